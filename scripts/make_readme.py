@@ -32,7 +32,7 @@ from scripts.finetuned_page import conversions, example, positions, short, ways
 from scripts.gpu_table import measured, table
 from scripts.method_pages import expressed
 from scripts.method_pages import pages as method_pages
-from scripts.real_model_page import agreement, tails
+from scripts.real_model_page import agreement, reasoning, tails
 
 ROOT = Path(__file__).resolve().parents[1]
 CONCEPTS = ROOT / "docs" / "concepts"
@@ -330,6 +330,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
     ROOT / "docs" / "real_model.md": {"tails": tails, "agreement": agreement},
+    ROOT / "docs" / "retrieval.md": {"reasoning": reasoning},
     CONCEPTS / "cache.md": {"stale": stale},
     CONCEPTS / "extrapolation.md": {"unfinished": unfinished, "attention": attention_by_distance},
     CONCEPTS / "encodings.md": {"properties": properties},

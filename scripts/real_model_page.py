@@ -11,6 +11,7 @@ from hf_posenc.evaluation.grid import markdown_table, number
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Interval, side_of_one, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from scripts.measure_real_model import AGREEMENT, RESULTS
 
 _WORDS = {-1: "better", 0: "not told apart", 1: "worse"}
@@ -89,6 +90,40 @@ def agreement() -> str:
         f"the model with `yarn:scale=2` answers through the harness with {same} as through `generate`."
     )
     return f"{markdown_table(head, rows, numeric=True)}\n\n{prompt}"
+
+
+def reasoning() -> str:
+    """Return how often the answers of facts about people are found, for docs/retrieval.md."""
+    result = RetrievalResult.from_dict(_read("reasoning"))
+    rows = []
+    for cell in result.cells:
+        assert cell.first is not None
+        assert cell.first_interval is not None
+        assert cell.chance is not None
+        first, n = round(cell.first * cell.samples), cell.samples
+        probability = math.fsum(
+            math.comb(n, k) * cell.chance**k * (1 - cell.chance) ** (n - k)
+            for k in range(first, n + 1)
+        )
+        low, high = cell.first_interval
+        rows.append(
+            [
+                f"`{cell.task}`",
+                f"{cell.length:,}",
+                f"{cell.accuracy:.0%}",
+                f"{cell.first:.0%} ({low:.0%} to {high:.0%})",
+                f"{cell.chance:.0%}",
+                f"{probability:.1g}",
+            ]
+        )
+    samples = result.settings.samples * len(result.settings.depths)
+    head = ["task", "tokens", "right outright", "ranked first", "by chance", "p"]
+    table = markdown_table(head, rows, numeric=[False, True, True, True, True, True])
+    return (
+        f"{result.model['name']} without a patch, {samples} samples at {len(result.settings.depths)} depths. In "
+        "parentheses: the 95 % Wilson interval. p: of at least so many by chance (binomial).\n\n"
+        f"{table}\n\n[reasoning.json](data/real_model/reasoning.json) has every sample."
+    )
 
 
 def _read(name: str) -> dict[str, Any]:

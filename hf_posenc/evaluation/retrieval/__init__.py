@@ -130,7 +130,7 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
         behind = len(prompt.answer.ids) if forced else task.new_tokens
         if item.candidate is not None and item.candidate.most is not None:
             prompt = prompt.truncated(item.candidate.most, len(self.special), behind)
-        self.scorer.scorer.check_length(len(prompt.ids) + behind)
+        self.scorer.scorer.check_length(prompt.longest + behind)
         if forced:
             return asdict(self._answers(prompt))
         self.scorer.reset(prompt.ids)

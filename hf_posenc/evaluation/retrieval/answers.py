@@ -6,6 +6,9 @@ If the right answer, read from there first and last, reproduces the forward's ow
 count. Otherwise, and where a cache is not exact or cannot be cropped, every distractor gets a forward of its own.
 A full sliding window or a recurrent state can be cropped only if it has recorded what it dropped; there the prompt is
 read once more, with recording.
+
+Where a prompt has other questions about the same text, these are read too, from the cache if it is exact. Each sum is
+reduced by the logarithm of the answer's mean probability over all questions (`calibrated`).
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class Verdict:
         correct: Whether every token of the answer is the most probable one.
         score: The share of the answer's parts of which that holds.
         nats: Negative log-likelihood of the whole answer, in nats.
-        rank: 1 plus the number of distractors that are at least as probable; `None` without `candidates` for it.
+        rank: 1 plus the number of distractors that are at least as probable, or whose `calibrated` value is at least as
+            large if the prompt has other questions; `None` without `candidates` for it.
     """
 
     correct: bool
@@ -83,8 +87,11 @@ class AnswerScorer:
         right = _log_likelihood(predicted, answer.ids)
         hits = predicted.argmax(-1).cpu() == torch.tensor(answer.ids)
         if wrong and sums is None:
-            alone = (_log_likelihood(self._forward(prompt, other), other.ids) for other in wrong)
-            sums = [right, *alone]
+            sums = [right, *self._alone(prompt, wrong)]
+            if prompt.questions:
+                candidates = (answer, *wrong)
+                asked = map(prompt.with_question, prompt.questions)
+                sums = calibrated([sums, *(self._alone(other, candidates) for other in asked)])
         if not all(map(math.isfinite, (right, *(sums or ())))):
             raise NotFiniteError("the logits are not finite")
         starts = (0, *answer.ends)
@@ -104,6 +111,14 @@ class AnswerScorer:
         read_last = not self.scorer.pieces
         return self.scorer.logits(ids, len(prompt.ids), read_last=read_last)
 
+    def _alone(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+        """Return the sums of answers, each from a forward of its own; those that differ in the last token share one."""
+        logits: dict[tuple[int, ...], Tensor] = {}
+        for answer in answers:
+            if answer.ids[:-1] not in logits:
+                logits[answer.ids[:-1]] = self._forward(prompt, answer)
+        return [_log_likelihood(logits[answer.ids[:-1]], answer.ids) for answer in answers]
+
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
         answer = prompt.answer.ids
@@ -115,7 +130,8 @@ class AnswerScorer:
         predicted = output.logits[0]
         cache = getattr(output, "past_key_values", None)
         if not _crop(cache, len(answer) - 1):
-            cache = self._recording_cache(prompt)
+            # It records from the end of the prompt on, so its question cannot be removed.
+            cache = None if prompt.questions else self._recording_cache(prompt)
         if cache is None:
             return predicted, None
         dtype = next(self.model.parameters()).dtype
@@ -133,7 +149,43 @@ class AnswerScorer:
             sums.append(total)
             if not _crop(cache, more):
                 return predicted, None
-        return predicted, sums[:-1]
+        sums = sums[:-1]
+        if prompt.questions:
+            own = tuple(prompt.ids[prompt.text :].tolist())
+            if not _crop(cache, len(own)):
+                return predicted, None
+            candidates = (prompt.answer, *prompt.distractors)
+            rows: list[list[float]] = []
+            # Its own question first and last, as above: an answer of one token has not been read from the cache.
+            for question in (own, *prompt.questions, own):
+                row = self._from_cache(cache, question, candidates)
+                if row is None or (question is own and not _same(row, sums, candidates, dtype)):
+                    return predicted, None
+                rows.append(row)
+            sums = calibrated([sums, *rows[1:-1]])
+        return predicted, sums
+
+    def _from_cache(
+        self, cache: Any, question: Sequence[int], answers: Sequence[Answer]
+    ) -> list[float] | None:
+        """Return the sums of answers behind a question, both read from a cache; `None` if it cannot be restored."""
+        device = input_device(self.model)
+
+        def read(ids: Sequence[int]) -> Tensor:
+            behind = torch.tensor([ids], device=device)
+            output: Any = self.model(input_ids=behind, past_key_values=cache, use_cache=True)
+            logits: Tensor = output.logits[0]
+            return logits
+
+        first, sums = read(question)[-1:], []
+        for answer in answers:
+            total = _log_likelihood(first, answer.ids[:1])
+            if len(answer.ids) > 1:
+                total += _log_likelihood(read(answer.ids[:-1]), answer.ids[1:])
+                if not _crop(cache, len(answer.ids) - 1):
+                    return None
+            sums.append(total)
+        return sums if _crop(cache, len(question)) else None
 
     def _recording_cache(self, prompt: Prompt) -> Any:
         """Return the cache of the prompt alone, recording what full sliding windows and recurrent states drop."""
@@ -154,6 +206,28 @@ def _crop(cache: Any, tokens: int) -> bool:
         cache.crop(-tokens)
         return True
     return False
+
+
+def _same(
+    sums: Sequence[float], others: Sequence[float], answers: Sequence[Answer], dtype: torch.dtype
+) -> bool:
+    bound = SAME.get(dtype, SAME_HALF)
+    rows = zip(sums, others, answers, strict=True)
+    return all(abs(one - other) / len(answer.ids) <= bound for one, other, answer in rows)
+
+
+def calibrated(sums: Sequence[Sequence[float]]) -> list[float]:
+    """Return the first row of log probabilities, shape (questions, answers), over their mean of all rows, in nats.
+
+    That is the pointwise mutual information of a question and each answer, if all questions are as frequent; after the
+    domain-conditional one of Holtzman et al. (arXiv 2104.08315). What makes an answer probable behind every question,
+    such as its place in the text, is divided out.
+    """
+    rows = torch.tensor(sums, dtype=torch.float64)
+    information = rows[0] - rows.logsumexp(0) + math.log(len(rows))
+    return [
+        round(float(value), 9) for value in information
+    ]  # equal rows: a tie, whatever the rounding
 
 
 def _single(logits: Tensor) -> Tensor:

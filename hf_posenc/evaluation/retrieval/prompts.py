@@ -202,6 +202,7 @@ class Scene:
         references: Strings that a generated text must contain.
         least_filler: Tokens of filler without which the task makes no sense.
         asked: Index of the needle whose distance counts.
+        questions: Other questions about the same text, whose answers are among the distractors.
     """
 
     head: Sequence[int]
@@ -213,6 +214,7 @@ class Scene:
     references: tuple[str, ...]
     least_filler: int = 0
     asked: int = 0
+    questions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shortest(self) -> int:
@@ -221,9 +223,10 @@ class Scene:
 
     @property
     def fixed(self) -> int:
-        """Tokens of everything but the filler."""
+        """Tokens of everything but the filler, with the longest of the questions."""
         needles = sum(len(ids) for _, ids in self.needles)
-        return len(self.head) + needles + len(self.question) + len(self.answer.ids)
+        question = max(map(len, (self.question, *self.questions)))
+        return len(self.head) + needles + question + len(self.answer.ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,11 +234,13 @@ class Prompt:
     """A prompt as tokens.
 
     Attributes:
-        ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64.
+        ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64. It is shorter
+            where another of the `questions` is longer than its own.
         answer: The right answer, whose last token is token L.
         references: Strings that a generated text must contain.
         distance: Tokens from the end of the needle (of several, `Scene.asked`) to the end of the prompt; `None` without
             a needle.
+        questions: Other questions, which replace the tokens behind the first `text`.
     """
 
     ids: Tensor
@@ -243,15 +248,27 @@ class Prompt:
     distractors: tuple[Answer, ...]
     references: tuple[str, ...]
     distance: int | None
+    questions: tuple[tuple[int, ...], ...] = ()
+    text: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt with the longest of its questions."""
+        return max([len(self.ids), *(self.text + len(question) for question in self.questions)])
+
+    def with_question(self, question: Sequence[int]) -> Prompt:
+        """Return the prompt that ends with another question."""
+        ids = torch.cat([self.ids[: self.text], torch.tensor(question, dtype=torch.int64)])
+        return dataclasses.replace(self, ids=ids)
 
     def truncated(self, most: int, special: int, behind: int) -> Prompt:
         """Return the end of the prompt that has, with `behind` tokens after it, at most `most` tokens.
 
         The special tokens in front, so many, stay there.
         """
-        cut = max(0, len(self.ids) + behind - most)
+        cut = max(0, self.longest + behind - most)
         ids = torch.cat([self.ids[:special], self.ids[special + cut :]])
-        return dataclasses.replace(self, ids=ids)
+        return dataclasses.replace(self, ids=ids, text=self.text - cut)
 
 
 def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int) -> Prompt:
@@ -280,6 +297,8 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
         distractors=_fair(scene, distractors),
         references=scene.references,
         distance=None if end is None else len(ids) - end,
+        questions=scene.questions,
+        text=len(ids) - len(scene.question),
     )
 
 
@@ -403,12 +422,14 @@ class Kit:
 class Task(ABC):
     """One kind of prompt, with its question (`definition`) and the tokens to generate where answers are generated.
 
-    Without one needle that has a depth (`has_depth`), depths do not apply.
+    Without one needle that has a depth (`has_depth`), depths do not apply. If `calibrated`, scenes have other questions
+    about the same text, and ranks are by how much more probable an answer is behind its own question.
     """
 
     name: str
     definition: str
     has_depth: bool = True
+    calibrated: bool = False
     new_tokens: int
 
     @abstractmethod

@@ -21,13 +21,17 @@ OFFERED = 6
 
 
 class Riddle(NamedTuple):
-    """Sentences in order, one of which (`asked`, an index) names the answer, and the other candidates."""
+    """Sentences in order, one of which (`asked`, an index) names the answer, and the other candidates.
+
+    `questions` ask the same about the other persons, objects or pairs.
+    """
 
     sentences: list[str]
     asked: int
     question: str
     answer: str
     others: list[str]
+    questions: list[str]
 
 
 class Closed(Task):
@@ -35,8 +39,11 @@ class Closed(Task):
 
     It takes more than to have seen the word in the prompt to be right more often than chance. Needles are in order:
     the one that names the answer at the depth, the others before and behind it at random. The example is made of other
-    words.
+    words. Ranks are calibrated by the same question about others of the text: a small model names the last place or
+    person of the text behind any question.
     """
+
+    calibrated = True
 
     head: str
     new_tokens = 10
@@ -64,6 +71,7 @@ class Closed(Task):
             distractors=(answer_of(encoder, question, [other]) for other in others),
             references=(riddle.answer,),
             asked=riddle.asked,
+            questions=tuple(encoder.line(f"Question: {other}") for other in riddle.questions),
         )
 
     def hit(self, text: str, references: Sequence[str]) -> float:
@@ -139,13 +147,18 @@ class Whereabouts(Closed):
             if dropped and number == end:
                 facts.append(("drop", person, thing))
         before = places[end] if self.facts == 3 else ""
-        question = _DATA["babilong"]["questions"][self.facts - 1]
+        template = _DATA["babilong"]["questions"][self.facts - 1]
+        question, *questions = (
+            template.format(person=who, object=what, place=before)
+            for who, what in zip(persons, objects, strict=True)
+        )
         return Riddle(
             [_DATA["facts"][verb].format(who, word) for verb, who, word in facts],
             asked,
-            question.format(person=person, object=thing, place=before),
+            question,
             places[answer],
             [place for place in places if place not in (places[answer], before)],
+            questions,
         )
 
 
@@ -193,10 +206,12 @@ def _by_association(
 ) -> Riddle:
     needle, known = template
     asked = draws.below(len(pairs))
+    questions = [_DATA["nolima"]["question"].format(known.format(*pair)) for pair in pairs]
     return Riddle(
         [needle.format(*pair, person=who) for pair, who in zip(pairs, persons, strict=True)],
         asked,
-        _DATA["nolima"]["question"].format(known.format(*pairs[asked])),
+        questions.pop(asked),
         persons[asked],
         [who for who in persons if who != persons[asked]],
+        questions,
     )

@@ -393,6 +393,12 @@ class RetrievalResult(MethodsResult[Cell]):
                 f"1st: how often the answer is the most probable of {settings.distractors + 1} candidates (fewer where "
                 "the task offers fewer), each after the same prompt; dim where chance (last row) is within its range."
             )
+        names = [name for name in settings.tasks if get_task(name).calibrated]
+        if names and settings.ranks:
+            yield (
+                f"{', '.join(names)}: candidates are ranked by how much more probable they are than on average over "
+                "the same question about others of the text."
+            )
         yield (
             f"passes {YARN_SUCCESS:.0%}: YaRN's passkey context, the longest with that accuracy. k_max "
             f"{PI_SUCCESS:.0%}: Position Interpolation's effective context, the largest distance up to which at least "

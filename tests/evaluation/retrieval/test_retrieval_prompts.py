@@ -40,9 +40,9 @@ PROMPTS = {
     "fwe": "80dc9b3aa9c2",
     "babilong_qa1": "d365f1f64b88",
     "babilong_qa2": "728eceb5c247",
-    "babilong_qa3": "452fd5b73a40",
-    "nolima_tools": "5790df1e728d",
-    "nolima_world": "fd2182907eaa",
+    "babilong_qa3": "0d9ec72aa5bc",
+    "nolima_tools": "7145b558f652",
+    "nolima_world": "78dfb5348199",
 }
 DEEP = [name for name, task in TASKS.items() if task.has_depth]
 WORDS = [name for name in TASKS if name.startswith(("vt", "fwe", "babilong", "nolima"))]
@@ -88,7 +88,10 @@ def test_prompt_and_answer_have_exactly_the_tokens_asked_for(task: str, tokenize
     for length in (least, least + 1, least + 7, 2 * least + 3, 3000):
         for depth in depths:
             prompt = make(task, length, depth=depth, tokenizer=tokenizer)
-            assert len(prompt.ids) + len(prompt.answer.ids) == length
+            assert prompt.longest + len(prompt.answer.ids) == length
+            behind = max(map(len, [prompt.ids[prompt.text :], *prompt.questions]))
+            assert prompt.text + behind == prompt.longest
+            assert bool(prompt.questions) == TASKS[task].calibrated
             assert prompt.answer.ends[-1] == len(prompt.answer.ids)
             wrong = {other.ids for other in prompt.distractors}
             assert prompt.answer.ids not in wrong

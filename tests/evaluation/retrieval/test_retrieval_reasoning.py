@@ -199,6 +199,31 @@ def test_a_text_with_all_associations_is_refused() -> None:
     assert prompt_of("nolima_tools", 0, kit=kit).references
 
 
+@pytest.mark.parametrize("task", [*FACTS, *KINDS])
+def test_other_questions_are_the_same_about_others(task: str) -> None:
+    for number in range(8):
+        prompt = prompt_of(task, number)
+        _, text, question = parts_of(prompt)
+        shown = [
+            text_of(prompt.with_question(q).ids).rsplit("Question: ", 1) for q in prompt.questions
+        ]
+        before = text_of(prompt.ids).rsplit("Question: ", 1)[0]
+        assert [start for start, _ in shown] == [before] * len(shown)
+        others = [end for _, end in shown]
+        assert len({question, *others}) == (6 if task in KINDS else 3)
+        if task == "babilong_qa1":
+            named = {*re.findall(r"(\w+) went", text)}
+            known = {q: q.split()[2] for q in (question, *others)}
+            assert named <= {*known.values()}
+            places = {*re.findall(r"went to the (\w+)\.", text)}
+            right = [interpreted(text, q) for q in others if known[q] in named]
+            assert len({*right, *prompt.references}) == len(right) + 1
+            assert places.issuperset(right)
+        cut = prompt.truncated(len(prompt.ids) - 40, 0, 1)
+        assert cut.longest == len(prompt.ids) - 41
+        assert text_of(cut.ids).rsplit("Question: ", 1)[1] == question
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["babilong_qa2", "nolima_tools"])
 def test_an_untrained_model_is_at_chance_which_is_one_in_six(task: str) -> None:

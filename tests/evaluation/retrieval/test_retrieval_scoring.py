@@ -140,6 +140,63 @@ def test_a_cache_that_is_not_restored_is_noticed() -> None:
     assert verdict == expected
 
 
+def information(model: Any, prompt: Prompt) -> list[float]:
+    """Pointwise mutual information of the question and every candidate, from full logits in float64."""
+    candidates = (prompt.answer, *prompt.distractors)
+    own = tuple(prompt.ids[prompt.text :].tolist())
+    table = [
+        [reference(model, prompt.with_question(question), c)[0] for c in candidates]
+        for question in (own, *prompt.questions)
+    ]
+    means = [math.fsum(map(math.exp, column)) / len(table) for column in zip(*table, strict=True)]
+    return [value - math.log(mean) for value, mean in zip(table[0], means, strict=True)]
+
+
+def test_ranks_are_by_mutual_information_where_there_are_other_questions() -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
+    expected = information(model, prompt)
+    plain = [reference(model, prompt, a)[0] for a in (prompt.answer, *prompt.distractors)]
+    assert sorted(expected) != pytest.approx(sorted(plain), abs=1)
+    with torch.inference_mode():
+        assert scorer._with_cache(prompt)[1] == pytest.approx(expected, abs=2e-3)
+    rank = 1 + sum(other > expected[0] for other in expected[1:])
+    for exact in (True, False):
+        scorer.scorer.pieces = exact
+        assert scorer(prompt).rank == rank
+
+
+def test_a_window_that_has_slid_is_not_cropped_to_the_text() -> None:
+    model: Any = zoo.build("mistral", vocab_size=VOCABULARY)
+    scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
+    with torch.inference_mode():
+        assert scorer._with_cache(prompt)[1] is None
+
+
+def test_a_cache_that_differs_behind_the_text_is_noticed() -> None:
+    """Answers read behind the prompt are right, and its question read again is not."""
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
+    with torch.inference_mode():
+        assert scorer._with_cache(prompt)[1] is not None
+        forward = model.forward
+
+        def off(*args: Any, **options: Any) -> Any:
+            output = forward(*args, **options)
+            if options.get("past_key_values") is not None and options["input_ids"].shape[1] > 20:
+                output.logits = output.logits * 1.02
+            return output
+
+        model.forward = off
+        assert scorer._with_cache(prompt)[1] is None
+
+
+def test_a_model_that_ignores_the_question_ranks_nothing_first() -> None:
+    prompt = prompt_of("babilong_qa1", 900)
+    verdict = scorer_of(Copier(window=4))(prompt)
+    assert (verdict.rank, verdict.candidates) == (6, 6)
+
+
 @pytest.mark.parametrize(
     ("model_type", "kept"),
     [
