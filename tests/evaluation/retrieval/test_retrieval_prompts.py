@@ -89,7 +89,7 @@ def test_prompt_and_answer_have_exactly_the_tokens_asked_for(task: str, tokenize
         for depth in depths:
             prompt = make(task, length, depth=depth, tokenizer=tokenizer)
             assert prompt.longest + len(prompt.answer.ids) == length
-            behind = max(map(len, [prompt.ids[prompt.text :], *prompt.questions]))
+            behind = max([len(prompt.ids) - prompt.text, *map(len, prompt.questions)])
             assert prompt.text + behind == prompt.longest
             assert bool(prompt.questions) == TASKS[task].calibrated
             assert prompt.answer.ends[-1] == len(prompt.answer.ids)
