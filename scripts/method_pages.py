@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from hf_posenc.cli.inspection import facts, knob_rows
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, Expressed, survey
@@ -119,12 +121,23 @@ def _finetuning(method: type[Method]) -> Iterator[str]:
     ways = {name: row for name, row in result["ways"].items() if _of(name, method)}
     for name in ([name for name in ways if name == method.name] or [*ways])[:1]:
         row = ways[name]  # of several, the plain way or the first
-        length, after = [*row["tail"].items()][-1]
-        yield (
-            f"**Embedded model, fine-tuned**: {result['steps']} steps bring the tail perplexity at "
-            f"{int(length):,} tokens from {number(row['before']['tail'][length])} to {number(after)} "
-            "([all ways](../finetuning.md))."
-        )
+        yield _trained(result["steps"], row["before"]["tail"], [row["tail"]])
+    result = json.loads((BENCHMARKS / "conversions.json").read_text(encoding="utf-8"))
+    for row in result["ways"].values():
+        recipe = yaml.safe_load((ROOT / row["options"][-1]).read_text(encoding="utf-8"))
+        if recipe["patch"] == method.name:
+            runs = [run["tail"] for run in row["runs"]]
+            yield _trained(result["steps"], row["before"]["tail"], runs)
+
+
+def _trained(steps: int, before: dict[str, float], runs: list[dict[str, float]]) -> str:
+    """Return a line on perplexities by length, before and after a training with one or several seeds."""
+    longest = max(before, key=int)
+    after = statistics.fmean(run[longest] for run in runs)
+    return (
+        f"**Embedded model, fine-tuned**: {steps} steps bring the tail perplexity at {int(longest):,} tokens from "
+        f"{number(before[longest])} to {number(after)} ([all ways](../finetuning.md))."
+    )
 
 
 def _speed(method: type[Method]) -> Iterator[str]:
@@ -142,16 +155,18 @@ def _speed(method: type[Method]) -> Iterator[str]:
 
 
 def _real(method: type[Method]) -> str:
-    """One line on SmolLM2: perplexity past its context by the control's, cost on short texts, passkeys."""
-    found = []
-    for file in sorted(REAL_MODEL.glob("tail-*.json"), key=_longest):
-        result = _perplexity(file)
-        assert result is not None
-        found += _real_tail(result, method)
-    found += _real_passkeys(method)
+    """One line on SmolLM2: perplexities by the control's, short texts first, and passkeys."""
+    found: dict[str, list[str]] = {}
+    results = [_perplexity(file) for file in sorted(REAL_MODEL.glob("tail-*.json"), key=_longest)]
+    for label, text in (
+        *(line for result in results if result for line in _real_tail(result, method)),
+        *_real_passkeys(method),
+    ):
+        found.setdefault(label, []).append(text)
     if not found:
         return "**SmolLM2-135M**: not measured on it."
-    return f"**SmolLM2-135M** ([all methods](../real_model.md)): {'; '.join(found)}."
+    lines = "; ".join(f"`{label}` {', '.join(texts)}" for label, texts in found.items())
+    return f"**SmolLM2-135M**, tail perplexity and passkeys ([all methods](../real_model.md)): {lines}."
 
 
 def _longest(file: Path) -> int:
@@ -159,28 +174,27 @@ def _longest(file: Path) -> int:
     return max(lengths)
 
 
-def _real_tail(result: PerplexityResult, method: type[Method]) -> list[str]:
+def _real_tail(result: PerplexityResult, method: type[Method]) -> Iterator[tuple[str, str]]:
+    """Yield label and perplexity at the longest length, by truncation's, or by the unpatched model's without it."""
     control = TRUNCATION if TRUNCATION in {e.label for e in result.candidates} else "none"
     cells, length = _cells(result, control), result.settings.lengths[-1]
-    return [
-        f"`{label}` at {length:,} tokens: perplexity {_by_control(cells[label, length], control)}"
-        for label in _labels(result, method)
-        if (label, length) in cells
-    ]
+    for label in _labels(result, method):
+        if (label, length) in cells:
+            yield label, f"{_by_control(cells[label, length], control)} at {length:,} tokens"
 
 
-def _real_passkeys(method: type[Method]) -> list[str]:
+def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
+    """Yield label and number of passkeys that are found in the longest prompts."""
     file = REAL_MODEL / "passkey.json"
     if not file.exists():
-        return []
+        return
     result = json.loads(file.read_text(encoding="utf-8"))
     cells = [c for c in result["summary"] if c["task"] == "passkey" and c["depth"] is None]
     longest = max((c["length"] for c in cells), default=0)
-    return [
-        f"`{c['method']}` finds {round(c['accuracy'] * c['samples'])} of {c['samples']} passkeys at {longest:,} tokens"
-        for c in cells
-        if c["length"] == longest and _of(c["method"], method)
-    ]
+    for cell in cells:
+        if cell["length"] == longest and _of(cell["method"], method):
+            right = round(cell["accuracy"] * cell["samples"])
+            yield cell["method"], f"{right} of {cell['samples']} passkeys at {longest:,} tokens"
 
 
 def _perplexity(file: Path) -> PerplexityResult | None:

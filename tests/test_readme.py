@@ -13,6 +13,7 @@ import ast
 import gzip
 import importlib
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -28,8 +29,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
-from hf_posenc.methods import METHODS
-from scripts import make_readme
+from hf_posenc.methods import METHODS, ReRoPE
+from scripts import make_readme, method_pages
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,6 +213,22 @@ def check_command(line: str, words: list[str]) -> None:
 )
 def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == make_readme.filled(page)
+
+
+def test_a_page_takes_what_was_measured_on_the_real_model_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(method_pages, "REAL_MODEL", tmp_path)
+    assert method_pages.measured(ReRoPE).endswith("not measured on it.")
+    benchmarks = ROOT / "docs/data/benchmarks"
+    passkeys = json.loads((benchmarks / "bench.json").read_text(encoding="utf-8"))["retrieval"]
+    (tmp_path / "passkey.json").write_text(json.dumps(passkeys), encoding="utf-8")
+    shutil.copy(benchmarks / "methods.json", tmp_path / "tail-1k.json")
+    line = method_pages.measured(ReRoPE).splitlines()[-1]
+    assert re.search(
+        r": `rerope` \d+\.\d+ \(.* of truncation's, .*\) at 1,024 tokens, 0 of 10 passkeys at 2,048",
+        line,
+    )
 
 
 def test_has_at_most_200_lines_and_code_in_the_first_screen() -> None:
