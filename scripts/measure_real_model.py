@@ -56,7 +56,7 @@ PARTS = {
     "tail-16k": ("perplexity --protocol tail --lengths 8k,16k", (*CONTROLS, *AT_16K)),
     "passkey": ("retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1", SEEKERS),
     "reasoning": (
-        "retrieval --tasks babilong_qa1 --lengths 256 --depths 5 --samples 12",
+        "retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12",
         ("none",),
     ),
     "tail-2k": ("perplexity --protocol tail --lengths 2k --tail-tokens 1024", ("none", *AT_16K)),
