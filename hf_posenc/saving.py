@@ -100,6 +100,12 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     Raises:
         PosencError: The model is not patched, its method is the user's own and cannot be loaded by name, or the
             folder cannot be written.
+
+    Examples:
+        >>> from hf_posenc import load_patch, patch_model, save_patch, unpatch_model
+        >>> save_patch(patch_model(model, "yarn", scale=8), "my-patch").name
+        'posenc_config.json'
+        >>> model = load_patch(unpatch_model(model), "my-patch")
     """
     config = patch_to_save(model)
     if config is None:
@@ -145,6 +151,12 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
 
     Raises:
         PosencError: No such recipe or file, or a patch that the model cannot take.
+
+    Examples:
+        >>> from hf_posenc import get_patch, load_patch
+        >>> model = load_patch(model, "llama-2-yarn-64k")  # a published recipe
+        >>> get_patch(model).options
+        {'scale': 16.0}
     """
     if not isinstance(source, (str, Path)):
         raise PosencError(
@@ -219,6 +231,12 @@ def from_pretrained(
         PosencError: Nothing that can be loaded, with the first thing that is wrong (name, config, model, weights); a
             patch that the model cannot take, a checkpoint without weights that the model has or with
             weights of another shape, a config without layers, or an adapter that does not name its base model.
+
+    Examples:
+        >>> from hf_posenc import from_pretrained, get_patch, patch_model
+        >>> patch_model(model, "rerope", window=2048).save_pretrained("longer")
+        >>> get_patch(from_pretrained("longer")).method
+        'rerope'
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 

@@ -133,6 +133,13 @@ def get_method(name: str) -> type[Method]:
 
     Raises:
         PosencError: No method has this name.
+
+    Examples:
+        >>> from hf_posenc import get_method
+        >>> get_method("selfextend").name
+        'self_extend'
+        >>> get_method("yarn").knobs()["beta_fast"]
+        32.0
     """
     if not isinstance(name, str):
         raise PosencError(

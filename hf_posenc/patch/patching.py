@@ -82,6 +82,13 @@ def patch_model(
         UnsupportedModelError: A model that cannot be patched, with the reason.
         VerificationError: The model does not compute the requested patch; it was restored.
         PosencError: Any other request that cannot be met.
+
+    Examples:
+        >>> from hf_posenc import get_patch, patch_model
+        >>> model = patch_model(model, "yarn", scale=8)  # 4,096 tokens become 32,768
+        >>> get_patch(model).method
+        'yarn'
+        >>> model = patch_model(model, "rerope", window=2048, replace=True)
     """
     request = {"scale": scale, "target_length": target_length, "layers": layers, **options}
     request |= {"compose": compose, "replace": replace}
@@ -311,6 +318,12 @@ def unpatch_model(model: ModelT) -> ModelT:
 
     Raises:
         PosencError: The model is not patched.
+
+    Examples:
+        >>> from hf_posenc import get_patch, patch_model, unpatch_model
+        >>> model = unpatch_model(patch_model(model, "pi", scale=4))
+        >>> get_patch(model) is None
+        True
     """
     state = state_of(model)
     if state is None:
@@ -324,6 +337,14 @@ def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT
     """Patch a model for the length of a `with` block; undone on exit, also by an exception.
 
     The arguments are those of `patch_model`. A patch that `replace=True` undid is in force again after the block.
+
+    Examples:
+        >>> from hf_posenc import get_patch, patched
+        >>> with patched(model, "dynamic_ntk", scale=2):
+        ...     get_patch(model).method
+        'dynamic_ntk'
+        >>> get_patch(model) is None
+        True
     """
     put_back = _patch(model, method, kwargs, temporary=True)
     before = _versions(model).items()
@@ -349,7 +370,14 @@ def _versions(model: nn.Module) -> dict[str, int]:
 
 
 def get_patch(model: nn.Module) -> Patch | None:
-    """Return the patch in force, read back from the model's modules; `None` where it is not patched."""
+    """Return the patch in force, read back from the model's modules; `None` where it is not patched.
+
+    Examples:
+        >>> from hf_posenc import get_patch, patch_model
+        >>> patch = get_patch(patch_model(model, "ntk", target_length="16k"))
+        >>> patch.options, patch.original_max_position_embeddings
+        ({'scale': 4.0}, 4096)
+    """
     state = state_of(model)
     if state is None:
         return None
@@ -378,6 +406,11 @@ def inspect_positions(model: nn.Module) -> Positions:
 
     Raises:
         UnsupportedModelError: A model that cannot be run on a few tokens alone.
+
+    Examples:
+        >>> from hf_posenc import inspect_positions
+        >>> inspect_positions(model).complete  # no place is missing
+        True
     """
     inner, state = unwrap(model), state_of(model)
     put_back = _suspend(inner, state)
@@ -398,6 +431,12 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
 
     Raises:
         UnsupportedModelError: A model without rotary embedding.
+
+    Examples:
+        >>> from hf_posenc import inspect_rope, patch_model
+        >>> (plain,), (longer,) = inspect_rope(model), inspect_rope(patch_model(model, "pi", scale=4))
+        >>> (plain.inv_freq / longer.inv_freq).mean().item()  # radians per token
+        4.0
     """
     from hf_posenc.seams.handover import tables_in_place  # imports transformers
 

@@ -70,10 +70,10 @@ def for_site(text: str, page: str, known: Collection[str], repository: str) -> s
             return match[0]
         if repository:
             return f"[{match['text']}]({repository.rstrip('/')}/{BRANCH}/{path}{mark}{anchor})"
-        plain = match["text"].strip("`")
-        return match["text"] if plain.endswith(path) else f"{match['text']} (`{path}`)"
+        return f"{match['text']} (`{path}`)"
 
     def changed(part: str) -> str:
         return LINK.sub(change, COMMENT.sub("", part))
 
-    return outside_code(text, changed)
+    # A text that is the path itself need not have it twice.
+    return re.sub(r"(`[^`\n]+`) \(\1\)", r"\1", outside_code(text, changed))

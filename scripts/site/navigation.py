@@ -13,15 +13,16 @@ def expand(nav: list[Any], docs: Path) -> list[Any]:
 
     The pages of the methods are grouped and sorted as the registry is. A section without pages is left out.
     """
-    named = set(_pages(nav))
+    named = set(pages_of(nav))
     return _expand(nav, docs, named)
 
 
-def _pages(entry: Any) -> list[str]:
+def pages_of(entry: Any) -> list[str]:
+    """Return the pages of a navigation, or of a part of it, in order."""
     if isinstance(entry, str):
         return [entry]
     children = entry.values() if isinstance(entry, dict) else entry
-    return [page for child in children for page in _pages(child)]
+    return [page for child in children for page in pages_of(child)]
 
 
 def _expand(entries: list[Any], docs: Path, named: set[str]) -> list[Any]:

@@ -335,6 +335,13 @@ def measure_perplexity(
 
     Raises:
         PosencError: Options exclude each other, or no document can be used.
+
+    Examples:
+        >>> from hf_posenc.evaluation import measure_perplexity
+        >>> methods, lengths = ["none", "pi:scale=2"], [64, 128]  # in tokens
+        >>> result = measure_perplexity(model, tokenizer, texts, methods=methods, lengths=lengths)
+        >>> result.cell("pi (scale 2)", "tail", 128).perplexity > 1
+        True
     """
     folder = output_folder(output, progress)
     options = with_fields(PerplexityOptions, options, fields)

@@ -197,6 +197,12 @@ def recommend(
 
     Raises:
         PosencError: A length below 1, a patched model, or one without a rotary table.
+
+    Examples:
+        >>> from hf_posenc.evaluation.recommend import recommend
+        >>> advice = recommend(model, "16k")
+        >>> "yarn" in {option.method for option in advice.options}
+        True
     """
     target_length = read_length(target_length, "target_length")
     if target_length > LONGEST:

@@ -202,6 +202,13 @@ def measure_retrieval(
 
     Raises:
         PosencError: Options exclude each other, or no task has prompts of these lengths, or the haystack is empty.
+
+    Examples:
+        >>> from hf_posenc.evaluation import measure_retrieval
+        >>> options = {"tasks": ["passkey"], "lengths": [512], "samples": 1}
+        >>> result = measure_retrieval(model, tokenizer, methods=["none", "yarn"], **options)
+        >>> [candidate.label for candidate in result.candidates]
+        ['none', 'yarn (auto)']
     """
     folder = output_folder(output, progress)
     options = with_fields(RetrievalOptions, options, fields)

@@ -138,6 +138,13 @@ class PositionCollator(TrainerCallback):
     Raises:
         PosencError: An unknown name, a number that is none, drawn positions without a target length, or a curriculum
             that does not rise, exceeds the target length, or has no draws to bound.
+
+    Examples:
+        >>> from hf_posenc.training import PositionCollator
+        >>> collator = PositionCollator("pose", target_length="32k")
+        >>> batch = collator([{"input_ids": list(range(100))}])
+        >>> batch["position_ids"].shape  # (batch, tokens); positions below 32,768
+        torch.Size([1, 100])
     """
 
     def __init__(

@@ -68,6 +68,15 @@ def chunk_loss(model: nn.Module, chunk: int | None = None) -> ChunkedLoss:
 
     Raises:
         PosencError: `chunk` is below 1.
+
+    Examples:
+        >>> import torch
+        >>> from hf_posenc.training import chunk_loss
+        >>> handle = chunk_loss(model, chunk=16)
+        >>> ids = torch.arange(64)[None]  # (batch, tokens)
+        >>> output = model(input_ids=ids, labels=ids)
+        >>> output.logits is None, output.loss.requires_grad
+        (True, True)
     """
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise PosencError(f"A chunk has at least 1 token, not {chunk!r}.")

@@ -1,0 +1,297 @@
+"""The documentation site: built strictly, complete, and checked in a browser where there is one.
+
+The tests in a browser are skipped without Chromium (`CHROMIUM` names another path). With `SCREENSHOTS=DIR` they keep
+pictures of the pages in that folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib
+import logging
+import os
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_posenc.errors import PosencError
+from scripts.site import links, mathml, navigation, reference
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+MODULES = {
+    "hf_posenc": "patching",
+    "hf_posenc.methods": "methods",
+    "hf_posenc.evaluation": "evaluation",
+    "hf_posenc.training": "training",
+    "hf_posenc.evaluation.recommend": "evaluation",
+    "hf_posenc.engines": "more",
+    "hf_posenc.embedded": "more",
+}
+"""The page of each public module."""
+PAGES = (
+    *("", "methods/", "methods/yarn/", "choosing/", "evaluation/", "architectures/"),
+    *("reference/patching/", "reference/cli/", "reference/published/"),
+)
+SIZES = {"desk": (1360, 900), "phone": (390, 844)}
+CONTRAST = 4.5  # WCAG AA
+
+
+# Text between Markdown and the site.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](evaluation.md#x)", "[a](evaluation.md#x)"),
+        ("[a](../scripts/perplexity.py)", "[a](https://host/o/r/blob/main/scripts/perplexity.py)"),
+        ("[a](data/finetuned/)", "[a](https://host/o/r/blob/main/docs/data/finetuned)"),
+        ("[a](../CONTRIBUTING.md#add-a-method)", "[a](contributing.md#add-a-method)"),
+        (
+            "[`a`](../b.py), `[c](../d.py)`",
+            "[`a`](https://host/o/r/blob/main/b.py), `[c](../d.py)`",
+        ),
+        ("```text\n[c](../d.py)\n<!-- e -->\n```", "```text\n[c](../d.py)\n<!-- e -->\n```"),
+        ("a\n\n<!-- not run: why -->\n```python\nx\n```", "a\n\n\n```python\nx\n```"),
+        ("a <!-- end --> b", "a  b"),
+    ],
+)
+def test_links_and_comments_for_the_site(text: str, expected: str) -> None:
+    known = {"evaluation.md", "contributing.md"}
+    assert links.for_site(text, "choosing.md", known, "https://host/o/r/") == expected
+
+
+def test_without_an_address_of_the_repository_a_link_becomes_the_path() -> None:
+    text = "[recipe](../../scripts/a.yaml) [`scripts/a.yaml`](../../scripts/a.yaml)"
+    shown = "recipe (`scripts/a.yaml`) `scripts/a.yaml`"
+    assert links.for_site(text, "methods/yarn.md", set(), "") == shown
+
+
+def test_links_of_a_copied_page_are_as_from_docs() -> None:
+    text = "[a](docs/methods.md#x) [b](LICENSE) [c](#d) [e](https://f)"
+    assert links.from_root(text) == "[a](methods.md#x) [b](../LICENSE) [c](#d) [e](https://f)"
+
+
+def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
+    html = mathml.rendered(r'<span class="arithmatex">\(a_i &lt; 1\)</span>', "page.md")
+    assert html.startswith('<math alttext="a_i &lt; 1"')
+    assert "<msub><mi>a</mi><mi>i</mi></msub>" in html
+    with caplog.at_level(logging.WARNING):
+        mathml.rendered(r'<div class="arithmatex">\[\unheardof{x}\]</div>', "page.md")
+    assert r"page.md: unknown \unheardof" in caplog.text
+
+
+def test_the_navigation_has_every_page_once_and_methods_by_kind() -> None:
+    nav: Any = navigation.expand(_config()["nav"], DOCS)
+    pages = navigation.pages_of(nav)
+    assert len(pages) == len({*pages})
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert {*pages} == written | {"contributing.md", "changelog.md"}
+    (methods,) = (entry["Methods"] for entry in nav if "Methods" in entry)
+    kinds = {
+        title: group
+        for entry in methods
+        if isinstance(entry, dict)
+        for title, group in entry.items()
+    }
+    assert {"yarn": "methods/yarn.md"} in kinds["Frequencies"]
+    assert {"rerope": "methods/rerope.md"} in kinds["Rotary bands"]
+
+
+def _config() -> dict[str, Any]:
+    """The configuration, without the tags that only mkdocs reads."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+    config: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    return config
+
+
+# Reference pages.
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_documented(module: str) -> None:
+    page = reference.filled((DOCS / f"reference/{MODULES[module]}.md").read_text())
+    documented = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", page, re.M)}
+    assert {*importlib.import_module(module).__all__} <= documented
+
+
+def test_every_command_recipe_and_table_is_on_its_page() -> None:
+    from hf_posenc import available_recipes
+    from hf_posenc.evaluation import published
+
+    cli = reference.cli()
+    assert "## hf-posenc perplexity" in cli
+    assert "| `--tail-tokens K` | Tokens that `tail` scores." in cli
+    assert re.search(r"\| `--split \w+` \| The dataset's split\. \*Default: `test`\.\* \|", cli)
+    recipes, tables = reference.recipes(), reference.published_tables()
+    assert all(f"`{name}`" in recipes for name in available_recipes())
+    assert all(f"## `{name}`" in tables for name in published.available())
+    with pytest.raises(PosencError, match="unheard_of"):
+        reference.filled("<!-- site: unheard_of -->")
+
+
+# The built site.
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site; a warning is an error."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_complete(site: Path) -> None:
+    inventory = (site / "objects.inv").read_bytes().split(b"zlib.\n", 1)[1]
+    objects = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    for module in MODULES:
+        names = importlib.import_module(module).__all__
+        assert {f"{module}.{name}" for name in names} <= objects | {f"{module}.METHODS"}, module
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        assert "<!-- site:" not in html, page
+        assert "<!-- not run" not in html, page
+        assert 'class="arithmatex"' not in html, page
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Serve the site."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("there is no Chromium")
+    playwright: Any = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+STRUCTURE = """() => {
+  const levels = [...document.querySelectorAll('article :is(h1, h2, h3, h4, h5, h6)')].map(h => +h.tagName[1]);
+  return {
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    titles: document.querySelectorAll('h1').length,
+    skipped: levels.filter((level, index) => index && level > levels[index - 1] + 1),
+    unnamed: [...document.images].filter(image => !image.alt).map(image => image.src),
+    broken: [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
+    language: document.documentElement.lang,
+  };
+}"""
+
+COLOURS = """() => {
+  const probe = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgba = colour => {
+    probe.clearRect(0, 0, 1, 1); probe.fillStyle = colour; probe.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = probe.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255];
+  };
+  const over = (top, below) => below.map((value, index) => top[index] * top[3] + value * (1 - top[3]));
+  const light = colour => colour.slice(0, 3).map(value => value / 255)
+    .map(value => value <= .04045 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4)
+    .reduce((sum, value, index) => sum + value * [.2126, .7152, .0722][index], 0);
+  const ground = element => {
+    const layers = [];
+    for (let e = element; e; e = e.parentElement) layers.push(rgba(getComputedStyle(e).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+  };
+  const found = {};
+  for (const element of document.querySelectorAll(
+    'article :is(p, li, a, code, th, td, h1, h2, h3, span), '
+    + '.md-header__topic, .md-tabs__link, .md-nav__link, .md-footer span'
+  )) {
+    if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    if (![...element.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue;
+    if (element.closest('.headerlink, .md-clipboard, .md-code__nav')) continue;
+    const back = ground(element), style = getComputedStyle(element);
+    const text = rgba(style.color);
+    for (let e = element; e; e = e.parentElement) text[3] *= +getComputedStyle(e).opacity;
+    const [high, low] = [light(over(text, back)), light(back)].sort((a, b) => b - a);
+    const ratio = (high + .05) / (low + .05);
+    const name = element.tagName + '.' + element.className + ': ' + element.textContent.trim().slice(0, 20);
+    const key = style.color + back;
+    if (!found[key] || found[key][0] > ratio) found[key] = [ratio, name];
+  }
+  return Object.values(found);
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_in_a_browser(scheme: str, size: str, browser: Any, address: str) -> None:
+    width, height = SIZES[size]
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height})
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on(
+        "request",
+        lambda r: None if r.url.startswith((address, "data:", "blob:")) else faults.append(r.url),
+    )
+    page.on("response", lambda r: faults.append(f"{r.status} {r.url}") if r.status >= 400 else None)
+    for name in PAGES:
+        page.goto(address + name)  # until its load event: a starved parser looks idle
+        page.wait_for_load_state("networkidle")
+        found = page.evaluate(STRUCTURE)
+        assert found.pop("language") == "en", name
+        expected = {"overflow": 0, "titles": 1, "skipped": [], "unnamed": [], "broken": []}
+        assert found == expected, (name, found)
+        poor = [each for each in page.evaluate(COLOURS) if each[0] < CONTRAST]
+        assert not poor, (name, poor)
+        if folder := os.environ.get("SCREENSHOTS"):
+            stem = name.strip("/").replace("/", "-") or "index"
+            page.screenshot(path=Path(folder) / f"{stem}-{scheme}-{size}.png")
+    assert not faults
+    context.close()
+
+
+@pytest.mark.slow
+def test_the_keyboard_and_the_search(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address + "methods/")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "md-skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("location.hash").startswith("#")
+    page.keyboard.press("f")  # the theme's key for the search
+    page.keyboard.type("tail-tokens")
+    result = page.locator(".md-search-result__item a").first
+    result.wait_for()
+    assert "reference/cli" in result.get_attribute("href") or "evaluation" in result.get_attribute(
+        "href"
+    )
+    page.close()
