@@ -107,7 +107,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
     project = PROJECT["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     asked = [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]
-    named = {"pyyaml": "yaml"}  # the others are imported under their own name
+    named = {"pillow": "PIL", "pyyaml": "yaml"}  # the others are imported under their own name
     tolerated = {"scripts", "tests", "triton"}  # Triton comes with PyTorch's builds for CUDA
     declared = {named.get(n, n.replace("-", "_")) for n in (Requirement(a).name for a in asked)}
     for top in ("hf_posenc", "patches", "scripts"):
