@@ -1,4 +1,4 @@
-"""Parts of docs/finetuning.md and README.md that are generated from committed runs, for scripts/make_readme.py."""
+"""Parts of docs/finetuning.md that are generated from committed runs, for scripts/make_readme.py."""
 
 from __future__ import annotations
 
@@ -136,16 +136,6 @@ def _of_seeds(
     versions, table = result["environment"], markdown_table(header, lines, numeric=True)
     by = f"torch {versions['torch']}, transformers {versions['transformers']}"
     return f"{intro}, {many}.\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group {group}`."
-
-
-def short() -> str:
-    """Return the README's line on the worked example."""
-    log = TrainingLog.read(FOLDER)
-    effect = conclusion(_scores("perplexity.json"))
-    return (
-        f"{log.run['steps']} steps with `yarn` take {log.run['seconds']:.0f} s on a CPU. "
-        f"On held-out modules, {effect}."
-    )
 
 
 def _scores(file: str) -> PerplexityResult:

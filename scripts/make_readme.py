@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.inspection import kinds
 from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, to_markdown
@@ -28,11 +27,19 @@ from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
 from scripts.concept_pages import attention as attention_by_distance
 from scripts.concept_pages import digits, divisors, properties, stale, unfinished
-from scripts.finetuned_page import conversions, example, positions, short, ways
+from scripts.finetuned_page import conversions, example, positions, ways
 from scripts.gpu_table import measured, table
 from scripts.method_pages import expressed
 from scripts.method_pages import pages as method_pages
-from scripts.real_model_page import agreement, reasoning, tails
+from scripts.real_model_page import (
+    agreement,
+    evidence,
+    headline,
+    passkeys,
+    reasoning,
+    shorts,
+    tails,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CONCEPTS = ROOT / "docs" / "concepts"
@@ -65,10 +72,10 @@ def demo() -> str:
     )
     table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
     verdict = _verdict(result, lengths)
-    plot = "![Perplexity by length](docs/data/demo/perplexity.png)"
+    plot = "![Perplexity by length](data/demo/perplexity.png)"
     versions = result["environment"]
     made = f"Measured with torch {versions['torch']}, transformers {versions['transformers']}"
-    link = "[docs/data/demo/](docs/data/demo/) has the intervals and every setting"
+    link = "[data/demo/](data/demo/) has the intervals and every setting"
     return f"{intro}\n\n{table}\n\n{verdict}\n{_passkey()} {made}; {link}.\n\n{plot}"
 
 
@@ -86,7 +93,7 @@ def _passkey() -> str:
     return (
         f"Share of passkey prompts of {length:,} tokens in which the right passkey is the most probable of "
         f"{1 / chance:.0f}: "
-        f"{', '.join(found)}; chance is {chance:.0%} ([docs/retrieval.md](docs/retrieval.md))."
+        f"{', '.join(found)}; chance is {chance:.0%} ([retrieval.md](retrieval.md))."
     )
 
 
@@ -111,23 +118,6 @@ def _tuned(kind: type[TuningResult]) -> str:
     result = kind.from_dict(json.loads(text))
     notes = "\n".join(f"- {note}" for note in result.notes())
     return f"{to_markdown(result.tables()[0])}\n\n{notes}"
-
-
-def methods() -> str:
-    """A row per kind: what it changes, and its methods, those apart that need training."""
-    rows = []
-    for title, group in kinds().items():
-        kind, _, meaning = title.partition(": ")
-        untrained, trained = (
-            ", ".join(
-                f"[`{m.name}`](docs/methods/{m.name}.md)"
-                for m in group
-                if m.needs.startswith("nothing") is untrained
-            )
-            for untrained in (True, False)
-        )
-        rows.append([f"**{kind}**: {meaning}", untrained, trained])
-    return markdown_table(["kind", "usable as they are", "after training"], rows)
 
 
 def index() -> str:
@@ -193,8 +183,7 @@ def attention_summary() -> str:
         "Times as multiples of plain causal attention (PyTorch's fused kernel), over prefill, decode and training: "
         f"{between('two bands')} for two rotary bands (ReRoPE), {between('distance bias')} for distance biases and "
         f"{between('ALiBi')} for ALiBi (prefill only). The usual implementations build whole score or bias matrices "
-        f"and take {between('two score matrices', 'materialised bias')}. {machine}; "
-        "[docs/patching.md](docs/patching.md#what-attention-costs) has the table and the memory."
+        f"and take {between('two score matrices', 'materialised bias')}. {machine}."
     )
 
 
@@ -311,12 +300,9 @@ def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {
-        "demo": demo,
-        "finetuned": short,
-        "methods": methods,
-        "attention_summary": attention_summary,
-    },
+    ROOT / "README.md": {"headline": headline},
+    ROOT / "docs" / "demo.md": {"demo": demo},
+    ROOT / "docs" / "choosing.md": {"evidence": evidence},
     ROOT / "docs" / "bench.md": {"bench": bench},
     ROOT / "docs" / "sweep.md": {"sweep": sweep, "search": search},
     ROOT / "docs" / "methods.md": {"index": index},
@@ -327,9 +313,14 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "positions": positions,
         "conversions": conversions,
     },
-    ROOT / "docs" / "patching.md": {"attention": attention},
+    ROOT / "docs" / "patching.md": {"attention_summary": attention_summary, "attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
-    ROOT / "docs" / "real_model.md": {"tails": tails, "agreement": agreement},
+    ROOT / "docs" / "real_model.md": {
+        "tails": tails,
+        "shorts": shorts,
+        "passkeys": passkeys,
+        "agreement": agreement,
+    },
     ROOT / "docs" / "retrieval.md": {"reasoning": reasoning},
     CONCEPTS / "cache.md": {"stale": stale},
     CONCEPTS / "extrapolation.md": {"unfinished": unfinished, "attention": attention_by_distance},

@@ -1,11 +1,11 @@
 """Measure methods on SmolLM2-135M (`hf-posenc fetch smollm2`), and keep the results in docs/data/real_model/.
 
-    python scripts/measure_real_model.py --work runs/real                  everything: about 20 hours on one core
+    python scripts/measure_real_model.py --work runs/real                  everything: about 24 hours on one core
     python scripts/measure_real_model.py --work runs/real --only passkey   one part
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
-Every part but `agreement` is one command of `hf-posenc`, which resumes where it was interrupted: `--patch` adds methods
-to what the folder has. The documents are files of installed packages, so that anyone has them.
+Every part but `agreement` is one command, which resumes where it was interrupted: `--patch` adds methods to what the
+folder has. All texts are files of installed packages, so that anyone has them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -33,15 +34,28 @@ from hf_posenc.files import to_json, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "data" / "real_model"
-MODEL, TEXTS = "smollm2", "texts"
+MODEL, TUNED = "smollm2", "finetuned"
+TEXTS, NEW_MODELS, TRAINING = "texts", "new_models", "training"
 # Written after the model was trained (published in February 2025), with at least 32,768 of its tokens.
 NEW_CODE = {
     "gemma4.py": ("transformers", "models/gemma4/modeling_gemma4.py"),
     "qwen4_exp.py": ("transformers", "models/qwen4_exp/modeling_qwen4_exp.py"),
     "pallas.py": ("torch", "_inductor/codegen/pallas.py"),
 }
+NEW_MODEL_TYPES = (
+    *("gemma4", "qwen4_exp", "glm5_next", "esmfold2", "deimv2"),
+    *("pp_doclayout_v2", "unlimited_ocr", "sam3_lite_text", "rf_detr", "edgetam_video"),
+)
+"""Types of transformers whose code is newer than the model too: the documents of one kind that `extend` reads."""
 PYTHON_PARTS = 2
 """The reference of the Python language, as `help()` has it, is cut into so many documents."""
+NOT_TRAINED_ON = {
+    *("pydoc_data", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"),
+    "site-packages",
+}
+"""Folders of the standard library without training text: what is measured, and tests, tables and old code."""
+LEAST_TRAINING_BYTES = 8192
+"""Of a module that is trained on: it has a block of 2,048 tokens."""
 
 CONTROLS = ("none", "truncation", "attention_sinks")
 AT_16K = (
@@ -52,17 +66,42 @@ AT_16K = (
 AT_32K = ("yarn:scale=4", "self_extend:scale=4", "rerope", "dual_chunk", "dynamic_yarn")
 SEEKERS = ("none", "truncation", "yarn:scale=2", "self_extend:scale=2", "rerope", "dual_chunk")
 """Methods of the retrieval: the controls, and what has the lowest perplexity."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command: the texts that it reads, its methods, and the model, for fine-tuning a script that makes one."""
+
+    command: str
+    methods: tuple[str, ...] = ()
+    text: str = ""
+    model: str = MODEL
+
+
 PARTS = {
-    "tail-16k": ("perplexity --protocol tail --lengths 8k,16k", (*CONTROLS, *AT_16K)),
-    "passkey": ("retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1", SEEKERS),
-    "reasoning": (
-        "retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12",
-        ("none",),
+    "tail-16k": Part("perplexity --protocol tail --lengths 8k,16k", (*CONTROLS, *AT_16K), TEXTS),
+    "passkey": Part("retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1", SEEKERS),
+    "reasoning": Part(
+        "retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12", ("none",)
     ),
-    "tail-2k": ("perplexity --protocol tail --lengths 2k --tail-tokens 1024", ("none", *AT_16K)),
-    "tail-32k": ("perplexity --protocol tail --lengths 8k,32k", (*CONTROLS, *AT_32K)),
+    "tail-2k": Part(
+        "perplexity --protocol tail --lengths 2k --tail-tokens 1024", ("none", *AT_16K), TEXTS
+    ),
+    TUNED: Part(
+        "--patch yarn:scale=2 --positions pose --target_length 16384 --block_length 2048 --train lora "
+        "--learning_rate 1e-4 --lr_scheduler_type linear --warmup_steps 10 --max_steps 100 --save_steps 25 "
+        "--per_device_train_batch_size 1 --logging_steps 1 --no_score --report_to none",
+        text=TRAINING,
+    ),
+    f"{TUNED}-tail": Part("perplexity --protocol tail --lengths 8k,16k", ("none",), TEXTS, TUNED),
+    f"{TUNED}-passkey": Part(
+        "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1", ("none",), model=TUNED
+    ),
+    "extend": Part("extend --target-length 12k --budget 8h", text=NEW_MODELS),
+    "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", (*CONTROLS, *AT_32K), TEXTS),
 }
-"""The command of each part, and its methods."""
+FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")
+"""Names of the results that are kept."""
 AGREEMENT = "agreement"
 CHARACTERS, WINDOW = 16_000, 2048
 """Of the text that lm-evaluation-harness reads too, and the tokens of its windows."""
@@ -75,23 +114,31 @@ def main(
     first: Annotated[int, typer.Option(help="Only so many of the methods of a part.")] = 1000,
 ) -> None:
     """Write the documents, run the parts, and copy their results."""
-    texts = write_texts(work / TEXTS)
+    write_texts(work)
     for name in only.split(",") if only else (*PARTS, AGREEMENT):
         if name == AGREEMENT:
-            write_atomically(RESULTS / f"{name}.json", to_json(agreement(texts / "python_1.txt")))
+            values = agreement(work / TEXTS / "python_1.txt")
+            write_atomically(RESULTS / f"{name}.json", to_json(values))
             continue
-        command, methods = PARTS[name]
-        flags = [f"--patch {spec}" for spec in (*methods[:first], *(patch or ()))]
-        read = f"--text {TEXTS}" if command.startswith("perplexity") else ""
-        line = f"{command} {MODEL} {read} {' '.join(flags)} --dtype float32 --output {name}"
-        print(f"$ hf-posenc {line}", flush=True)
+        part = PARTS[name]
+        methods = (*part.methods[:first], *(patch or ()))
+        text = f"--text {part.text}" if part.text else ""
+        if name == TUNED:
+            program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--quiet"]
+            program += ["--num_processes", "1", str(ROOT / "scripts" / "finetune.py")]
+            line = f"--model {MODEL} {part.command} {text} --output_dir {name}"
+        else:
+            program = [sys.executable, "-c", "from hf_posenc.cli import main; main()"]
+            flags = " ".join(f"--patch {spec}" for spec in methods)
+            line = f"{part.command} {part.model} {text} {flags} --dtype float32 --output {name}"
+        print(f"$ {'scripts/finetune.py' if name == TUNED else 'hf-posenc'} {line}", flush=True)
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        program = [sys.executable, "-c", "from hf_posenc.cli import main; main()"]
         subprocess.run([*program, *shlex.split(line)], env=environ, cwd=work, check=True)
+        (RESULTS / TUNED).mkdir(parents=True, exist_ok=True)
         for file in (work / name).glob("*.*"):
-            if file.suffix in (".json", ".png") and file.stem != "timings":
-                RESULTS.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, RESULTS / f"{name}{file.suffix}")
+            if file.stem in FILES and file.suffix in (".json", ".png"):
+                kept = f"{name}/{file.name}" if name == TUNED else f"{name}{file.suffix}"
+                shutil.copyfile(file, RESULTS / kept)
 
 
 def agreement(file: Path) -> dict[str, Any]:
@@ -132,21 +179,35 @@ def agreement(file: Path) -> dict[str, Any]:
     return {"kind": "agreement", "model": name, "rows": rows, "ruler": ruler, "versions": packages}
 
 
-def write_texts(folder: Path) -> Path:
-    """Write the documents as files of a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_texts(work: Path) -> None:
+    """Write the documents as files of three folders: those measured, those of `extend`, and those trained on."""
+    texts, models, training = (work / name for name in (TEXTS, NEW_MODELS, TRAINING))
+    for folder in (texts, models, training):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, (package, file) in NEW_CODE.items():
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None
-        shutil.copyfile(Path(spec.origin).parent / file, folder / name)
+        shutil.copyfile(_package(package) / file, texts / name)
+    for name in NEW_MODEL_TYPES:
+        code = _package("transformers") / "models" / name / f"modeling_{name}.py"
+        shutil.copyfile(code, models / code.name)
     names = sorted(topics)
     size = -(-len(names) // PYTHON_PARTS)
     for part in range(PYTHON_PARTS):
         own = names[part * size : (part + 1) * size]
         text = "\n\n".join(topics[name] for name in own)
-        (folder / f"python_{part + 1}.txt").write_text(text, encoding="utf-8")
-    return folder
+        (texts / f"python_{part + 1}.txt").write_text(text, encoding="utf-8")
+    library = Path(os.__file__).parent
+    for module in sorted(library.rglob("*.py")):
+        path = module.relative_to(library)
+        if not NOT_TRAINED_ON & set(path.parts) and module.stat().st_size >= LEAST_TRAINING_BYTES:
+            shutil.copyfile(module, training / "_".join(path.parts))
+
+
+def _package(name: str) -> Path:
+    """Return the folder of an installed package."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 if __name__ == "__main__":

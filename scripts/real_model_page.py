@@ -4,43 +4,79 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.evaluation.grid import markdown_table, number
-from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Interval, side_of_one, summarize
+from hf_posenc.evaluation.grid import markdown_table, number, percent_range
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
+from hf_posenc.evaluation.measuring.statistics import (
+    Cell,
+    Interval,
+    Record,
+    side_of_one,
+    summarize,
+)
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.retrieval.result import Cell as Passkeys
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
-from scripts.measure_real_model import AGREEMENT, RESULTS
+from hf_posenc.training.log import TrainingLog
+from scripts.measure_real_model import AGREEMENT, RESULTS, TUNED
 
 _WORDS = {-1: "better", 0: "not told apart", 1: "worse"}
 
 
+def headline() -> str:
+    """Return what README.md says below the picture of `draw_real_model`."""
+    result, keys = _perplexity("tail-16k"), _retrieval("passkey")
+    length, longest = result.settings.lengths[-1], max(keys.settings.lengths)
+    cells = [c for c in summarize(result.records, baseline=TRUNCATION) if c.length == length]
+    ratios = {cell.method: cell for cell in cells if cell.ratio is not None}
+    loss = {(r.method, r.document): r.nats for r in result.records if r.length == length}
+    names = [document["name"] for document in result.documents]
+    below = {
+        label: sum(loss[label, name] < loss[TRUNCATION, name] for name in names)
+        for label in ratios
+        if label not in (UNPATCHED, TRUNCATION, "attention_sinks")
+    }
+    best = sorted(below, key=lambda label: ratios[label].perplexity)[:3]
+    gains = ", ".join(
+        f"`{_method(label)}` {number(ratios[label].ratio)}{_range(ratios[label].ratio_interval)}, below it on "
+        f"{below[label]} of {len(names)} documents"
+        for label in best
+    )
+    sides = [side_of_one(ratios[label].ratio_interval, len(names)) for label in best]
+    word = (
+        "" if any(sides) else " With so few documents of such different kinds, none is significant."
+    )
+    found = ", ".join(f"`{method}` {count}" for method, count in _answered().items())
+    places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
+    cut = sum(distance > (keys.original or 0) for distance in places.values())
+    intro = (
+        f"SmolLM2-135M was trained up to {result.original:,} tokens and reads {length:,} here; no weights are changed. "
+        f"The control is `{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens."
+    )
+    return "\n".join(
+        [
+            intro,
+            "",
+            f"- Unpatched, the perplexity is {number(ratios[UNPATCHED].ratio)} times the control's.",
+            f"- With a patch: {gains}.{word}",
+            f"- Passkeys answered in {longest:,} tokens, of which truncation cuts off {cut} of {len(places)}: {found}.",
+            "",
+            "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
+        ]
+    )
+
+
 def tails() -> str:
     """Return tail perplexities at 8,192 and 16,384 tokens, their ratios to truncation, and those of every document."""
-    result = PerplexityResult.from_dict(_read("tail-16k"))
-    lengths = result.settings.lengths
-    cells = {
-        (cell.method, cell.length): cell for cell in summarize(result.records, baseline=TRUNCATION)
-    }
-    labels = [entry.label for entry in result.candidates]
-    rows = []
-    for label in labels:
-        row = [f"`{label}`"]
-        for length in lengths:
-            cell = cells[label, length]
-            row.append(f"{number(cell.perplexity)}{_range(cell.interval)}")
-        last = cells[label, lengths[-1]]
-        if label == TRUNCATION or last.ratio is None:
-            row += ["", ""]
-        else:
-            row.append(f"{number(last.ratio)}{_range(last.ratio_interval)}")
-            row.append(_WORDS[side_of_one(last.ratio_interval, last.documents)])
-        rows.append(row)
-    head = ["method", *(f"at {n:,} tokens" for n in lengths), "by truncation", ""]
+    result = _perplexity("tail-16k")
+    lengths, settings = result.settings.lengths, result.settings
     names = [document["name"] for document in result.documents]
-    shown = [Path(name).name for name in names]
+    labels = [entry.label for entry in result.candidates]
     nats = {(r.method, r.document): r for r in result.records if r.length == lengths[-1]}
     each = [
         [
@@ -49,22 +85,186 @@ def tails() -> str:
         ]
         for label in labels
     ]
-    model, versions = result.model, result.environment
     intro = (
-        f"Tail perplexity of {model['name']}: the same last {result.settings.tail_tokens:,} tokens of "
-        f"{len(names)} documents. In parentheses: 95 % intervals over documents; the ratios are paired, and their "
-        "intervals hold together."
+        f"Tail perplexity of {result.model['name']}: the same last {settings.tail_tokens:,} tokens of {len(names)} "
+        "documents. In parentheses: 95 % intervals over documents; the ratios are paired, and their intervals hold "
+        "together."
     )
-    by = f"torch {versions['torch']}, transformers {versions['transformers']}, {model['dtype']}."
     return "\n\n".join(
         [
             intro,
-            markdown_table(head, rows, numeric=[False, *(True for _ in lengths), True, False]),
+            _compared(result.records, labels, lengths, TRUNCATION),
             f"At {lengths[-1]:,} tokens, by document:",
-            markdown_table(["method", *shown], each, numeric=True),
-            f"{by} [tail-16k.json](data/real_model/tail-16k.json) has every number.",
+            markdown_table(["method", *(Path(name).name for name in names)], each, numeric=True),
+            f"{_by(result)} [tail-16k.json](data/real_model/tail-16k.json) has every number.",
         ]
     )
+
+
+def shorts() -> str:
+    """Return what methods cost texts that the unpatched model can read: ratios at 2,048 and 8,192 tokens."""
+    within = {2048: _perplexity("tail-2k"), 8192: _perplexity("tail-16k")}
+    cells: dict[tuple[str, int], Cell] = {}
+    for length, result in within.items():
+        every = summarize(result.records, baseline=UNPATCHED)
+        cells |= {(cell.method, length): cell for cell in every if cell.length == length}
+    labels = [entry.label for entry in within[2048].candidates if entry.label != UNPATCHED]
+    rows = []
+    for label in labels:
+        row = [f"`{label}`"]
+        for length in within:
+            ratio = cells.get((label, length))
+            row += ["not measured", ""] if ratio is None else _ratio(ratio)
+        rows.append(row)
+    head = ["method", *(part for length in within for part in (f"at {length:,} tokens", ""))]
+    documents = len(within[2048].documents)
+    intro = (
+        f"Perplexity divided by that of the unpatched model, on the same tokens of {documents} documents, with paired "
+        "95 % intervals:"
+    )
+    return f"{intro}\n\n{markdown_table(head, rows, numeric=[False, True, False, True, False])}"
+
+
+def evidence() -> str:
+    """Return a row for each method measured without training: on the embedded model at x4, and on SmolLM2 at x2."""
+    demo = PerplexityResult.from_dict(_read("../demo/perplexity"))
+    real, short = _perplexity("tail-16k"), _perplexity("tail-2k")
+    columns = {
+        f"{name}, {length:,} tokens: perplexity by {base}": _shares(result, length, base)
+        for name, result, length, base in (
+            ("embedded", demo, 4 * (demo.original or 0), TRUNCATION),
+            ("SmolLM2", real, real.settings.lengths[-1], TRUNCATION),
+            ("SmolLM2", short, short.settings.lengths[-1], UNPATCHED),
+        )
+    }
+    columns["SmolLM2: passkeys answered"] = _answered()
+    methods = dict.fromkeys(method for column in columns.values() for method in column)
+    rows = [[f"`{m}`", *(column.get(m, "") for column in columns.values())] for m in methods]
+    intro = (
+        f"The embedded model was trained at {demo.original:,} tokens and is extended to 4 times that; SmolLM2-135M was "
+        f"trained at {real.original:,} and is extended to twice that ([intervals and documents](real_model.md), [the "
+        "demo](demo.md)). A ratio below 1 is a gain. An empty cell was not measured."
+    )
+    return f"{intro}\n\n{markdown_table(['method', *columns], rows, numeric=True)}"
+
+
+def _shares(result: PerplexityResult, length: int, baseline: str) -> dict[str, str]:
+    """Return the perplexity of each method at a length, divided by that of a baseline."""
+    cells = {
+        cell.method: cell.perplexity
+        for cell in summarize(result.records, baseline=baseline)
+        if (cell.protocol, cell.length) == ("tail", length)
+    }
+    shares = {_method(label): number(value / cells[baseline]) for label, value in cells.items()}
+    return {
+        method: share
+        for method, share in shares.items()
+        if method != baseline and "(" not in method
+    }
+
+
+def _answered() -> dict[str, str]:
+    """Return how many passkeys each method answers in the longest prompts."""
+    result = _retrieval("passkey")
+    longest = max(result.settings.lengths)
+    return {
+        _method(c.method): f"{c.accuracy * c.samples:.0f} of {c.samples}"
+        for c in result.cells
+        if c.length == longest
+    }
+
+
+def _method(label: str) -> str:
+    """Return a label without its scale, which is that of the length."""
+    return re.sub(r" \((auto|scale 2)\)", "", label)
+
+
+def passkeys() -> str:
+    """Return the passkeys that methods answer, and those that they rank first, by length."""
+    result = _retrieval("passkey")
+    lengths, cells = result.settings.lengths, {(c.method, c.length): c for c in result.cells}
+    rows = []
+    for label in (entry.label for entry in result.candidates):
+        row = [f"`{label}`"]
+        for length in lengths:
+            cell = cells.get((label, length))
+            row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
+        rows.append(row)
+    head = ["method", *(f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first"))]
+    depths = len(result.settings.depths)
+    intro = (
+        f"Passkeys of five digits in filler text, one prompt at each of {depths} depths. *Answered*: every token of "
+        "the key is the most probable one. *Ranked first*: the key is the most probable of eleven (chance: one in "
+        "eleven). In parentheses: 95 % intervals (Wilson), in percent."
+    )
+    return f"{intro}\n\n{markdown_table(head, rows, numeric=True)}"
+
+
+def tuned() -> str:
+    """Return the fine-tuning, and perplexities and passkeys before and after it."""
+    before, after = _perplexity("tail-16k"), _perplexity(f"{TUNED}-tail")
+    log = TrainingLog.read(RESULTS / TUNED)
+    assert log.label is not None
+    first, last = log.label, f"{log.label}, fine-tuned"
+    records = [
+        *(r for r in before.records if r.method in (TRUNCATION, first)),
+        *(replace(record, method=last) for record in after.records),
+    ]
+    run, lengths = log.run, before.settings.lengths
+    intro = (
+        f"{run['steps']} steps of {log.data['block_length']:,} tokens, {run['tokens_seen']:,} tokens in all, in "
+        f"{run['seconds'] / 60:.0f} minutes of one core that other programs shared:"
+    )
+    paired = {c.length: c for c in summarize(records, baseline=first) if c.method == last}
+    gains = " and ".join(
+        f"{number(cell.ratio)}{_range(cell.ratio_interval)} at {length:,} tokens"
+        for length in lengths
+        if (cell := paired[length]).ratio is not None
+    )
+    kept = {c.length: _counts(c)[0] for c in _retrieval("passkey").cells if c.method == first}
+    now = {c.length: _counts(c)[0] for c in _retrieval(f"{TUNED}-passkey").cells}
+    keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in kept)
+    return "\n\n".join(
+        [
+            intro,
+            _compared(records, [TRUNCATION, first, last], lengths, TRUNCATION),
+            f"After by before, paired over the documents: {gains}. Passkeys answered: {keys}.",
+        ]
+    )
+
+
+def _compared(
+    records: Sequence[Record], labels: Sequence[str], lengths: Sequence[int], baseline: str
+) -> str:
+    """Return the table of perplexities by length, and of ratios to a baseline at the last one."""
+    cells = {(cell.method, cell.length): cell for cell in summarize(records, baseline=baseline)}
+    rows = []
+    for label in labels:
+        values = [cells[label, length] for length in lengths]
+        powers = [f"{number(cell.perplexity)}{_range(cell.interval)}" for cell in values]
+        rows.append(
+            [f"`{label}`", *powers, *(["", ""] if label == baseline else _ratio(values[-1]))]
+        )
+    head = ["method", *(f"at {n:,} tokens" for n in lengths), f"by {baseline}", ""]
+    return markdown_table(head, rows, numeric=[False, *(True for _ in lengths), True, False])
+
+
+def _ratio(cell: Cell) -> list[str]:
+    """Return a ratio with its interval, and its word."""
+    assert cell.ratio is not None
+    word = _WORDS[side_of_one(cell.ratio_interval, cell.documents)]
+    return [f"{number(cell.ratio)}{_range(cell.ratio_interval)}", word]
+
+
+def _counts(cell: Passkeys) -> tuple[str, str]:
+    """Return how many keys are answered, and how many are ranked first."""
+    shares = ((cell.accuracy, cell.interval), (cell.first or 0.0, cell.first_interval))
+    answered, first = (
+        f"{share * cell.samples:.0f} of {cell.samples} ({percent_range(interval)})"
+        for share, interval in shares
+        if interval is not None
+    )
+    return answered, first
 
 
 def agreement() -> str:
@@ -129,6 +329,19 @@ def reasoning() -> str:
 def _read(name: str) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return values
+
+
+def _perplexity(name: str) -> PerplexityResult:
+    return PerplexityResult.from_dict(_read(name))
+
+
+def _retrieval(name: str) -> RetrievalResult:
+    return RetrievalResult.from_dict(_read(name))
+
+
+def _by(result: PerplexityResult) -> str:
+    versions = result.environment
+    return f"torch {versions['torch']}, transformers {versions['transformers']}, {result.model['dtype']}."
 
 
 def _range(interval: Interval | None) -> str:

@@ -19,6 +19,7 @@ from hf_posenc.cli.command import command_line
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.loading import open_session
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
 
@@ -217,19 +218,11 @@ def _with_time(progress: Progress, clock: Callable[[], float] = time.monotonic) 
         if left >= MENTIONED and far_off:
             expected = spent + left
             err().print(
-                f"{about(left)} left: {read:,} tokens took {spent:,.0f} s, {total - done:,} are left.",
+                f"about {duration(left)} left: {read:,} tokens took {spent:,.0f} s, {total - done:,} are left.",
                 style="dim",
             )
 
     return report
-
-
-def about(seconds: float) -> str:
-    """Return a time in words, of two digits at most."""
-    for unit, size, until in (("s", 1, 90), ("min", 60, 5_400), ("h", 3_600, 172_800)):
-        if seconds < until:
-            return f"about {seconds / size:.2g} {unit}" if seconds >= 1 else "about a second"
-    return f"about {seconds / 86_400:,.0f} days"
 
 
 def timed(run: Any, flops: float, longest: int) -> tuple[float | None, str]:
@@ -255,7 +248,7 @@ def timed(run: Any, flops: float, longest: int) -> tuple[float | None, str]:
         )
     return (
         seconds,
-        f"All of it takes {about(seconds)}, at the speed of one window of {count:,} tokens.",
+        f"All of it takes about {duration(seconds)}, at the speed of one window of {count:,} tokens.",
     )
 
 

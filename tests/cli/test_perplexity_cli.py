@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_posenc import patched
-from hf_posenc.cli.frame import _with_time, about
+from hf_posenc.cli.frame import _with_time
 from hf_posenc.cli.loading import load_model, load_tokenizer
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
@@ -183,7 +183,7 @@ def test_the_time_left_is_that_of_the_first_window(capsys: pytest.CaptureFixture
         return " ".join(capsys.readouterr().err.split())
 
     assert after(5, "", 2_000) == ""  # stored by an earlier run, which says nothing about the speed
-    assert after(10, "none", 2_500) == "about 2.5 min left: 500 tokens took 10 s, 7,500 are left."
+    assert after(10, "none", 2_500) == "about 2 min 30 s left: 500 tokens took 10 s, 7,500 are left."
     assert after(10, "none", 3_000) == ""  # as expected
     said = after(140, "yarn", 4_000)  # longer windows are slower: 2,000 tokens took 160 s
     assert said == "about 8 min left: 2,000 tokens took 160 s, 6,000 are left."
@@ -192,21 +192,6 @@ def test_the_time_left_is_that_of_the_first_window(capsys: pytest.CaptureFixture
     quick = _with_time(lambda *call: None, Clock())
     quick("none", 1, 10_000)
     assert capsys.readouterr().err == ""  # less than a minute
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.2, "about a second"),
-        (40, "about 40 s"),
-        (100, "about 1.7 min"),
-        (720, "about 12 min"),
-        (9_000, "about 2.5 h"),
-        (400_000, "about 5 days"),
-    ],
-)
-def test_times_in_words(seconds: float, words: str) -> None:
-    assert about(seconds) == words
 
 
 def test_a_preset_sets_what_its_peer_has(

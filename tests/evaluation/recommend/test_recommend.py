@@ -501,7 +501,7 @@ def test_the_order_within_a_class_is_no_better_than_chance() -> None:
     listed = [o.method for o in recommend(on_meta(model.config), 2048).best if o.method in measured]
     pairs = list(itertools.combinations(listed, 2))
     right = sum(measured[first] < measured[second] for first, second in pairs)
-    page = (docs / "choosing.md").read_text(encoding="utf-8")
+    page = (docs / "recommend.md").read_text(encoding="utf-8")
     assert f"{right} of {len(pairs)} pairs" in " ".join(page.split())
 
 
@@ -516,7 +516,7 @@ def test_the_page_has_the_numbers_of_the_committed_run() -> None:
         for cell in values["summary"]
         if cell["length"] == 2048
     }
-    page = (docs / "choosing.md").read_text(encoding="utf-8")
+    page = (docs / "recommend.md").read_text(encoding="utf-8")
     table = page.split("| predicted to reach 2,048 |")[1].split("\n\n")[0]
     named = re.findall(r"`([\w:=.]+)`", table)
     assert {*named, "none", "sliding_window"} == set(measured)
