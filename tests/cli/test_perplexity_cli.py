@@ -183,7 +183,9 @@ def test_the_time_left_is_that_of_the_first_window(capsys: pytest.CaptureFixture
         return " ".join(capsys.readouterr().err.split())
 
     assert after(5, "", 2_000) == ""  # stored by an earlier run, which says nothing about the speed
-    assert after(10, "none", 2_500) == "about 2 min 30 s left: 500 tokens took 10 s, 7,500 are left."
+    assert (
+        after(10, "none", 2_500) == "about 2 min 30 s left: 500 tokens took 10 s, 7,500 are left."
+    )
     assert after(10, "none", 3_000) == ""  # as expected
     said = after(140, "yarn", 4_000)  # longer windows are slower: 2,000 tokens took 160 s
     assert said == "about 8 min left: 2,000 tokens took 160 s, 6,000 are left."
