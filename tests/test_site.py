@@ -39,6 +39,7 @@ MODULES = {
 """The page of each public module."""
 PAGES = (
     *("", "methods/", "methods/yarn/", "choosing/", "evaluation/", "architectures/"),
+    "concepts/scale/",
     *("reference/patching/", "reference/cli/", "reference/published/"),
 )
 SIZES = {"desk": (1360, 900), "phone": (390, 844)}
