@@ -350,6 +350,9 @@ def _check_list(
             raise PosencError(
                 f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."
             )
+    tables = [part.name for part in alone if _of_kind(part, RopeScaling)]
+    if len(tables) > 1:  # also where one of them computes its table inside attention
+        raise PosencError(f"Two rotary tables exclude each other: {', '.join(tables)}. Pick one.")
     scaled = [part.name for part in parts if part.takes_scale()]
     if len(scaled) > 1 and scale is not None:
         raise PosencError(

@@ -14,6 +14,7 @@ from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.methods import (
     Clip,
     DynamicNTK,
+    DynamicPI,
     DynamicYaRN,
     LogN,
     Method,
@@ -143,6 +144,8 @@ def test_p_rope_saves_natively(model_type: str, tmp_path: Path) -> None:
         ),
         ([YaRN(scale=2), Clip(pairs=2), NTKAware(scale=2)], "clip changes the table"),
         ([YaRN(scale=2), NTKAware(scale=2)], "Two methods on one seam exclude each other"),
+        ([YaRN(scale=2), DynamicPI()], "Two rotary tables exclude each other: yarn, dynamic_pi"),
+        ([DynamicYaRN(), YaRN(scale=2)], "Two rotary tables exclude each other"),
     ],
 )
 def test_lists_without_an_order_are_refused(methods: list[Method], message: str) -> None:
