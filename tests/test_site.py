@@ -285,7 +285,7 @@ def test_the_keyboard_and_the_search(browser: Any, address: str) -> None:
     page = browser.new_page()
     page.goto(address + "methods/")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "md-skip"
+    assert page.evaluate("document.activeElement.matches('.md-skip')")
     page.keyboard.press("Enter")
     assert page.evaluate("location.hash").startswith("#")
     page.keyboard.press("f")  # the theme's key for the search
