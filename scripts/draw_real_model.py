@@ -45,7 +45,7 @@ def main() -> None:
         left.set_yticks(list(rows.values()), list(rows))
         left.set_ylim(-len(order) + 0.4, 0.6)
         name, trained = tails.model["name"], tails.original
-        figure.suptitle(f"{name}, trained up to {trained:,} tokens")
+        figure.suptitle(f"{name}: {trained:,} tokens by its config")
         figure.savefig(PICTURE, dpi=150, facecolor="white")
 
 
@@ -73,7 +73,7 @@ def _ratios(
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(0.62, WIDEST * 1.03)
-    axes.set_xlabel(f"perplexity at {length:,} tokens, by that of truncation\n(left is better)")
+    axes.set_xlabel(f"perplexity at {length:,} tokens / truncation's\n(left is better)")
 
 
 def _passkeys(axes: Axes, records: Sequence[Record], length: int, rows: Mapping[str, int]) -> None:
@@ -86,7 +86,9 @@ def _passkeys(axes: Axes, records: Sequence[Record], length: int, rows: Mapping[
         own = [r for r in records if r.method == method and r.length == length]
         found = sum(record.correct for record in own)
         axes.annotate(f"{found} of {len(own)}", (1.06, rows[method]), va="center")
-    for colour, meaning in ((FOUND, "found"), (FIRST, "likeliest of 11"), (MISSED, "missed")):
+    for label in set(rows) - {record.method for record in records}:
+        axes.annotate("not measured", (0.0, rows[label]), va="center", color="grey")
+    for colour, meaning in ((FOUND, "answered"), (FIRST, "ranked first of 11"), (MISSED, "missed")):
         axes.plot([], [], "s", color=colour, label=meaning)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     axes.set_xlim(-0.06, 1.25)

@@ -39,6 +39,7 @@ from scripts.real_model_page import (
     reasoning,
     shorts,
     tails,
+    tuned,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -319,6 +320,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "tails": tails,
         "shorts": shorts,
         "passkeys": passkeys,
+        "tuned": tuned,
         "agreement": agreement,
     },
     ROOT / "docs" / "retrieval.md": {"reasoning": reasoning},

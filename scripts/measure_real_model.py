@@ -35,7 +35,7 @@ from hf_posenc.files import to_json, write_atomically
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "data" / "real_model"
 MODEL, TUNED = "smollm2", "finetuned"
-TEXTS, NEW_MODELS, TRAINING = "texts", "new_models", "training"
+TEXTS, NEW_MODELS, TRAINING = "texts", "new_models", "train"
 # Written after the model was trained (published in February 2025), with at least 32,768 of its tokens.
 NEW_CODE = {
     "gemma4.py": ("transformers", "models/gemma4/modeling_gemma4.py"),
@@ -78,9 +78,11 @@ class Part:
     model: str = MODEL
 
 
+TAIL = "perplexity --protocol tail --lengths 8k,16k"
+PASSKEY = "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1"
 PARTS = {
-    "tail-16k": Part("perplexity --protocol tail --lengths 8k,16k", (*CONTROLS, *AT_16K), TEXTS),
-    "passkey": Part("retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1", SEEKERS),
+    "tail-16k": Part(TAIL, (*CONTROLS, *AT_16K), TEXTS),
+    "passkey": Part(PASSKEY, SEEKERS),
     "reasoning": Part(
         "retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12", ("none",)
     ),
@@ -93,10 +95,8 @@ PARTS = {
         "--per_device_train_batch_size 1 --logging_steps 1 --no_score --report_to none",
         text=TRAINING,
     ),
-    f"{TUNED}-tail": Part("perplexity --protocol tail --lengths 8k,16k", ("none",), TEXTS, TUNED),
-    f"{TUNED}-passkey": Part(
-        "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1", ("none",), model=TUNED
-    ),
+    f"{TUNED}-tail": Part(TAIL, ("none",), TEXTS, TUNED),
+    f"{TUNED}-passkey": Part(PASSKEY, ("none",), model=TUNED),
     "extend": Part("extend --target-length 12k --budget 8h", text=NEW_MODELS),
     "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", (*CONTROLS, *AT_32K), TEXTS),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +43,8 @@ def headline() -> str:
         if label not in (UNPATCHED, TRUNCATION, "attention_sinks")
     }
     best = sorted(below, key=lambda label: ratios[label].perplexity)[:3]
-    gains = ", ".join(
-        f"`{_method(label)}` {number(ratios[label].ratio)}{_range(ratios[label].ratio_interval)}, below it on "
+    gains = "; ".join(
+        f"`{label}` {number(ratios[label].ratio, 2)}{_range(ratios[label].ratio_interval, 2)}, lower on "
         f"{below[label]} of {len(names)} documents"
         for label in best
     )
@@ -55,16 +56,16 @@ def headline() -> str:
     places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
     cut = sum(distance > (keys.original or 0) for distance in places.values())
     intro = (
-        f"SmolLM2-135M was trained up to {result.original:,} tokens and reads {length:,} here; no weights are changed. "
-        f"The control is `{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens."
+        f"SmolLM2-135M-Instruct reads {result.original:,} tokens by its config, and {length:,} here; no weights are "
+        f"changed. The control is `{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens."
     )
     return "\n".join(
         [
             intro,
             "",
             f"- Unpatched, the perplexity is {number(ratios[UNPATCHED].ratio)} times the control's.",
-            f"- With a patch: {gains}.{word}",
-            f"- Passkeys answered in {longest:,} tokens, of which truncation cuts off {cut} of {len(places)}: {found}.",
+            f"- Perplexity divided by the control's, with 95 % intervals: {gains}.{word}",
+            f"- Passkeys answered in {longest:,} tokens, {cut} of {len(places)} cut off by truncation: {found}.",
             "",
             "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
         ]
@@ -87,8 +88,8 @@ def tails() -> str:
     ]
     intro = (
         f"Tail perplexity of {result.model['name']}: the same last {settings.tail_tokens:,} tokens of {len(names)} "
-        "documents. In parentheses: 95 % intervals over documents; the ratios are paired, and their intervals hold "
-        "together."
+        "documents. In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their "
+        "intervals are simultaneous over the methods (Bonferroni)."
     )
     return "\n\n".join(
         [
@@ -130,7 +131,7 @@ def evidence() -> str:
     demo = PerplexityResult.from_dict(_read("../demo/perplexity"))
     real, short = _perplexity("tail-16k"), _perplexity("tail-2k")
     columns = {
-        f"{name}, {length:,} tokens: perplexity by {base}": _shares(result, length, base)
+        f"{name}, {length:,} tokens: perplexity / {base}": _shares(result, length, base)
         for name, result, length, base in (
             ("embedded", demo, 4 * (demo.original or 0), TRUNCATION),
             ("SmolLM2", real, real.settings.lengths[-1], TRUNCATION),
@@ -141,9 +142,9 @@ def evidence() -> str:
     methods = dict.fromkeys(method for column in columns.values() for method in column)
     rows = [[f"`{m}`", *(column.get(m, "") for column in columns.values())] for m in methods]
     intro = (
-        f"The embedded model was trained at {demo.original:,} tokens and is extended to 4 times that; SmolLM2-135M was "
-        f"trained at {real.original:,} and is extended to twice that ([intervals and documents](real_model.md), [the "
-        "demo](demo.md)). A ratio below 1 is a gain. An empty cell was not measured."
+        f"The embedded model was trained at {demo.original:,} tokens and is extended to 4 times that; SmolLM2-135M "
+        f"reads {real.original:,} by its config and is extended to twice that ([intervals and documents]"
+        "(real_model.md), [the demo](demo.md)). A ratio below 1 is a gain. An empty cell was not measured."
     )
     return f"{intro}\n\n{markdown_table(['method', *columns], rows, numeric=True)}"
 
@@ -221,14 +222,21 @@ def tuned() -> str:
         for length in lengths
         if (cell := paired[length]).ratio is not None
     )
-    kept = {c.length: _counts(c)[0] for c in _retrieval("passkey").cells if c.method == first}
-    now = {c.length: _counts(c)[0] for c in _retrieval(f"{TUNED}-passkey").cells}
-    keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in kept)
+    answered = ""
+    if (RESULTS / f"{TUNED}-passkey.json").exists():
+        kept = {c.length: _counts(c)[0] for c in _retrieval("passkey").cells if c.method == first}
+        now = {c.length: _counts(c)[0] for c in _retrieval(f"{TUNED}-passkey").cells}
+        keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in now)
+        answered = f" Passkeys answered: {keys}."
+    command = textwrap.fill(
+        f"{log.command} --output_dir {TUNED}", 110, subsequent_indent="    ", break_on_hyphens=False
+    ).replace("\n", " \\\n")
     return "\n\n".join(
         [
             intro,
+            f"```bash\n{command}\n```",
             _compared(records, [TRUNCATION, first, last], lengths, TRUNCATION),
-            f"After by before, paired over the documents: {gains}. Passkeys answered: {keys}.",
+            f"After by before, paired over the documents: {gains}.{answered}",
         ]
     )
 
@@ -245,7 +253,7 @@ def _compared(
         rows.append(
             [f"`{label}`", *powers, *(["", ""] if label == baseline else _ratio(values[-1]))]
         )
-    head = ["method", *(f"at {n:,} tokens" for n in lengths), f"by {baseline}", ""]
+    head = ["method", *(f"at {n:,} tokens" for n in lengths), f"/ {baseline}", ""]
     return markdown_table(head, rows, numeric=[False, *(True for _ in lengths), True, False])
 
 
@@ -253,6 +261,8 @@ def _ratio(cell: Cell) -> list[str]:
     """Return a ratio with its interval, and its word."""
     assert cell.ratio is not None
     word = _WORDS[side_of_one(cell.ratio_interval, cell.documents)]
+    if cell.ratio_interval == (1.0, 1.0):
+        word = "identical"
     return [f"{number(cell.ratio)}{_range(cell.ratio_interval)}", word]
 
 
@@ -344,5 +354,7 @@ def _by(result: PerplexityResult) -> str:
     return f"torch {versions['torch']}, transformers {versions['transformers']}, {result.model['dtype']}."
 
 
-def _range(interval: Interval | None) -> str:
-    return "" if interval is None else f" ({number(interval[0])}-{number(interval[1])})"
+def _range(interval: Interval | None, digits: int = 4) -> str:
+    if interval is None:
+        return ""
+    return f" ({number(interval[0], digits)}-{number(interval[1], digits)})"
