@@ -29,6 +29,7 @@ from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
 from hf_posenc.evaluation.scoring.decoder import input_device
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
+from hf_posenc.model.unwrapping import unwrap
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 SAME_HALF = 0.1
@@ -66,7 +67,8 @@ class AnswerScorer:
 
     def __init__(self, model: nn.Module, scorer: FrugalScorer) -> None:
         self.model, self.scorer = model, scorer
-        self._few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        forward = unwrap(model).forward  # an adapter's names no arguments
+        self._few_logits = "logits_to_keep" in inspect.signature(forward).parameters
 
     @torch.inference_mode()
     def __call__(self, prompt: Prompt) -> Verdict:
