@@ -84,8 +84,12 @@ def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
             assert not verdict.correct  # a random model; those that copy are below
 
 
-def test_one_forward_per_sample_and_nothing_else_is_long() -> None:
-    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_one_forward_per_sample_and_nothing_else_is_long(adapter: bool) -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    if adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).eval()
     scorer, prompt = scorer_of(model), prompt_of()
     seen = forwards(model)
     scorer(prompt)
