@@ -150,14 +150,19 @@ def extrapolation(figure: Figure) -> None:
     left, right = figure.subplots(2)
     demo = PerplexityResult.from_dict(json.loads(DEMO.read_text(encoding="utf-8")))
     assert demo.curve is not None
-    looks = {"none": BASELINE, "yarn (auto)": COLOURS[0], "rerope": COLOURS[2]}
-    for label, colour in looks.items():
+    assert demo.original is not None
+    scale = max(demo.settings.lengths) / demo.original  # that of a method with an automatic one
+    looks = {
+        "none": ("unpatched", BASELINE),
+        "yarn (auto)": (f"yarn, scale {scale:g}", COLOURS[0]),
+        "rerope": ("rerope", COLOURS[2]),
+    }
+    for label, (name, colour) in looks.items():
         points = position_points(demo.curve, label)
-        name = "unpatched" if label == "none" else label.removesuffix(" (auto)")
         left.plot(
             *zip(*((x, math.log(y)) for x, y in points), strict=True), color=colour, label=name
         )
-    left.axvline(demo.original or 0, color=REMARK, linewidth=0.8, linestyle="--")
+    left.axvline(demo.original, color=REMARK, linewidth=0.8, linestyle="--")
     left.set_xscale("log", base=2)
     ticks = (64, 256, 1024, 4096)
     left.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -175,7 +180,8 @@ def extrapolation(figure: Figure) -> None:
     for label, place, colour, style in lines:
         shares = mean_shares(measured["rows"], label, place)
         last = next(k for k, edge in enumerate(edges) if edge >= place + queries)
-        name = "unpatched" if label == "none" else label
+        request = measured["settings"]["methods"][label]
+        name = f"{label}, scale {request['scale']:g}" if request else "unpatched"
         text = f"{name}, queries at {place:,} to {place + queries - 1:,}"
         right.plot(
             range(last),

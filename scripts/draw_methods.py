@@ -216,6 +216,7 @@ def fire(figure: Figure) -> None:
         width = 4 if m < method.threshold else 1.5  # the next one runs over it
         panel.plot(distance, read, color=COLOURS[index], linewidth=width, label=f"query at {m:,}")
     panel.set(xlabel="distance m - n", ylabel="input of the network", xscale="symlog")
+    panel.set_xticks([0, 1, 10, 100, 1000, 8192], ["0", "1", "10", "100", "1,000", "8,192"])
     panel.legend(frameon=False, fontsize=7.5)
 
 

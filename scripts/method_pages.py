@@ -10,9 +10,10 @@ import functools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -77,17 +78,21 @@ def expressed(engine: str) -> dict[str, Expressed]:
 def measured(method: type[Method]) -> str:
     """Return the lines of what was measured: on the embedded model, and on a real one."""
     lines = [*_embedded(method), *_retrieval(method), *_finetuning(method), *_speed(method)]
+    if not lines and method.kind == "tables":
+        return (
+            "- Not measured: this method needs a model with a table of positions. The embedded model and SmolLM2-135M "
+            "rotate queries and keys."
+        )
     lines = lines or ["**Embedded model**: not measured."]
     return "\n".join(f"- {line}" for line in [*lines, _real(method)])
 
 
 def _embedded(method: type[Method]) -> Iterator[str]:
     """Tail perplexity at the trained length and at the longest, by the control's."""
-    result = _perplexity(BENCHMARKS / "methods.json")
-    if result is None or not (labels := _labels(result, method)):
+    result, cells = _perplexity(file := BENCHMARKS / "methods.json"), _cells(file)
+    if not (labels := _labels(result, method)):
         return
     short, long = result.settings.lengths[0], result.settings.lengths[-1]
-    cells = _cells(result)
     found = "; ".join(
         f"`{label}` {number(cells[label, short].perplexity)} and {_by_control(cells[label, long])}"
         for label in labels
@@ -101,28 +106,39 @@ def _embedded(method: type[Method]) -> Iterator[str]:
 
 
 def _retrieval(method: type[Method]) -> Iterator[str]:
-    """Passkeys that are the most probable candidate, in the longest prompts of the embedded model."""
+    """Passkeys that are ranked first and that are written out, in the longest prompts of the embedded model."""
     with (BENCHMARKS / "retrieval.csv").open(encoding="utf-8", newline="") as file:
         rows = [r for r in csv.DictReader(file) if r["task"] == "passkey" and not r["depth"]]
     longest = max(int(row["length"]) for row in rows)
-    shares = {r["method"]: float(r["first"]) for r in rows if int(r["length"]) == longest}
-    chance = float(rows[0]["chance"])
-    for label, share in shares.items():
+    cells = {row["method"]: row for row in rows if int(row["length"]) == longest}
+    candidates = 1 / float(rows[0]["chance"])
+    first, written = _counts(cells[TRUNCATION])
+    control = f"truncation {first} and {written or 'none'}"
+    for label, cell in cells.items():
         if _of(label, method):
+            first, written = _counts(cell)
             yield (
-                f"**Embedded model, retrieval**: the passkey is the most probable of {1 / chance:.0f} in {share:.0%} "
-                f"of the prompts of {longest:,} tokens; truncation {shares[TRUNCATION]:.0%}, chance {chance:.0%}."
+                f"**Embedded model, passkeys** at {longest:,} tokens: {first} of {cell['samples']} ranked first among "
+                f"{candidates:.0f} candidates, {written or 'none'} written out ({control})."
             )
+
+
+def _counts(cell: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of passkeys that are ranked first, and of those that are written out."""
+    first, written = (
+        round(float(cell[share]) * int(cell["samples"])) for share in ("first", "accuracy")
+    )
+    return first, written
 
 
 def _finetuning(method: type[Method]) -> Iterator[str]:
     """Tail perplexity before and after the fine-tuning of the embedded model."""
-    result = json.loads((BENCHMARKS / "finetuning.json").read_text(encoding="utf-8"))
+    result = _json(BENCHMARKS / "finetuning.json")
     ways = {name: row for name, row in result["ways"].items() if _of(name, method)}
     for name in ([name for name in ways if name == method.name] or [*ways])[:1]:
         row = ways[name]  # of several, the plain way or the first
         yield _trained(result["steps"], row["before"]["tail"], [row["tail"]])
-    result = json.loads((BENCHMARKS / "conversions.json").read_text(encoding="utf-8"))
+    result = _json(BENCHMARKS / "conversions.json")
     for row in result["ways"].values():
         recipe = yaml.safe_load((ROOT / row["options"][-1]).read_text(encoding="utf-8"))
         if recipe["patch"] == method.name:
@@ -142,7 +158,7 @@ def _trained(steps: int, before: dict[str, float], runs: list[dict[str, float]])
 
 def _speed(method: type[Method]) -> Iterator[str]:
     """Prefill of the embedded model by the unpatched one's, the median of paired rounds."""
-    speed = json.loads((BENCHMARKS / "bench.json").read_text(encoding="utf-8"))["speed"]
+    speed = _json(BENCHMARKS / "bench.json")["speed"]
     for label in speed["methods"]:
         if _of(label, method):
             ratio = statistics.median(
@@ -157,9 +173,11 @@ def _speed(method: type[Method]) -> Iterator[str]:
 def _real(method: type[Method]) -> str:
     """One line on SmolLM2: perplexities by the control's, short texts first, and passkeys."""
     found: dict[str, list[str]] = {}
-    results = [_perplexity(file) for file in sorted(REAL_MODEL.glob("tail-*.json"), key=_longest)]
+    files = sorted(
+        REAL_MODEL.glob("tail-*.json"), key=lambda file: max(_perplexity(file).settings.lengths)
+    )
     for label, text in (
-        *(line for result in results if result for line in _real_tail(result, method)),
+        *(line for file in files for line in _real_tail(file, method)),
         *_real_passkeys(method),
     ):
         found.setdefault(label, []).append(text)
@@ -169,42 +187,51 @@ def _real(method: type[Method]) -> str:
     return f"**SmolLM2-135M**, tail perplexity and passkeys ([all methods](../real_model.md)): {lines}."
 
 
-def _longest(file: Path) -> int:
-    lengths: list[int] = json.loads(file.read_text(encoding="utf-8"))["settings"]["lengths"]
-    return max(lengths)
-
-
-def _real_tail(result: PerplexityResult, method: type[Method]) -> Iterator[tuple[str, str]]:
+def _real_tail(file: Path, method: type[Method]) -> Iterator[tuple[str, str]]:
     """Yield label and perplexity at the longest length, by truncation's, or by the unpatched model's without it."""
+    result = _perplexity(file)
     control = TRUNCATION if TRUNCATION in {e.label for e in result.candidates} else "none"
-    cells, length = _cells(result, control), result.settings.lengths[-1]
+    cells, length = _cells(file, control), result.settings.lengths[-1]
     for label in _labels(result, method):
         if (label, length) in cells:
             yield label, f"{_by_control(cells[label, length], control)} at {length:,} tokens"
 
 
 def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
-    """Yield label and number of passkeys that are found in the longest prompts."""
+    """Yield label and numbers of passkeys that are written out and ranked first, in the longest prompts."""
     file = REAL_MODEL / "passkey.json"
     if not file.exists():
         return
-    result = json.loads(file.read_text(encoding="utf-8"))
-    cells = [c for c in result["summary"] if c["task"] == "passkey" and c["depth"] is None]
+    cells = [c for c in _json(file)["summary"] if c["task"] == "passkey" and c["depth"] is None]
     longest = max((c["length"] for c in cells), default=0)
-    for cell in cells:
-        if cell["length"] == longest and _of(cell["method"], method):
-            right = round(cell["accuracy"] * cell["samples"])
-            yield cell["method"], f"{right} of {cell['samples']} passkeys at {longest:,} tokens"
+    at_longest = {cell["method"]: cell for cell in cells if cell["length"] == longest}
+    control = ""
+    if TRUNCATION in at_longest:
+        first, written = _counts(at_longest[TRUNCATION])
+        control = f" (truncation {written} and {first})"
+    for label, cell in at_longest.items():
+        if _of(label, method):
+            first, written = _counts(cell)
+            yield (
+                label,
+                f"{written} of {cell['samples']} passkeys at {longest:,} tokens written out, {first} ranked first"
+                + control,
+            )
 
 
-def _perplexity(file: Path) -> PerplexityResult | None:
-    if not file.exists():
-        return None
-    return PerplexityResult.from_dict(json.loads(file.read_text(encoding="utf-8")))
+@functools.cache
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _cells(result: PerplexityResult, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
-    tails = [record for record in result.records if record.protocol == "tail"]
+@functools.cache
+def _perplexity(file: Path) -> PerplexityResult:
+    return PerplexityResult.from_dict(_json(file))
+
+
+@functools.cache
+def _cells(file: Path, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
+    tails = [record for record in _perplexity(file).records if record.protocol == "tail"]
     return {(c.method, c.length): c for c in summarize(tails, baseline=control)}
 
 
@@ -220,12 +247,15 @@ def _of(label: str, method: type[Method]) -> bool:
 
 def _by_control(cell: Cell, control: str = TRUNCATION) -> str:
     """Return a perplexity, and its ratio to the control's with the interval and the verdict."""
+    perplexity = number(cell.perplexity)
     if cell.ratio is None or cell.ratio_interval is None:
-        return number(cell.perplexity)
-    low, high = cell.ratio_interval
-    verdict = WORDS[side_of_one(cell.ratio_interval, cell.documents)]
+        return perplexity
+    low, high = map(number, cell.ratio_interval)
     what = "the unpatched model" if control == "none" else control
-    return f"{number(cell.perplexity)} ({number(cell.ratio)} of {what}'s, {number(low)}-{number(high)}: {verdict})"
+    if low == high == number(1.0):
+        return f"{perplexity} (equal to {what}'s)"
+    verdict = WORDS[side_of_one(cell.ratio_interval, cell.documents)]
+    return f"{perplexity} ({number(cell.ratio)} times {what}'s, {low}-{high}: {verdict})"
 
 
 def _default(text: str) -> str:

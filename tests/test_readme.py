@@ -226,7 +226,7 @@ def test_a_page_takes_what_was_measured_on_the_real_model_so_far(
     shutil.copy(benchmarks / "methods.json", tmp_path / "tail-1k.json")
     line = method_pages.measured(ReRoPE).splitlines()[-1]
     assert re.search(
-        r": `rerope` \d+\.\d+ \(.* of truncation's, .*\) at 1,024 tokens, 0 of 10 passkeys at 2,048",
+        r": `rerope` \d+\.\d+ \(.* times truncation's, .*\) at 1,024 tokens, 0 of 10 passkeys at 2,048",
         line,
     )
 

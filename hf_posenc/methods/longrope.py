@@ -46,7 +46,8 @@ class LongRoPE(LengthDependent):
         update: The length: `"row"`, that of each query's position; `"request"`, each batch row's own;
             `"sequence"`, the longest row of the batch, for which LongRoPE models are trained and which
             is the default here.
-        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
+        bucket: Tokens by which the length grows at once in the modes `"row"` and `"request"`; half of `L` by
+            default.
     """
 
     name = "longrope"

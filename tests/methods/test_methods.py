@@ -523,5 +523,31 @@ def test_the_index_has_every_method(name: str) -> None:
     assert cells[2:] == [method.needs, ", ".join(f"`{alias}`" for alias in method.aliases)]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("fire", "t5"), id="axes that are not linear"),
+        pytest.param(None, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_tick_labels_have_no_markup(names: tuple[str, ...] | None) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from hf_posenc.evaluation.plots import STYLE
+    from scripts.draw_methods import PICTURES
+
+    for name in names or PICTURES:
+        with rc_context(STYLE):  # it prints dollars as they are
+            PICTURES[name](figure := Figure())
+            axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+            labels = [
+                text.get_text() for axis in axes for text in axis.get_ticklabels(which="both")
+            ]
+        assert labels
+        assert not [label for label in labels if "$" in label], name
+
+
 def test_no_other_method_has_a_page() -> None:
     assert {page.stem for page in (DOCS / "methods").glob("*.md")} == {*available_methods()}
