@@ -222,12 +222,9 @@ def tuned() -> str:
         for length in lengths
         if (cell := paired[length]).ratio is not None
     )
-    answered = ""
-    if (RESULTS / f"{TUNED}-passkey.json").exists():
-        kept = {c.length: _counts(c)[0] for c in _retrieval("passkey").cells if c.method == first}
-        now = {c.length: _counts(c)[0] for c in _retrieval(f"{TUNED}-passkey").cells}
-        keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in now)
-        answered = f" Passkeys answered: {keys}."
+    kept = {c.length: _counts(c)[0] for c in _retrieval("passkey").cells if c.method == first}
+    now = {c.length: _counts(c)[0] for c in _retrieval(f"{TUNED}-passkey").cells}
+    keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in now)
     command = textwrap.fill(
         f"{log.command} --output_dir {TUNED}", 110, subsequent_indent="    ", break_on_hyphens=False
     ).replace("\n", " \\\n")
@@ -236,7 +233,7 @@ def tuned() -> str:
             intro,
             f"```bash\n{command}\n```",
             _compared(records, [TRUNCATION, first, last], lengths, TRUNCATION),
-            f"After by before, paired over the documents: {gains}.{answered}",
+            f"After by before, paired over the documents: {gains}. Passkeys answered: {keys}.",
         ]
     )
 
