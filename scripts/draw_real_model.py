@@ -5,10 +5,8 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -18,8 +16,9 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import COLOURS, STYLE
-from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult
+from hf_posenc.evaluation.retrieval.result import Record
 from scripts.measure_real_model import RESULTS
+from scripts.real_model_page import read_perplexity, read_retrieval
 
 PICTURE = RESULTS / "headline.png"
 WIDEST = 2.0
@@ -30,8 +29,8 @@ FOUND, FIRST, MISSED = COLOURS[2], "#a6d8c3", "#e3e3e3"
 
 def main() -> None:
     """Draw perplexity by that of truncation, and passkeys by depth, one row for each method."""
-    tails = PerplexityResult.from_dict(_read("tail-16k"))
-    passkeys = RetrievalResult.from_dict(_read("passkey"))
+    tails = read_perplexity("tail-16k")
+    passkeys = read_retrieval("passkey")
     length = tails.settings.lengths[-1]
     cells = summarize(tails.records, baseline=TRUNCATION)
     ratios = {cell.method: cell for cell in cells if cell.length == length}
@@ -95,11 +94,6 @@ def _passkeys(axes: Axes, records: Sequence[Record], length: int, rows: Mapping[
     axes.set_xticks([0, 0.5, 1], ["at the front", "depth", "at the end"])
     axes.set_xlabel(f"passkeys in {length:,} tokens, by their place")
     axes.tick_params(left=False)
-
-
-def _read(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return values
 
 
 if __name__ == "__main__":

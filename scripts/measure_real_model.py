@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "data" / "real_model"
 MODEL, TUNED = "smollm2", "finetuned"
 TEXTS, NEW_MODELS, TRAINING = "texts", "new_models", "train"
-# Written after the model was trained (published in February 2025), with at least 32,768 of its tokens.
+# Written after the model was trained (its paper is of February 2025), with at least 32,768 of its tokens.
 NEW_CODE = {
     "gemma4.py": ("transformers", "models/gemma4/modeling_gemma4.py"),
     "qwen4_exp.py": ("transformers", "models/qwen4_exp/modeling_qwen4_exp.py"),

@@ -31,7 +31,7 @@ _WORDS = {-1: "better", 0: "not told apart", 1: "worse"}
 
 def headline() -> str:
     """Return what README.md says below the picture of `draw_real_model`."""
-    result, keys = _perplexity("tail-16k"), _retrieval("passkey")
+    result, keys = read_perplexity("tail-16k"), read_retrieval("passkey")
     length, longest = result.settings.lengths[-1], max(keys.settings.lengths)
     cells = [c for c in summarize(result.records, baseline=TRUNCATION) if c.length == length]
     ratios = {cell.method: cell for cell in cells if cell.ratio is not None}
@@ -74,7 +74,7 @@ def headline() -> str:
 
 def tails() -> str:
     """Return tail perplexities at 8,192 and 16,384 tokens, their ratios to truncation, and those of every document."""
-    result = _perplexity("tail-16k")
+    result = read_perplexity("tail-16k")
     lengths, settings = result.settings.lengths, result.settings
     names = [document["name"] for document in result.documents]
     labels = [entry.label for entry in result.candidates]
@@ -104,7 +104,7 @@ def tails() -> str:
 
 def shorts() -> str:
     """Return what methods cost texts that the unpatched model can read: ratios at 2,048 and 8,192 tokens."""
-    within = {2048: _perplexity("tail-2k"), 8192: _perplexity("tail-16k")}
+    within = {2048: read_perplexity("tail-2k"), 8192: read_perplexity("tail-16k")}
     cells: dict[tuple[str, int], Cell] = {}
     for length, result in within.items():
         every = summarize(result.records, baseline=UNPATCHED)
@@ -128,8 +128,8 @@ def shorts() -> str:
 
 def evidence() -> str:
     """Return a row for each method measured without training: on the embedded model at x4, and on SmolLM2 at x2."""
-    demo = PerplexityResult.from_dict(_read("../demo/perplexity"))
-    real, short = _perplexity("tail-16k"), _perplexity("tail-2k")
+    demo = read_perplexity("../demo/perplexity")
+    real, short = read_perplexity("tail-16k"), read_perplexity("tail-2k")
     columns = {
         f"{name}, {length:,} tokens: perplexity / {base}": _shares(result, length, base)
         for name, result, length, base in (
@@ -166,7 +166,7 @@ def _shares(result: PerplexityResult, length: int, baseline: str) -> dict[str, s
 
 def _answered() -> dict[str, str]:
     """Return how many passkeys each method answers in the longest prompts."""
-    result = _retrieval("passkey")
+    result = read_retrieval("passkey")
     longest = max(result.settings.lengths)
     return {
         _method(c.method): f"{c.accuracy * c.samples:.0f} of {c.samples}"
@@ -182,7 +182,7 @@ def _method(label: str) -> str:
 
 def passkeys() -> str:
     """Return the passkeys that methods answer, and those that they rank first, by length."""
-    result = _retrieval("passkey")
+    result = read_retrieval("passkey")
     lengths, cells = result.settings.lengths, {(c.method, c.length): c for c in result.cells}
     rows = []
     for label in (entry.label for entry in result.candidates):
@@ -203,7 +203,7 @@ def passkeys() -> str:
 
 def tuned() -> str:
     """Return the fine-tuning, and perplexities and passkeys before and after it."""
-    before, after = _perplexity("tail-16k"), _perplexity(f"{TUNED}-tail")
+    before, after = read_perplexity("tail-16k"), read_perplexity(f"{TUNED}-tail")
     log = TrainingLog.read(RESULTS / TUNED)
     assert log.label is not None
     first, last = log.label, f"{log.label}, fine-tuned"
@@ -222,8 +222,8 @@ def tuned() -> str:
         for length in lengths
         if (cell := paired[length]).ratio is not None
     )
-    kept = {c.length: _counts(c)[0] for c in _retrieval("passkey").cells if c.method == first}
-    now = {c.length: _counts(c)[0] for c in _retrieval(f"{TUNED}-passkey").cells}
+    kept = {c.length: _counts(c)[0] for c in read_retrieval("passkey").cells if c.method == first}
+    now = {c.length: _counts(c)[0] for c in read_retrieval(f"{TUNED}-passkey").cells}
     keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in now)
     command = textwrap.fill(
         f"{log.command} --output_dir {TUNED}", 110, subsequent_indent="    ", break_on_hyphens=False
@@ -301,7 +301,7 @@ def agreement() -> str:
 
 def reasoning() -> str:
     """Return how often the answers of facts about people are found, for docs/retrieval.md."""
-    result = RetrievalResult.from_dict(_read("reasoning"))
+    result = read_retrieval("reasoning")
     rows = []
     for cell in result.cells:
         assert cell.first is not None
@@ -338,11 +338,13 @@ def _read(name: str) -> dict[str, Any]:
     return values
 
 
-def _perplexity(name: str) -> PerplexityResult:
+def read_perplexity(name: str) -> PerplexityResult:
+    """Read a committed measurement of perplexity."""
     return PerplexityResult.from_dict(_read(name))
 
 
-def _retrieval(name: str) -> RetrievalResult:
+def read_retrieval(name: str) -> RetrievalResult:
+    """Read a committed measurement of retrieval."""
     return RetrievalResult.from_dict(_read(name))
 
 

@@ -55,10 +55,12 @@ def main() -> None:
     clock = 0.5
     with tempfile.TemporaryDirectory() as folder:
         for kind, program in SESSION:
-            prompts = (">>> ", program.splitlines()) if kind == "python" else ("$ ", [program])
-            for command in prompts[1]:
+            prompt, commands = (
+                (">>> ", program.splitlines()) if kind == "python" else ("$ ", [program])
+            )
+            for command in commands:
                 typing = TYPED * len(command)
-                text = Text.assemble((prompts[0], PROMPT), (command, "bold"))
+                text = Text.assemble((prompt, PROMPT), (command, "bold"))
                 for piece in text.wrap(Console(width=COLUMNS), COLUMNS):
                     lines.append(Line(clock, typing * len(piece) / len(text), piece))
                     clock += lines[-1].typing
@@ -73,10 +75,10 @@ def main() -> None:
 
 def record(kind: str, program: str, folder: Path) -> list[tuple[float, Text]]:
     """Run a program; return the lines that it prints, each with the seconds since the one before."""
-    command = program if kind == "python" else program.removeprefix("hf-posenc ")
-    call = ["-c", command]
+    call = ["-c", program]
     if kind == "shell":
-        call = ["-c", "from hf_posenc.cli import main; main()", *command.split(), "--output", "out"]
+        words = program.split()[1:]
+        call = ["-c", "from hf_posenc.cli import main; main()", *words, "--output", "out"]
     environ = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     printed, before = [], time.perf_counter()
     program_call = [sys.executable, *call]  # progress goes to stderr, which is not recorded
@@ -94,7 +96,7 @@ def record(kind: str, program: str, folder: Path) -> list[tuple[float, Text]]:
             printed.append((now - before, Text.from_ansi(line.rstrip("\n"))))
             before = now
     if process.returncode:
-        raise SystemExit(f"{command} failed with status {process.returncode}.")
+        raise SystemExit(f"{program} failed with status {process.returncode}.")
     return printed
 
 
