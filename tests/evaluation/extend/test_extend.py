@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend import ExtendJob, extend, far_depths, prepare
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.flags import duration, read_duration
-from hf_posenc.evaluation.measuring.store import Records
+from hf_posenc.evaluation.measuring.store import Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions
 from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
@@ -477,6 +478,29 @@ def test_a_killed_run_resumes_and_another_budget_reuses_its_records(
     result = verdict(with_budget(job, LEAST), tmp_path / "whole")
     assert again.count == 0
     assert len(result.choosing.documents) < len(expected.choosing.documents)
+
+
+def test_two_processes_share_the_measurements_and_the_first_has_the_verdict(
+    job: ExtendJob, planted: Planted, tmp_path: Path
+) -> None:
+    planted.finds = nobody  # nothing is saved
+    expected, alone = verdict(job, tmp_path / "alone"), planted.count
+    planted.count = 0
+
+    def second() -> None:
+        result = with_budget(job, LEAST).run(tmp_path / "shared", Shard(1, 2))
+        (tmp_path / "second").write_text(f"{result} {planted.count}")
+
+    process = multiprocessing.get_context("fork").Process(target=second)  # what is planted stays
+    process.start()
+    first = with_budget(job, LEAST).run(tmp_path / "shared", Shard(0, 2))
+    process.join(60)
+    assert first is not None
+    assert first.to_dict() == expected.to_dict()
+    result, count = (tmp_path / "second").read_text().split()
+    assert result == "None"
+    assert int(count) > 0
+    assert planted.count + int(count) == alone
 
 
 def test_a_model_of_an_earlier_verdict_is_named(
