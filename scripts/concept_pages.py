@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_posenc.cli.inspection import kinds
 from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until
-from hf_posenc.methods import DistanceBias, LaMPE, Method, NoPE, RopeScaling, RotaryBands
+from hf_posenc.methods import (
+    DistanceBias,
+    LaMPE,
+    Method,
+    NoPE,
+    NTKAware,
+    NTKMixed,
+    PositionInterpolation,
+    RopeScaling,
+    RotaryBands,
+    YaRN,
+)
 from hf_posenc.rope import RopeSpec
-from scripts.draw_concepts import DEMO, mean_shares, stretched
-from scripts.draw_methods import position_map
-from scripts.measure_attention import RESULT
+from scripts.results import ATTENTION, DEMO, UPDATES, read
 
-UPDATES = RESULT.parent / "updates.json"
+TEXT, ORIGINAL = 192, 96
+"""Tokens of the maps of relative positions: a text of twice the original context."""
 NUMERALS = (  # by the method that writes positions so: the divisor, and the bases of the digits, the ones first
     ("no scaling: a fourth digit", 1, (10, 10, 10, 10)),
     ("`pi`: the number halved", 2, (10, 10, 10)),
@@ -58,14 +69,14 @@ def divisors() -> str:
 
 def unfinished() -> str:
     """The pairs of the embedded Llama that made no full turn, and what a method changes that slows them."""
-    config = json.loads((model_path() / "config.json").read_text(encoding="utf-8"))
+    config = read(model_path() / "config.json")
     theta, trained = config["rope_parameters"]["rope_theta"], config["max_position_embeddings"]
     rope = RopeSpec(config["head_dim"], theta, trained)
     turns = rope.default_inv_freq() * trained / (2 * math.pi)
-    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    measured = read(ATTENTION)
     before, after = measured["tails"]
     length, slowed = before["length"], after["patch"]
-    demo = json.loads(DEMO.read_text(encoding="utf-8"))
+    demo = read(DEMO)
     (cut,) = (
         cell["perplexity"]
         for cell in demo["summary"]
@@ -83,7 +94,7 @@ def unfinished() -> str:
 
 def attention() -> str:
     """The attention to near tokens and the number of keys read, by method and place."""
-    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    measured = read(ATTENTION)
     edges, queries = measured["settings"]["edges"], measured["settings"]["queries"]
     near = edges.index(16)
     places = sorted({row["first_query"] for row in measured["rows"]})
@@ -106,7 +117,7 @@ def attention() -> str:
 
 def stale() -> str:
     """The perplexities of dynamic YaRN in one forward and through a cache."""
-    measured = json.loads(UPDATES.read_text(encoding="utf-8"))
+    measured = read(UPDATES)
     lengths = measured["cached"]["lengths"]
     found = {
         (row["method"], row["length"]): row["perplexity"]
@@ -159,3 +170,31 @@ def _positions(kind: type[Method]) -> str:
     if issubclass(kind, RopeScaling):
         return "m - n and the text's length" if kind.length_dependent else "m - n"
     return {"query": "m", "attention": "m - n", "bias": "m - n", "table": "m and n"}[kind.seam]
+
+
+def stretched(rope: RopeSpec, scale: float) -> dict[str, Tensor]:
+    """Return the frequencies of the methods of the pictures, the unscaled ones first."""
+    kinds = (PositionInterpolation, NTKAware, NTKMixed, YaRN)
+    scaled = {kind.name: kind(scale=scale).inv_freq(rope) for kind in kinds}
+    return {"unscaled": rope.default_inv_freq(), **scaled}
+
+
+def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[float]:
+    """Return the share of attention in each bin of distances, a mean over the layers."""
+    layers = [
+        row["share_by_distance"]
+        for row in rows
+        if row["method"] == method and row["first_query"] == place
+    ]
+    return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
+
+
+def position_map(method: RotaryBands) -> Tensor:
+    """`P[m, n]`, shape (TEXT, TEXT), NaN where the pair is masked."""
+    position = torch.arange(TEXT)
+    relative = torch.full((TEXT, TEXT), math.nan, dtype=torch.float64)
+    for band in method.bands(ORIGINAL):
+        inside = band.contains(position[:, None], position) & (position <= position[:, None])
+        distance = band.query_position(position)[:, None] - band.key_position(position)
+        relative[inside] = distance.double()[inside]
+    return relative

@@ -8,35 +8,28 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc, Circle, Rectangle, Wedge
-from torch import Tensor
 
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, position_points
 from hf_posenc.methods import (
     Llama3,
     NTKAware,
-    NTKMixed,
     PositionInterpolation,
     YaRN,
 )
 from hf_posenc.rope import RopeSpec
+from scripts.concept_pages import mean_shares, stretched
 from scripts.diagrams import DIAGRAMS
-from scripts.draw_methods import Draw, chosen, draw
-from scripts.measure_attention import RESULT
+from scripts.drawing import Draw, chosen, draw
+from scripts.results import ATTENTION, DEMO, DOCS, perplexity, read
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 FOLDER = DOCS / "concepts" / "pictures"
-DEMO = DOCS / "data" / "demo" / "perplexity.json"
 
 # The layouts of a head: the name, the rotated ones of 8 features, and whether pairs are split into halves.
 LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, partial", 4, True))
@@ -109,13 +102,6 @@ def _box(panel: Axes, corner: tuple[float, float], width: float, text: str, colo
     panel.text(x + width / 2, y + 0.34, text, color=ink, ha="center", va="center", fontsize=8.5)
 
 
-def stretched(rope: RopeSpec, scale: float) -> dict[str, Tensor]:
-    """Return the frequencies of the methods of the pictures, the unscaled ones first."""
-    kinds = (PositionInterpolation, NTKAware, NTKMixed, YaRN)
-    scaled = {kind.name: kind(scale=scale).inv_freq(rope) for kind in kinds}
-    return {"unscaled": rope.default_inv_freq(), **scaled}
-
-
 def scale(figure: Figure) -> None:
     """Plot the divisor and the wavelength of each pair of a head of Llama 2, by method, at a scale of 8."""
     rope, factor = RopeSpec(128, 1e4, 4096), 8
@@ -148,7 +134,7 @@ def scale(figure: Figure) -> None:
 def extrapolation(figure: Figure) -> None:
     """Plot the loss by position in the demo, and the attention by distance, inside and past the trained length."""
     left, right = figure.subplots(2)
-    demo = PerplexityResult.from_dict(json.loads(DEMO.read_text(encoding="utf-8")))
+    demo = perplexity(DEMO)
     assert demo.curve is not None
     assert demo.original is not None
     scale = max(demo.settings.lengths) / demo.original  # that of a method with an automatic one
@@ -170,7 +156,7 @@ def extrapolation(figure: Figure) -> None:
         xlabel="position of the token; dashed: the trained length", ylabel="loss (nats a token)"
     )
     left.legend(frameon=False, fontsize=7.5)
-    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    measured = read(ATTENTION)
     edges, queries = measured["settings"]["edges"], measured["settings"]["queries"]
     lines = (
         ("none", 192, BASELINE, "-"),
@@ -199,16 +185,6 @@ def extrapolation(figure: Figure) -> None:
         xlabel="distance from query to key (tokens)", ylabel="share of attention", ylim=(0, None)
     )
     right.legend(frameon=False, fontsize=7.5)
-
-
-def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[float]:
-    """Return the share of attention in each bin of distances, a mean over the layers."""
-    layers = [
-        row["share_by_distance"]
-        for row in rows
-        if row["method"] == method and row["first_query"] == place
-    ]
-    return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
 
 
 def dials(figure: Figure) -> None:

@@ -8,22 +8,16 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 
 from __future__ import annotations
 
-import argparse
-import io
 import math
-import sys
-from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import colormaps, rc_context
+from matplotlib import colormaps
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor
 
-from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, GRID, REMARK, STYLE
+from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, GRID, REMARK
 from hf_posenc.methods import (
     ABF,
     DPE,
@@ -49,9 +43,11 @@ from hf_posenc.methods import (
 from hf_posenc.methods.temperature import LAWS
 from hf_posenc.rope import RopeSpec
 from hf_posenc.saving import get_recipe
+from scripts.concept_pages import ORIGINAL, TEXT, position_map
+from scripts.drawing import Draw, chosen, draw
+from scripts.results import DOCS
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "methods" / "pictures"
-TEXT, ORIGINAL = 192, 96  # tokens of the maps: a text of twice the original context
+FOLDER = DOCS / "methods" / "pictures"
 HEADS, REACH = 8, 512
 
 # Knobs that show what a method does at the size of a picture.
@@ -75,7 +71,6 @@ ROTATED: dict[str, list[dict[str, Any]]] = {
 LISTS = "phi-3.5-mini-128k"
 """The recipe whose lists are drawn for `longrope`."""
 ROWS = 16  # of the tables of positions that are drawn
-SHADES = 128  # colours of a file, which is then a third as large
 
 # Knobs of the filters that are drawn together.
 FILTERED: dict[str, list[dict[str, Any]]] = {
@@ -84,17 +79,6 @@ FILTERED: dict[str, list[dict[str, Any]]] = {
     "power_basis": [{"power": 0.1}, {"power": 0.5}, {"power": 2.0}],
     "truncated_basis": [{"wavelength": 1000}, {"wavelength": 4000}],
 }
-
-
-def position_map(method: RotaryBands) -> Tensor:
-    """`P[m, n]`, shape (TEXT, TEXT), NaN where the pair is masked."""
-    position = torch.arange(TEXT)
-    relative = torch.full((TEXT, TEXT), math.nan, dtype=torch.float64)
-    for band in method.bands(ORIGINAL):
-        inside = band.contains(position[:, None], position) & (position <= position[:, None])
-        distance = band.query_position(position)[:, None] - band.key_position(position)
-        relative[inside] = distance.double()[inside]
-    return relative
 
 
 def bands(figure: Figure, name: str) -> None:
@@ -425,7 +409,6 @@ MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_
 ROTATIONS = tuple(
     m.name for m in METHODS if issubclass(m, RopeScaling) and not issubclass(m, TableFilter)
 )
-Draw = Callable[[Figure], None]
 PICTURES: dict[str, Draw] = {
     "frequencies": frequencies,
     **{name: partial(bands, name=name) for name in MAPS},
@@ -457,41 +440,9 @@ PICTURES: dict[str, Draw] = {
 SIZES = dict.fromkeys(MAPS, (6.4, 2.7))
 
 
-def draw(
-    names: list[str],
-    folder: Path,
-    pictures: dict[str, Draw] = PICTURES,
-    sizes: dict[str, tuple[float, float]] = SIZES,
-) -> list[Path]:
-    """Write `NAME.png` for every name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    with rc_context(STYLE):
-        for name in names:
-            figure = Figure(figsize=sizes.get(name, (4.4, 2.7)), layout="constrained")
-            pictures[name](figure)
-            written.append(folder / f"{name}.png")
-            figure.savefig(drawn := io.BytesIO(), dpi=110)
-            small = Image.open(drawn).convert("RGB").quantize(SHADES)
-            small.save(written[-1], "PNG", optimize=True)
-    return written
-
-
-def chosen(pictures: Collection[str], folder: Path, doc: str) -> tuple[list[str], Path]:
-    """Return the pictures that the command line names, by default all, and the folder for them."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(pictures)}")
-    parser.add_argument("--folder", type=Path, default=folder)
-    given = parser.parse_args()
-    wrong = [name for name in given.names if name not in pictures]
-    if wrong:
-        sys.exit(f"No picture {wrong[0]!r}. There are: {', '.join(pictures)}.")
-    return given.names or list(pictures), given.folder
-
-
 def main() -> None:
     """Draw the pictures that the command line names."""
-    for path in draw(*chosen(PICTURES, FOLDER, __doc__ or "")):
+    for path in draw(*chosen(PICTURES, FOLDER, __doc__ or ""), PICTURES, SIZES):
         print(path)
 
 

@@ -17,10 +17,9 @@ from hf_posenc.evaluation.measuring.statistics import Cell, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import COLOURS, STYLE
 from hf_posenc.evaluation.retrieval.result import Record
-from scripts.measure_real_model import RESULTS
-from scripts.real_model_page import read_perplexity, read_retrieval
+from scripts.results import REAL_MODEL, perplexity, retrieval
 
-PICTURE = RESULTS / "headline.png"
+PICTURE = REAL_MODEL / "headline.png"
 WIDEST = 2.0
 """The largest ratio on the axis; greater ones are written at its end."""
 FOUND, FIRST, MISSED = COLOURS[2], "#a6d8c3", "#e3e3e3"
@@ -29,8 +28,8 @@ FOUND, FIRST, MISSED = COLOURS[2], "#a6d8c3", "#e3e3e3"
 
 def main() -> None:
     """Draw perplexity by that of truncation, and passkeys by depth, one row for each method."""
-    tails = read_perplexity("tail-16k")
-    passkeys = read_retrieval("passkey")
+    tails = perplexity(REAL_MODEL / "tail-16k.json")
+    passkeys = retrieval(REAL_MODEL / "passkey.json")
     length = tails.settings.lengths[-1]
     cells = summarize(tails.records, baseline=TRUNCATION)
     ratios = {cell.method: cell for cell in cells if cell.length == length}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.scoring import conclusion
 from scripts.make_finetuned import COMMANDS, FOLDER
+from scripts.results import BENCHMARKS, made_with, perplexity, read
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "docs" / "data" / "benchmarks"
 WAYS = BENCHMARKS / "finetuning.json"
 POSITIONS = BENCHMARKS / "positions.json"
 CONVERSIONS = BENCHMARKS / "conversions.json"
@@ -24,8 +22,8 @@ _ENGINES = ("transformers4", "vllm", "llama.cpp")
 def example() -> str:
     """Return the worked example: extend, fine-tune, evaluate, export, each command with its results."""
     log = TrainingLog.read(FOLDER)
-    scores = _scores("perplexity.json")
-    evaluated = _scores("evaluation.json")
+    scores = perplexity(FOLDER / "perplexity.json")
+    evaluated = perplexity(FOLDER / "evaluation.json")
     run = log.run
     trained = (
         f"{run['steps']} steps of {run['sequences_per_step']} blocks of {log.data['block_length']:,} tokens, "
@@ -55,7 +53,7 @@ def example() -> str:
 
 def ways() -> str:
     """Return the tail perplexities of the embedded model after each way of training."""
-    result: dict[str, Any] = json.loads(WAYS.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read(WAYS)
     rows = result["ways"]
     lengths = list(next(iter(rows.values()))["tail"])
     header = [
@@ -71,20 +69,18 @@ def ways() -> str:
         lines.append(
             [name, *before, *after, f"`{' '.join(row['options'])}`" if row["options"] else ""]
         )
-    versions = result["environment"]
     intro = (
         "Tail perplexity of the embedded Llama (trained at 256 tokens) on the same held-out tokens, "
         f"{result['steps']} steps with the same number of tokens each. There is one seed, so small differences are not "
         "significant."
     )
-    by = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    table = markdown_table(header, lines, numeric=True)
+    table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
     return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py`."
 
 
 def positions() -> str:
     """Return the tail perplexities after training on each kind of positions, over several seeds."""
-    result: dict[str, Any] = json.loads(POSITIONS.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read(POSITIONS)
     rows = result["ways"]
     first = next(iter(rows.values()))
     lengths = list(first["before"]["tail"])
@@ -99,7 +95,7 @@ def positions() -> str:
 
 def conversions() -> str:
     """Return the tail perplexities before and after the rotation is dropped, also with a constant softmax scale."""
-    result: dict[str, Any] = json.loads(CONVERSIONS.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read(CONVERSIONS)
     rows = result["ways"]
     lengths = list(next(iter(rows.values()))["before"]["tail"])
     header = ["rotation", *(f"{int(length):,}" for length in lengths), "recipe"]
@@ -133,13 +129,8 @@ def _of_seeds(
     """Return a table below its introduction and the number of seeds."""
     seeds = min(len(row["runs"]) for row in result["ways"].values())
     many = "one seed" if seeds == 1 else f"mean (least-greatest) of {seeds} seeds"
-    versions, table = result["environment"], markdown_table(header, lines, numeric=True)
-    by = f"torch {versions['torch']}, transformers {versions['transformers']}"
+    table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
     return f"{intro}, {many}.\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group {group}`."
-
-
-def _scores(file: str) -> PerplexityResult:
-    return PerplexityResult.from_dict(json.loads((FOLDER / file).read_text(encoding="utf-8")))
 
 
 def _table(scores: PerplexityResult) -> str:

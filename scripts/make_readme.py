@@ -6,8 +6,6 @@ python -m scripts.make_readme --check    fail where they are not what they shoul
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import re
 import statistics
@@ -19,12 +17,14 @@ from typing import Any
 
 from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
-from hf_posenc.evaluation.grid import markdown_table, to_markdown
+from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
+from scripts import results
 from scripts.concept_pages import attention as attention_by_distance
 from scripts.concept_pages import digits, divisors, properties, stale, unfinished
 from scripts.finetuned_page import conversions, example, positions, ways
@@ -41,23 +41,17 @@ from scripts.real_model_page import (
     tails,
     tuned,
 )
+from scripts.results import BENCHMARKS, DEMO, DOCS, ROOT, UPDATES, made_with, read
 
-ROOT = Path(__file__).resolve().parents[1]
-CONCEPTS = ROOT / "docs" / "concepts"
-DEMO = ROOT / "docs" / "data" / "demo"
-BENCHMARK = ROOT / "docs" / "data" / "benchmarks" / "attention.json"
-BENCH = ROOT / "docs" / "data" / "benchmarks" / "bench.json"
-RETRIEVAL = ROOT / "docs" / "data" / "benchmarks" / "retrieval.csv"
-UPDATES = ROOT / "docs" / "data" / "benchmarks" / "updates.json"
+CONCEPTS = DOCS / "concepts"
 PLAIN = "plain causal"
-CONTROL = "truncation"
 SHAPE = "heads 8/8"
 """The head layout whose rows the README shows."""
 
 
 def demo() -> str:
     """The tail perplexities of the committed demo run, and its plot."""
-    result: dict[str, Any] = json.loads((DEMO / "perplexity.json").read_text(encoding="utf-8"))
+    result: dict[str, Any] = read(DEMO)
     lengths = result["settings"]["lengths"]
     cells = {(c["method"], c["protocol"], c["length"]): c for c in result["summary"]}
     rows = [
@@ -74,33 +68,25 @@ def demo() -> str:
     table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
     verdict = _verdict(result, lengths)
     plot = "![Perplexity by length](data/demo/perplexity.png)"
-    versions = result["environment"]
-    made = f"Measured with torch {versions['torch']}, transformers {versions['transformers']}"
+    made = f"Measured with {made_with(result['environment'])}"
     link = "[data/demo/](data/demo/) has the intervals and every setting"
     return f"{intro}\n\n{table}\n\n{verdict}\n{_passkey()} {made}; {link}.\n\n{plot}"
 
 
 def _passkey() -> str:
     """The share of right passkeys that methods rank first, in the longest prompts of the committed run."""
-    with RETRIEVAL.open(encoding="utf-8", newline="") as file:
-        rows = [
-            row for row in csv.DictReader(file) if row["task"] == "passkey" and not row["depth"]
-        ]
-    length = max(int(row["length"]) for row in rows)
-    found = [
-        f"{row['method']} {float(row['first']):.0%}" for row in rows if int(row["length"]) == length
-    ]
-    chance = float(rows[0]["chance"])
+    length, found = results.passkeys(BENCHMARKS / "retrieval.csv")
+    shares = ", ".join(f"{label} {keys.first / keys.samples:.0%}" for label, keys in found.items())
+    chance = found[TRUNCATION].chance
     return (
         f"Share of passkey prompts of {length:,} tokens in which the right passkey is the most probable of "
-        f"{1 / chance:.0f}: "
-        f"{', '.join(found)}; chance is {chance:.0%} ([retrieval.md](retrieval.md))."
+        f"{1 / chance:.0f}: {shares}; chance is {chance:.0%} ([retrieval.md](retrieval.md))."
     )
 
 
 def bench() -> str:
     """The table of the committed benchmark."""
-    result = BenchResult.from_dict(json.loads(BENCH.read_text(encoding="utf-8")))
+    result = BenchResult.from_dict(read(BENCHMARKS / "bench.json"))
     return to_markdown(result.table())
 
 
@@ -115,8 +101,7 @@ def search() -> str:
 
 
 def _tuned(kind: type[TuningResult]) -> str:
-    text = (BENCH.parent / f"{kind.kind}.json").read_text(encoding="utf-8")
-    result = kind.from_dict(json.loads(text))
+    result = kind.from_dict(read(BENCHMARKS / f"{kind.kind}.json"))
     notes = "\n".join(f"- {note}" for note in result.notes())
     return f"{to_markdown(result.tables()[0])}\n\n{notes}"
 
@@ -190,7 +175,7 @@ def attention_summary() -> str:
 
 def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], str]:
     """The measured kinds of every run of `SHAPE`, and the machine."""
-    result: dict[str, Any] = json.loads(BENCHMARK.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read(BENCHMARKS / "attention.json")
     runs = {
         label.partition(",")[0]: [
             (re.split(r",| \(", name)[0], values) for name, values in run.items()
@@ -205,28 +190,26 @@ def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], st
 def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
     """The best method against the control at every length past the trained one."""
     records = [Record(**record) for record in result["records"] if record["protocol"] == "tail"]
-    control = [record for record in records if record.method == CONTROL]
-    others = [record for record in records if record.method != CONTROL]
+    control = [record for record in records if record.method == TRUNCATION]
+    others = [record for record in records if record.method != TRUNCATION]
     cells = summarize([*control, *others])
     sentences = []
     for length in lengths[1:]:
-        rivals = [cell for cell in cells if cell.length == length and cell.method != CONTROL]
+        rivals = [cell for cell in cells if cell.length == length and cell.method != TRUNCATION]
         best = min(rivals, key=lambda cell: cell.nats)
         assert best.ratio is not None
         assert best.ratio_interval is not None
-        low, high = best.ratio_interval
-        sentences.append(
-            f"{best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f}) at {length:,} tokens"
-        )
+        ratio, ends = number(best.ratio, 3), number_range(best.ratio_interval, 3)
+        sentences.append(f"{best.method} {ratio} ({ends}) at {length:,} tokens")
     return (
-        f"Perplexity of the best other method divided by that of the control, `{CONTROL}` (paired intervals, "
+        f"Perplexity of the best other method divided by that of the control, `{TRUNCATION}` (paired intervals, "
         f"which hold together in 95 % of samples for all methods): {'; '.join(sentences)}."
     )
 
 
 def updates() -> str:
     """The update modes of the dynamic methods: whole texts, buckets, generation."""
-    result: dict[str, Any] = json.loads(UPDATES.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read(UPDATES)
     whole = {(*_mode(row), row["protocol"], row["length"]): row for row in result["whole_texts"]}
     families = list(dict.fromkeys(key[0] for key in whole if key[1] == "row"))
     buckets = sorted({key[2] for key in whole if key[2] is not None})
@@ -302,34 +285,34 @@ def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"headline": headline},
-    ROOT / "docs" / "demo.md": {"demo": demo},
-    ROOT / "docs" / "choosing.md": {"evidence": evidence},
-    ROOT / "docs" / "bench.md": {"bench": bench},
-    ROOT / "docs" / "sweep.md": {"sweep": sweep, "search": search},
-    ROOT / "docs" / "methods.md": {"index": index},
-    ROOT / "docs" / "shipping.md": {"shipping": shipping},
-    ROOT / "docs" / "finetuning.md": {
+    DOCS / "demo.md": {"demo": demo},
+    DOCS / "choosing.md": {"evidence": evidence},
+    DOCS / "bench.md": {"bench": bench},
+    DOCS / "sweep.md": {"sweep": sweep, "search": search},
+    DOCS / "methods.md": {"index": index},
+    DOCS / "shipping.md": {"shipping": shipping},
+    DOCS / "finetuning.md": {
         "example": example,
         "ways": ways,
         "positions": positions,
         "conversions": conversions,
     },
-    ROOT / "docs" / "patching.md": {"attention_summary": attention_summary, "attention": attention},
-    ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
-    ROOT / "docs" / "real_model.md": {
+    DOCS / "patching.md": {"attention_summary": attention_summary, "attention": attention},
+    DOCS / "gpu.md": {"backends": table, "measured": measured},
+    DOCS / "real_model.md": {
         "tails": tails,
         "shorts": shorts,
         "passkeys": passkeys,
         "tuned": tuned,
         "agreement": agreement,
     },
-    ROOT / "docs" / "retrieval.md": {"reasoning": reasoning},
+    DOCS / "retrieval.md": {"reasoning": reasoning},
     CONCEPTS / "cache.md": {"stale": stale},
     CONCEPTS / "extrapolation.md": {"unfinished": unfinished, "attention": attention_by_distance},
     CONCEPTS / "encodings.md": {"properties": properties},
     CONCEPTS / "rope.md": {"digits": digits},
     CONCEPTS / "scale.md": {"divisors": divisors},
-    ROOT / "docs" / "updates.md": {"updates": updates},
+    DOCS / "updates.md": {"updates": updates},
     **method_pages(),
 }
 

@@ -5,32 +5,25 @@ A result that is not there yet leaves its line out, or says that nothing was mea
 
 from __future__ import annotations
 
-import csv
 import functools
-import json
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from hf_posenc.cli.inspection import facts, knob_rows
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, Expressed, survey
-from hf_posenc.evaluation.grid import markdown_table, number
-from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Cell, side_of_one, summarize
+from hf_posenc.evaluation.grid import markdown_table, number, number_range
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
+from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import METHODS, Method
+from scripts.results import BENCHMARKS, DOCS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-BENCHMARKS = DOCS / "data" / "benchmarks"
-REAL_MODEL = DOCS / "data" / "real_model"
-WORDS = {-1: "lower", 0: "not told apart", 1: "higher"}
 _NO_CONFIG = "no config of another engine expresses it: `hf_posenc.from_pretrained`"
 
 
@@ -89,7 +82,7 @@ def measured(method: type[Method]) -> str:
 
 def _embedded(method: type[Method]) -> Iterator[str]:
     """Tail perplexity at the trained length and at the longest, by the control's."""
-    result, cells = _perplexity(file := BENCHMARKS / "methods.json"), _cells(file)
+    result, cells = perplexity(file := BENCHMARKS / "methods.json"), tails(file)
     if not (labels := _labels(result, method)):
         return
     short, long = result.settings.lengths[0], result.settings.lengths[-1]
@@ -107,38 +100,25 @@ def _embedded(method: type[Method]) -> Iterator[str]:
 
 def _retrieval(method: type[Method]) -> Iterator[str]:
     """Passkeys that are ranked first and that are written out, in the longest prompts of the embedded model."""
-    with (BENCHMARKS / "retrieval.csv").open(encoding="utf-8", newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["task"] == "passkey" and not r["depth"]]
-    longest = max(int(row["length"]) for row in rows)
-    cells = {row["method"]: row for row in rows if int(row["length"]) == longest}
-    candidates = 1 / float(rows[0]["chance"])
-    first, written = _counts(cells[TRUNCATION])
-    control = f"truncation {first} and {written or 'none'}"
-    for label, cell in cells.items():
+    longest, found = passkeys(BENCHMARKS / "retrieval.csv")
+    control = found[TRUNCATION]
+    for label, keys in found.items():
         if _of(label, method):
-            first, written = _counts(cell)
             yield (
-                f"**Embedded model, passkeys** at {longest:,} tokens: {first} of {cell['samples']} ranked first among "
-                f"{candidates:.0f} candidates, {written or 'none'} written out ({control})."
+                f"**Embedded model, passkeys** at {longest:,} tokens: {keys.first} of {keys.samples} ranked first "
+                f"among {1 / keys.chance:.0f} candidates, {keys.answered or 'none'} written out "
+                f"(truncation {control.first} and {control.answered or 'none'})."
             )
-
-
-def _counts(cell: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of passkeys that are ranked first, and of those that are written out."""
-    first, written = (
-        round(float(cell[share]) * int(cell["samples"])) for share in ("first", "accuracy")
-    )
-    return first, written
 
 
 def _finetuning(method: type[Method]) -> Iterator[str]:
     """Tail perplexity before and after the fine-tuning of the embedded model."""
-    result = _json(BENCHMARKS / "finetuning.json")
+    result = read(BENCHMARKS / "finetuning.json")
     ways = {name: row for name, row in result["ways"].items() if _of(name, method)}
     for name in ([name for name in ways if name == method.name] or [*ways])[:1]:
         row = ways[name]  # of several, the plain way or the first
         yield _trained(result["steps"], row["before"]["tail"], [row["tail"]])
-    result = _json(BENCHMARKS / "conversions.json")
+    result = read(BENCHMARKS / "conversions.json")
     for row in result["ways"].values():
         recipe = yaml.safe_load((ROOT / row["options"][-1]).read_text(encoding="utf-8"))
         if recipe["patch"] == method.name:
@@ -158,7 +138,7 @@ def _trained(steps: int, before: dict[str, float], runs: list[dict[str, float]])
 
 def _speed(method: type[Method]) -> Iterator[str]:
     """Prefill of the embedded model by the unpatched one's, the median of paired rounds."""
-    speed = _json(BENCHMARKS / "bench.json")["speed"]
+    speed = read(BENCHMARKS / "bench.json")["speed"]
     for label in speed["methods"]:
         if _of(label, method):
             ratio = statistics.median(
@@ -174,7 +154,7 @@ def _real(method: type[Method]) -> str:
     """One line on SmolLM2: perplexities by the control's, short texts first, and passkeys."""
     found: dict[str, list[str]] = {}
     files = sorted(
-        REAL_MODEL.glob("tail-*.json"), key=lambda file: max(_perplexity(file).settings.lengths)
+        REAL_MODEL.glob("tail-*.json"), key=lambda file: max(perplexity(file).settings.lengths)
     )
     for label, text in (
         *(line for file in files for line in _real_tail(file, method)),
@@ -189,9 +169,9 @@ def _real(method: type[Method]) -> str:
 
 def _real_tail(file: Path, method: type[Method]) -> Iterator[tuple[str, str]]:
     """Yield label and perplexity at the longest length, by truncation's, or by the unpatched model's without it."""
-    result = _perplexity(file)
-    control = TRUNCATION if TRUNCATION in {e.label for e in result.candidates} else "none"
-    cells, length = _cells(file, control), result.settings.lengths[-1]
+    result = perplexity(file)
+    control = TRUNCATION if TRUNCATION in {e.label for e in result.candidates} else UNPATCHED
+    cells, length = tails(file, control), result.settings.lengths[-1]
     for label in _labels(result, method):
         if (label, length) in cells:
             yield label, f"{_by_control(cells[label, length], control)} at {length:,} tokens"
@@ -202,37 +182,15 @@ def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
     file = REAL_MODEL / "passkey.json"
     if not file.exists():
         return
-    cells = [c for c in _json(file)["summary"] if c["task"] == "passkey" and c["depth"] is None]
-    longest = max((c["length"] for c in cells), default=0)
-    at_longest = {cell["method"]: cell for cell in cells if cell["length"] == longest}
-    control = ""
-    if TRUNCATION in at_longest:
-        first, written = _counts(at_longest[TRUNCATION])
-        control = f" (truncation {written} and {first})"
-    for label, cell in at_longest.items():
+    longest, found = passkeys(file)
+    cut = found.get(TRUNCATION)
+    control = "" if cut is None else f" (truncation {cut.answered} and {cut.first})"
+    for label, keys in found.items():
         if _of(label, method):
-            first, written = _counts(cell)
-            yield (
-                label,
-                f"{written} of {cell['samples']} passkeys at {longest:,} tokens written out, {first} ranked first"
-                + control,
+            answered = (
+                f"{keys.answered} of {keys.samples} passkeys at {longest:,} tokens written out"
             )
-
-
-@functools.cache
-def _json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _perplexity(file: Path) -> PerplexityResult:
-    return PerplexityResult.from_dict(_json(file))
-
-
-@functools.cache
-def _cells(file: Path, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
-    tails = [record for record in _perplexity(file).records if record.protocol == "tail"]
-    return {(c.method, c.length): c for c in summarize(tails, baseline=control)}
+            yield label, f"{answered}, {keys.first} ranked first{control}"
 
 
 def _labels(result: PerplexityResult, method: type[Method]) -> list[str]:
@@ -247,15 +205,14 @@ def _of(label: str, method: type[Method]) -> bool:
 
 def _by_control(cell: Cell, control: str = TRUNCATION) -> str:
     """Return a perplexity, and its ratio to the control's with the interval and the verdict."""
-    perplexity = number(cell.perplexity)
+    value = number(cell.perplexity)
     if cell.ratio is None or cell.ratio_interval is None:
-        return perplexity
-    low, high = map(number, cell.ratio_interval)
-    what = "the unpatched model" if control == "none" else control
-    if low == high == number(1.0):
-        return f"{perplexity} (equal to {what}'s)"
-    verdict = WORDS[side_of_one(cell.ratio_interval, cell.documents)]
-    return f"{perplexity} ({number(cell.ratio)} times {what}'s, {low}-{high}: {verdict})"
+        return value
+    ends = number_range(cell.ratio_interval)
+    what = "the unpatched model" if control == UNPATCHED else control
+    if ends == number_range((1.0, 1.0)):
+        return f"{value} (equal to {what}'s)"
+    return f"{value} ({number(cell.ratio)} times {what}'s, {ends}: {VERDICTS[cell.differs]})"
 
 
 def _default(text: str) -> str:

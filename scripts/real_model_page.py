@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from hf_posenc.evaluation.grid import markdown_table, number, percent_range
+from hf_posenc.evaluation.grid import markdown_table, number, number_range, percent_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
-from hf_posenc.evaluation.measuring.statistics import (
-    Cell,
-    Interval,
-    Record,
-    side_of_one,
-    summarize,
-)
+from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell, Interval, Record, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Cell as Passkeys
-from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.training.log import TrainingLog
-from scripts.measure_real_model import AGREEMENT, RESULTS, TUNED
-
-_WORDS = {-1: "better", 0: "not told apart", 1: "worse"}
+from scripts import results
+from scripts.measure_real_model import AGREEMENT, TUNED
+from scripts.results import DEMO, REAL_MODEL, made_with, perplexity, retrieval
 
 
 def headline() -> str:
     """Return what README.md says below the picture of `draw_real_model`."""
-    result, keys = read_perplexity("tail-16k"), read_retrieval("passkey")
+    result, keys = perplexity(REAL_MODEL / "tail-16k.json"), retrieval(REAL_MODEL / "passkey.json")
     length, longest = result.settings.lengths[-1], max(keys.settings.lengths)
     cells = [c for c in summarize(result.records, baseline=TRUNCATION) if c.length == length]
     ratios = {cell.method: cell for cell in cells if cell.ratio is not None}
@@ -48,10 +39,8 @@ def headline() -> str:
         f"{below[label]} of {len(names)} documents"
         for label in best
     )
-    sides = [side_of_one(ratios[label].ratio_interval, len(names)) for label in best]
-    word = (
-        "" if any(sides) else " With so few documents of such different kinds, none is significant."
-    )
+    few = " With so few documents of such different kinds, none is significant."
+    word = "" if any(ratios[label].differs for label in best) else few
     found = ", ".join(f"`{method}` {count}" for method, count in _answered().items())
     places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
     cut = sum(distance > (keys.original or 0) for distance in places.values())
@@ -74,7 +63,7 @@ def headline() -> str:
 
 def tails() -> str:
     """Return tail perplexities at 8,192 and 16,384 tokens, their ratios to truncation, and those of every document."""
-    result = read_perplexity("tail-16k")
+    result = perplexity(REAL_MODEL / "tail-16k.json")
     lengths, settings = result.settings.lengths, result.settings
     names = [document["name"] for document in result.documents]
     labels = [entry.label for entry in result.candidates]
@@ -86,6 +75,7 @@ def tails() -> str:
         ]
         for label in labels
     ]
+    by = f"{made_with(result.environment)}, {result.model['dtype']}"
     intro = (
         f"Tail perplexity of {result.model['name']}: the same last {settings.tail_tokens:,} tokens of {len(names)} "
         "documents. In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their "
@@ -97,14 +87,17 @@ def tails() -> str:
             _compared(result.records, labels, lengths, TRUNCATION),
             f"At {lengths[-1]:,} tokens, by document:",
             markdown_table(["method", *(Path(name).name for name in names)], each, numeric=True),
-            f"{_by(result)} [tail-16k.json](data/real_model/tail-16k.json) has every number.",
+            f"{by}. [tail-16k.json](data/real_model/tail-16k.json) has every number.",
         ]
     )
 
 
 def shorts() -> str:
     """Return what methods cost texts that the unpatched model can read: ratios at 2,048 and 8,192 tokens."""
-    within = {2048: read_perplexity("tail-2k"), 8192: read_perplexity("tail-16k")}
+    within = {
+        2048: perplexity(REAL_MODEL / "tail-2k.json"),
+        8192: perplexity(REAL_MODEL / "tail-16k.json"),
+    }
     cells: dict[tuple[str, int], Cell] = {}
     for length, result in within.items():
         every = summarize(result.records, baseline=UNPATCHED)
@@ -128,8 +121,8 @@ def shorts() -> str:
 
 def evidence() -> str:
     """Return a row for each method measured without training: on the embedded model at x4, and on SmolLM2 at x2."""
-    demo = read_perplexity("../demo/perplexity")
-    real, short = read_perplexity("tail-16k"), read_perplexity("tail-2k")
+    demo = perplexity(DEMO)
+    real, short = perplexity(REAL_MODEL / "tail-16k.json"), perplexity(REAL_MODEL / "tail-2k.json")
     columns = {
         f"{name}, {length:,} tokens: perplexity / {base}": _shares(result, length, base)
         for name, result, length, base in (
@@ -166,13 +159,8 @@ def _shares(result: PerplexityResult, length: int, baseline: str) -> dict[str, s
 
 def _answered() -> dict[str, str]:
     """Return how many passkeys each method answers in the longest prompts."""
-    result = read_retrieval("passkey")
-    longest = max(result.settings.lengths)
-    return {
-        _method(c.method): f"{c.accuracy * c.samples:.0f} of {c.samples}"
-        for c in result.cells
-        if c.length == longest
-    }
+    _, found = results.passkeys(REAL_MODEL / "passkey.json")
+    return {_method(label): f"{keys.answered} of {keys.samples}" for label, keys in found.items()}
 
 
 def _method(label: str) -> str:
@@ -182,7 +170,7 @@ def _method(label: str) -> str:
 
 def passkeys() -> str:
     """Return the passkeys that methods answer, and those that they rank first, by length."""
-    result = read_retrieval("passkey")
+    result = retrieval(REAL_MODEL / "passkey.json")
     lengths, cells = result.settings.lengths, {(c.method, c.length): c for c in result.cells}
     rows = []
     for label in (entry.label for entry in result.candidates):
@@ -203,8 +191,11 @@ def passkeys() -> str:
 
 def tuned() -> str:
     """Return the fine-tuning, and perplexities and passkeys before and after it."""
-    before, after = read_perplexity("tail-16k"), read_perplexity(f"{TUNED}-tail")
-    log = TrainingLog.read(RESULTS / TUNED)
+    before, after = (
+        perplexity(REAL_MODEL / "tail-16k.json"),
+        perplexity(REAL_MODEL / f"{TUNED}-tail.json"),
+    )
+    log = TrainingLog.read(REAL_MODEL / TUNED)
     assert log.label is not None
     first, last = log.label, f"{log.label}, fine-tuned"
     records = [
@@ -222,8 +213,12 @@ def tuned() -> str:
         for length in lengths
         if (cell := paired[length]).ratio is not None
     )
-    kept = {c.length: _counts(c)[0] for c in read_retrieval("passkey").cells if c.method == first}
-    now = {c.length: _counts(c)[0] for c in read_retrieval(f"{TUNED}-passkey").cells}
+    kept = {
+        c.length: _counts(c)[0]
+        for c in retrieval(REAL_MODEL / "passkey.json").cells
+        if c.method == first
+    }
+    now = {c.length: _counts(c)[0] for c in retrieval(REAL_MODEL / f"{TUNED}-passkey.json").cells}
     keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in now)
     command = textwrap.fill(
         f"{log.command} --output_dir {TUNED}", 110, subsequent_indent="    ", break_on_hyphens=False
@@ -257,7 +252,7 @@ def _compared(
 def _ratio(cell: Cell) -> list[str]:
     """Return a ratio with its interval, and its word."""
     assert cell.ratio is not None
-    word = _WORDS[side_of_one(cell.ratio_interval, cell.documents)]
+    word = VERDICTS[cell.differs]
     if cell.ratio_interval == (1.0, 1.0):
         word = "identical"
     return [f"{number(cell.ratio)}{_range(cell.ratio_interval)}", word]
@@ -276,7 +271,7 @@ def _counts(cell: Passkeys) -> tuple[str, str]:
 
 def agreement() -> str:
     """Return the log likelihoods of lm-evaluation-harness beside our own."""
-    values = _read(AGREEMENT)
+    values = results.read(REAL_MODEL / f"{AGREEMENT}.json")
     rows = []
     for row in values["rows"]:
         difference = abs(row["nats"] / row["harness"] - 1)
@@ -301,7 +296,7 @@ def agreement() -> str:
 
 def reasoning() -> str:
     """Return how often the answers of facts about people are found, for docs/retrieval.md."""
-    result = read_retrieval("reasoning")
+    result = retrieval(REAL_MODEL / "reasoning.json")
     rows = []
     for cell in result.cells:
         assert cell.first is not None
@@ -312,13 +307,12 @@ def reasoning() -> str:
             math.comb(n, k) * cell.chance**k * (1 - cell.chance) ** (n - k)
             for k in range(first, n + 1)
         )
-        low, high = cell.first_interval
         rows.append(
             [
                 f"`{cell.task}`",
                 f"{cell.length:,}",
                 f"{cell.accuracy:.0%}",
-                f"{cell.first:.0%} ({low:.0%} to {high:.0%})",
+                f"{cell.first:.0%} ({percent_range(cell.first_interval)})",
                 f"{cell.chance:.0%}",
                 f"{probability:.1g}",
             ]
@@ -333,27 +327,5 @@ def reasoning() -> str:
     )
 
 
-def _read(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return values
-
-
-def read_perplexity(name: str) -> PerplexityResult:
-    """Read a committed measurement of perplexity."""
-    return PerplexityResult.from_dict(_read(name))
-
-
-def read_retrieval(name: str) -> RetrievalResult:
-    """Read a committed measurement of retrieval."""
-    return RetrievalResult.from_dict(_read(name))
-
-
-def _by(result: PerplexityResult) -> str:
-    versions = result.environment
-    return f"torch {versions['torch']}, transformers {versions['transformers']}, {result.model['dtype']}."
-
-
 def _range(interval: Interval | None, digits: int = 4) -> str:
-    if interval is None:
-        return ""
-    return f" ({number(interval[0], digits)}-{number(interval[1], digits)})"
+    return "" if interval is None else f" ({number_range(interval, digits)})"

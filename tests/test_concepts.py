@@ -113,7 +113,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from scripts.draw_concepts import PICTURES as DRAWN
     from scripts.draw_concepts import SIZES
-    from scripts.draw_methods import draw
+    from scripts.drawing import draw
 
     for path in draw(list(DRAWN), tmp_path, DRAWN, SIZES):
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -121,7 +121,6 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_attention_by_distance() -> None:
-    pytest.importorskip("matplotlib")
     from scripts.measure_attention import EDGES, RESULT, by_distance, keys_read
 
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +146,6 @@ def test_attention_by_distance() -> None:
 
 
 def test_slowed_pairs_are_those_without_a_full_turn() -> None:
-    pytest.importorskip("matplotlib")
     from scripts.measure_attention import SLOWED
 
     knobs = {knob: value for knob, value in SLOWED.items() if knob != "method"}

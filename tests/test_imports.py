@@ -128,6 +128,19 @@ def test_adapters_import_only_what_describes_an_architecture(path: Path) -> None
     assert not roots & {"math", "numpy", "torch"}, "patches/ contains no mathematics"
 
 
+def test_pages_are_made_without_matplotlib() -> None:
+    reached, files = set[Path](), [ROOT / "scripts" / "make_readme.py"]
+    while files:
+        reached.add(path := files.pop())
+        names = imports_of(path)
+        assert not [name for name in names if name.startswith("matplotlib")], path
+        own = {
+            ROOT / "scripts" / f"{n.split('.')[1]}.py" for n in names if n.startswith("scripts.")
+        }
+        files += own - reached
+    assert {"results.py", "concept_pages.py", "method_pages.py"} < {path.name for path in reached}
+
+
 def test_nobody_imports_the_adapters_by_name() -> None:
     scripts = sorted((ROOT / "scripts").glob("*.py"))
     for path in [*PACKAGE, *ADAPTERS, *scripts]:

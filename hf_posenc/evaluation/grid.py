@@ -173,6 +173,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:#.{digits}g}".rstrip(".")
 
 
+def number_range(interval: tuple[float, float], digits: int = 4) -> str:
+    """Format both ends of an interval with so many significant digits."""
+    return f"{number(interval[0], digits)}-{number(interval[1], digits)}"
+
+
 def percent(share: float) -> str:
     """Format a share in whole percent; with one more digit where it would read 0 or 100 and is not."""
     if 0 < share < 0.005 or 0.995 <= share < 1:

@@ -171,10 +171,12 @@ def test_a_method_of_ones_own_from_the_page() -> None:
 
 def test_pictures_are_drawn_from_the_methods(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from scripts.draw_methods import PICTURES, draw, position_map
+    from scripts.concept_pages import position_map
+    from scripts.draw_methods import PICTURES, SIZES
+    from scripts.drawing import draw
 
     assert {method.name for method in METHODS} < set(PICTURES)
-    written = draw(["rerope", "shaw"], tmp_path)
+    written = draw(["rerope", "shaw"], tmp_path, PICTURES, SIZES)
     assert [path.name for path in written] == ["rerope.png", "shaw.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     drawn = position_map(bands("self_extend", window=32, group=4))

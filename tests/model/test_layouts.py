@@ -196,7 +196,6 @@ def test_the_picture_of_the_layouts_shows_the_conversion() -> None:
 
 
 def test_digits_of_the_page_are_those_of_the_position() -> None:
-    pytest.importorskip("matplotlib")
     from scripts.concept_pages import NUMERALS, digits
 
     for (_, divisor, bases), row in zip(NUMERALS, digits().splitlines()[2:], strict=True):
@@ -209,7 +208,6 @@ def test_digits_of_the_page_are_those_of_the_position() -> None:
 
 
 def test_divisors_of_the_page_are_those_of_the_papers() -> None:
-    pytest.importorskip("matplotlib")
     from scripts.concept_pages import divisors
 
     plain, slow = default(128, 1e4, 4096)[0], 46  # the first pair without a full turn
@@ -224,7 +222,6 @@ def test_divisors_of_the_page_are_those_of_the_papers() -> None:
 
 
 def test_properties_of_the_page_are_those_of_the_papers() -> None:
-    pytest.importorskip("matplotlib")
     from scripts.concept_pages import properties
 
     facts = {

@@ -119,6 +119,10 @@ class Cell:
         return side_of_one(self.ratio_interval, self.documents)
 
 
+VERDICTS = {-1: "better", 0: "not told apart", 1: "worse"}
+"""The word for a side of a ratio of perplexities."""
+
+
 def side_of_one(interval: Interval | None, documents: int) -> int:
     """Return the side of 1 of a whole interval, beyond rounding: -1, 1, or 0 for neither or too few documents."""
     if interval is None or documents < FEW_DOCUMENTS:

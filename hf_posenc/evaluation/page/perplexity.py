@@ -22,6 +22,7 @@ from hf_posenc.evaluation.grid import Field, Grid, Span, failure_field, number
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     ROUNDING,
+    VERDICTS,
     Cell,
     Interval,
     Record,
@@ -312,8 +313,8 @@ def missing_field(reason: str | None) -> Field:
 def _range_and_verdict(interval: Interval | None, documents: int) -> list[Span]:
     """The range of a ratio; `better` or `worse` if all of it is below or above 1, given enough documents."""
     spans = range_spans(" (", interval, ratio_span, ")")
-    verdict = {-1: "better", 0: "", 1: "worse"}[side_of_one(interval, documents)]
-    return [*spans, Span(" "), Span(verdict, verdict)] if verdict else spans
+    side = side_of_one(interval, documents)
+    return [*spans, Span(" "), Span(VERDICTS[side], VERDICTS[side])] if side else spans
 
 
 def row_name(name: str, about: str) -> Field:

@@ -16,6 +16,7 @@ from hf_posenc.evaluation.grid import (
     length_head,
     listed,
     number,
+    number_range,
 )
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
@@ -173,8 +174,7 @@ class PerplexityResult(MethodsResult[Cell]):
         arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
         text = Field(number(cell.perplexity) + arrow, "best" if cell.perplexity == lowest else "")
         if cell.interval is not None and not math.isnan(cell.perplexity):
-            low, high = cell.interval
-            text.append(f"\n{number(low, 3)}-{number(high, 3)}", "aside")
+            text.append(f"\n{number_range(cell.interval, 3)}", "aside")
         return text
 
     def notes(self) -> Iterator[str]:

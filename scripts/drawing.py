@@ -1,0 +1,56 @@
+"""The look, the files and the command line of the pictures that the scripts draw.
+
+Needs matplotlib (`pip install 'hf-posenc[plot]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from PIL import Image
+
+from hf_posenc.evaluation.plots import STYLE
+
+Draw = Callable[[Figure], None]
+SIZE, DPI = (4.4, 2.7), 110
+"""The usual size of a picture in inches, and its pixels per inch."""
+SHADES = 128
+"""Colours of a file, which is then a third as large."""
+
+
+def draw(
+    names: list[str],
+    folder: Path,
+    pictures: Mapping[str, Draw],
+    sizes: Mapping[str, tuple[float, float]],
+) -> list[Path]:
+    """Write `NAME.png` for every name; a picture without a size has the usual one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    with rc_context(STYLE):
+        for name in names:
+            figure = Figure(figsize=sizes.get(name, SIZE), layout="constrained")
+            pictures[name](figure)
+            written.append(folder / f"{name}.png")
+            figure.savefig(drawn := io.BytesIO(), dpi=DPI)
+            small = Image.open(drawn).convert("RGB").quantize(SHADES)
+            small.save(written[-1], "PNG", optimize=True)
+    return written
+
+
+def chosen(pictures: Collection[str], folder: Path, doc: str) -> tuple[list[str], Path]:
+    """Return the pictures that the command line names, by default all, and the folder for them."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(pictures)}")
+    parser.add_argument("--folder", type=Path, default=folder)
+    given = parser.parse_args()
+    wrong = [name for name in given.names if name not in pictures]
+    if wrong:
+        sys.exit(f"No picture {wrong[0]!r}. There are: {', '.join(pictures)}.")
+    return given.names or list(pictures), given.folder

@@ -1,0 +1,87 @@
+"""Committed results in docs/data/, and how every page words them."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION
+from hf_posenc.evaluation.measuring.statistics import Cell, summarize
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.retrieval.result import RetrievalResult
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+BENCHMARKS, REAL_MODEL = DOCS / "data" / "benchmarks", DOCS / "data" / "real_model"
+DEMO = DOCS / "data" / "demo" / "perplexity.json"
+ATTENTION, UPDATES = BENCHMARKS / "attention_distance.json", BENCHMARKS / "updates.json"
+
+
+@functools.cache
+def read(file: Path) -> Any:
+    """Return the values of a JSON file, which its readers leave as they are."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def perplexity(file: Path) -> PerplexityResult:
+    """Return a measurement of perplexity."""
+    return PerplexityResult.from_dict(read(file))
+
+
+@functools.cache
+def retrieval(file: Path) -> RetrievalResult:
+    """Return a measurement of retrieval."""
+    return RetrievalResult.from_dict(read(file))
+
+
+@functools.cache
+def tails(file: Path, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
+    """Return the tail perplexities by method and length, and their ratios to those of a control."""
+    records = [record for record in perplexity(file).records if record.protocol == "tail"]
+    return {(c.method, c.length): c for c in summarize(records, baseline=control)}
+
+
+@dataclass(frozen=True)
+class Passkeys:
+    """So many prompts, and in how many the passkey is written out (`answered`) or the most probable (`first`).
+
+    `chance` is the share of prompts in which a random candidate is the passkey.
+    """
+
+    samples: int
+    answered: int
+    first: int
+    chance: float
+
+
+def passkeys(file: Path) -> tuple[int, dict[str, Passkeys]]:
+    """Return the length of the longest passkey prompts of a CSV or JSON file, and their results by method."""
+    if file.suffix == ".csv":
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows: list[Mapping[str, Any]] = [
+                row for row in csv.DictReader(lines) if not row["depth"]
+            ]
+    else:
+        rows = [vars(cell) for cell in retrieval(file).cells]
+    rows = [row for row in rows if row["task"] == "passkey"]
+    longest = max((int(row["length"]) for row in rows), default=0)
+    found = {}
+    for row in rows:
+        if int(row["length"]) == longest:
+            samples = int(row["samples"])
+            answered, first = (
+                round(float(row[share]) * samples) for share in ("accuracy", "first")
+            )
+            found[row["method"]] = Passkeys(samples, answered, first, float(row["chance"]))
+    return longest, found
+
+
+def made_with(environment: Mapping[str, Any]) -> str:
+    """Return the versions with which a result was measured."""
+    return f"torch {environment['torch']}, transformers {environment['transformers']}"
