@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_posenc.methods import Method as Method
     from hf_posenc.methods import available_methods as available_methods
     from hf_posenc.methods import get_method as get_method
+    from hf_posenc.methods import register_method as register_method
     from hf_posenc.patch.config import PatchConfig as PatchConfig
     from hf_posenc.patch.patching import get_patch as get_patch
     from hf_posenc.patch.patching import inspect_positions as inspect_positions
@@ -37,7 +38,7 @@ _MODULES = {
     "adapters": "available_architectures",
     "attention.engine": "set_backend",
     "errors": "PosencError UnsupportedModelError VerificationError",
-    "methods": "Method available_methods get_method",
+    "methods": "Method available_methods get_method register_method",
     "patch.config": "PatchConfig",
     "patch.patching": "get_patch inspect_positions inspect_rope patch_model patched unpatch_model",
     "patch.report": "EffectiveTable Patch",

@@ -133,8 +133,8 @@ def patch_to_save(model: nn.Module) -> PatchConfig | None:
     for method in patch.methods:
         if method not in available_methods():
             raise PosencError(
-                f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, "
-                "and save its trained parameters with model.save_pretrained."
+                f"{method!r} is a method of your own, which load_patch cannot find by its name. Register its class: "
+                "hf_posenc.register_method."
             )
     return patch.config
 

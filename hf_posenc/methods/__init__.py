@@ -9,8 +9,10 @@ mypy see the names; a class that is not among them can be imported from here all
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
-from typing import Any
+import re
+from typing import Any, TypeVar
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.bands import Band, GrowingBands, RotaryBands
@@ -75,6 +77,7 @@ __all__ = [
     "bucket_length",
     "get_method",
     "needs_no_rotation",
+    "register_method",
     "seam_of",
 ]
 __all__ += [
@@ -121,11 +124,69 @@ METHODS: tuple[type[Method], ...] = tuple(sorted(REGISTRY.values(), key=_place))
 """All methods, in the order of the documentation."""
 
 _BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}
+_OWN: dict[str, type[Method]] = {}
+"""Methods of the user's own by name and alias."""
+MethodT = TypeVar("MethodT", bound=Method)
 
 
 def available_methods() -> tuple[str, ...]:
-    """Return the canonical names of all methods, in the order of the documentation."""
-    return tuple(method.name for method in METHODS)
+    """Return the canonical names of all methods, in the order of the documentation, then those registered since."""
+    return tuple(dict.fromkeys(method.name for method in (*METHODS, *_OWN.values())))
+
+
+def register_method(method: type[MethodT]) -> type[MethodT]:
+    """Register a method of your own under its `name` and `aliases`; a decorator of its class.
+
+    From then on, this process knows the name wherever it knows those of the package: in `patch_model`, in
+    measurements, in saved models and adapters. Registering a class of the same name again replaces the first.
+
+    Args:
+        method: A subclass of `Method`, with `name`, `summary`, `source` and `needs`.
+
+    Returns:
+        The same class.
+
+    Raises:
+        PosencError: It is no such class, or a name is not in lower case, or belongs to another method.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from hf_posenc import patch_model, register_method
+        >>> from hf_posenc.methods import Scaled
+        >>> @register_method
+        ... @dataclass(frozen=True, kw_only=True)
+        ... class Halved(Scaled):
+        ...     name = "halved"
+        ...     summary = "the slower half of the pairs divided by the scale"
+        ...     source = "this example"
+        ...     needs = "nothing"
+        ...
+        ...     def inv_freq(self, rope, length=None):
+        ...         table = rope.default_inv_freq()
+        ...         table[len(table) // 2 :] /= self.scale
+        ...         return table
+        >>> model = patch_model(model, "halved", scale=4)
+    """
+    if not (inspect.isclass(method) and issubclass(method, Method)):
+        raise PosencError(
+            f"A method is registered by its class, a subclass of Method, not {method!r:.80}."
+        )
+    lacking = [a for a in ("name", "summary", "source", "needs", "seam") if not hasattr(method, a)]
+    if lacking:
+        raise PosencError(f"{method.__name__} lacks {', '.join(lacking)}: set it in the class.")
+    names = (method.name, *method.aliases)
+    for name in names:
+        if not (isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)) or name == "none":
+            raise PosencError(
+                f"{name!r} cannot name a method: use lower-case letters, digits and underscores, such as 'my_rope'."
+            )
+        owner = _BY_NAME.get(name) or _OWN.get(name)
+        if owner is not None and not (name in _OWN and owner.name == method.name):
+            raise PosencError(f"{name!r} is the name of {owner.__name__} already: choose another.")
+    for name in [name for name, owner in _OWN.items() if owner.name == method.name]:
+        del _OWN[name]
+    _OWN.update(dict.fromkeys(names, method))
+    return method
 
 
 def get_method(name: str) -> type[Method]:
@@ -145,7 +206,8 @@ def get_method(name: str) -> type[Method]:
         raise PosencError(
             f"A method is a name such as 'yarn' (available_methods() lists them), not {name!r}."
         )
-    method = _BY_NAME.get(name.lower().replace("-", "_"))
+    wanted = name.lower().replace("-", "_")
+    method = _BY_NAME.get(wanted) or _OWN.get(wanted)
     if method is None:
         raise unknown("method", name, available_methods())
     return method

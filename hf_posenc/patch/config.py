@@ -144,6 +144,13 @@ class PatchConfig:
         own["others"] = tuple((o["method"], o["options"]) for o in own.get("others", ()))
         own["elsewhere"] = tuple(map(cls.from_dict, own.get("elsewhere", ())))
         config = cls(**own)
+        for name, _ in config.parts:
+            try:
+                get_method(name)
+            except PosencError as error:
+                raise PosencError(
+                    f"{error} For one of your own, import the code that registers it first (register_method)."
+                ) from error
         config.build()
         return config
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.methods import available_methods
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, state_of
 
@@ -81,7 +82,7 @@ def _before_state_dict(model: nn.Module, *_: Any) -> None:
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a patched model as its class does, with a config that its readers understand or refuse.
 
-    Warns once where plain transformers cannot compute the patch.
+    Warns once where plain transformers cannot compute the patch, or hf_posenc cannot load it by its name.
     """
     _warn_once(model, save_directory)
     config = vars(model.config)
@@ -95,7 +96,18 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 def _warn_once(model: Any, save_directory: Any) -> None:
     state = state_of(model)
     saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
-    if state is None or state.export is not None or state.warned or saves_adapter:
+    if state is None or state.warned or saves_adapter:
+        return
+    if own := [name for name, _ in state.config.parts if name not in available_methods()]:
+        state.warned = True
+        warnings.warn(
+            f"{own[0]!r} is a method of your own that is not registered, so hf_posenc.from_pretrained cannot load this "
+            f"model{'' if state.export is None else '; plain transformers can'}. Register its class before you patch: "
+            "hf_posenc.register_method.",
+            stacklevel=3,
+        )
+        return
+    if state.export is not None:
         return
     state.warned = True
     warnings.warn(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,20 +23,27 @@ from transformers import (
 )
 
 from hf_posenc import (
+    Method,
     PatchConfig,
     PosencError,
+    available_methods,
     available_recipes,
     from_pretrained,
     get_method,
     get_patch,
     load_patch,
+    methods,
     patch_model,
+    register_method,
     save_patch,
     unpatch_model,
 )
 from hf_posenc.cli import main
 from hf_posenc.embedded import model_path
+from hf_posenc.methods import Scaled
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.patch.config import parse_method
+from hf_posenc.rope import RopeSpec
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
 
@@ -361,6 +369,97 @@ class TestTablesInTheWeights:
         assert patch.export == "weights"
         saved(model, tmp_path)
         assert torch.equal(logits(plain(tmp_path), 250), logits(model, 250))
+
+
+class TestMethodsOfOnesOwn:
+    @pytest.fixture
+    def halved(self, monkeypatch: pytest.MonkeyPatch) -> type[Method]:
+        """A method of frequencies; nothing is registered yet."""
+        monkeypatch.setattr(methods, "_OWN", {})
+
+        @dataclass(frozen=True, kw_only=True)
+        class Halved(Scaled):
+            name = "halved"
+            aliases = ("half",)
+            summary = source = needs = "this test"
+
+            def inv_freq(self, rope: RopeSpec, length: Any = None) -> torch.Tensor:
+                table = rope.default_inv_freq()
+                return torch.cat([table[:4], table[4:] / self.scale])
+
+        return Halved
+
+    def test_registered_it_is_saved_and_loaded_by_its_name(
+        self, model: PreTrainedModel, tmp_path: Path, halved: type[Method]
+    ) -> None:
+        assert register_method(halved) is halved
+        assert available_methods()[-1] == "halved"
+        patch_model(model, "half", scale=4)
+        saved(model, tmp_path / "model")
+        save_patch(model, tmp_path / "patch")
+        other = load_patch(zoo.build("llama"), tmp_path / "patch")
+        for loaded in (from_pretrained(tmp_path / "model"), other):
+            assert torch.equal(logits(loaded), logits(model))
+            assert isinstance(get_patch(unpatched := unpatch_model(loaded)), type(None))
+            assert not torch.equal(logits(unpatched), logits(model))
+        assert zoo.relative_difference(logits(plain(tmp_path / "model")), logits(model)) < 1e-4
+
+    def test_trained_parameters_come_back(
+        self, model: PreTrainedModel, tmp_path: Path, halved: type[Method]
+    ) -> None:
+        class Straight(get_method("kerple_log")):  # type: ignore[misc]
+            name = "straight"
+            aliases = ()
+
+        register_method(Straight)
+        patch_model(model, "straight")
+        for parameter in trained_parameters(model).values():
+            parameter.data.mul_(1.5)
+        saved(model, tmp_path)
+        assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    def test_not_registered_it_says_so(
+        self, model: PreTrainedModel, tmp_path: Path, halved: Any
+    ) -> None:
+        patch_model(model, halved(scale=4))
+        with pytest.raises(PosencError, match=r"'halved' is a method of your own.*register_method"):
+            save_patch(model, tmp_path)
+        with pytest.warns(UserWarning, match=r"'halved'.*not registered.*plain transformers can"):
+            saved(model, tmp_path)
+        with pytest.raises(PosencError, match=r"Unknown method 'halved'.*import the code"):
+            from_pretrained(tmp_path)
+
+    def test_a_class_that_is_registered_again_replaces_the_first(self, halved: Any) -> None:
+        class Again(halved):  # type: ignore[misc]
+            aliases = ()
+
+        register_method(halved)
+        register_method(Again)
+        assert get_method("halved") is Again
+        with pytest.raises(PosencError, match="Unknown method 'half'"):
+            get_method("half")
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("yarn", "name of YaRN"),
+            ("linear", "name of Posi"),
+            ("My", "lower-case"),
+            ("none", "none"),
+        ],
+    )
+    def test_names_that_are_refused(self, name: str, message: str, halved: Any) -> None:
+        halved.name = name
+        with pytest.raises(PosencError, match=message):
+            register_method(halved)
+        assert "half" not in methods._OWN
+
+    def test_only_complete_classes_are_registered(self, halved: Any) -> None:
+        del halved.needs
+        with pytest.raises(PosencError, match="Halved lacks needs"):
+            register_method(halved)
+        with pytest.raises(PosencError, match="by its class"):
+            register_method("yarn")  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
