@@ -64,8 +64,8 @@ AT_16K = (
     *("leaky_rerope:scale=2", "yarn:scale=2+log_n"),
 )
 AT_32K = ("yarn:scale=4", "self_extend:scale=4", "rerope", "dual_chunk", "dynamic_yarn")
-SEEKERS = ("none", "truncation", "yarn:scale=2", "self_extend:scale=2", "rerope", "dual_chunk")
-"""Methods of the retrieval: the controls, and what has the lowest perplexity."""
+SEEKERS = ("truncation", "yarn:scale=2", "self_extend:scale=2", "dual_chunk", "rerope", "none")
+"""Methods of the retrieval: a control first, what has the lowest perplexity, and the unpatched model."""
 
 
 @dataclass(frozen=True)
