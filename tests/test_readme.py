@@ -44,7 +44,9 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
-LAUNCHER = re.compile(r"(accelerate launch( --\w+ \S+)*|torchrun --nproc-per-node \d+|python) ")
+LAUNCHER = re.compile(
+    r"(accelerate launch( --(?!no_)\w+ \S+)*( --no_python)?|torchrun --nproc-per-node \d+( --no-python)?|python) "
+)
 SMALLER = 64
 EXPORTED = [ROOT / "docs" / "methods" / f"{m.name}.md" for m in METHODS if m.kind == "frequencies"]
 EXPORTED += [ROOT / "docs" / "shipping.md"]
@@ -159,6 +161,9 @@ def check_names(tree: ast.Module) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_the_commands_of_a_page_run(page: Path, folder: Path) -> None:
+    for block in blocks(page, "yaml"):
+        if named := re.match(r"# (\S+\.yaml)\n", block.code):
+            (folder / named[1]).write_text(block.code)
     for block in blocks(page, "bash"):
         for line in block.code.replace("\\\n", "").splitlines():
             words = shlex.split(LAUNCHER.sub("", line), comments=True)

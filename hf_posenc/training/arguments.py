@@ -277,8 +277,12 @@ def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
             raise PosencError(f"The recipe {path} sets {name}: write `{name[3:]}: false`.")
     if unknown := sorted(set(values) - options):
         raise PosencError(f"The recipe {path} sets {unknown[0]}, which is no option. {_HELP}")
-    # argparse converts only defaults that are strings.
-    return {k: str(value) if type(value) in (int, float) else value for k, value in values.items()}
+    lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
+    # argparse converts only defaults that are strings, and makes no list of one value.
+    values = {
+        k: str(value) if type(value) in (int, float) else value for k, value in values.items()
+    }
+    return {k: [v] if k in lists and isinstance(v, str) else v for k, v in values.items()}
 
 
 def command_line() -> str:

@@ -433,6 +433,10 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     assert (choice.patch, arguments.max_steps) == ("pi:scale=2", 9)
     assert arguments.bf16
     assert not data.score
+    for text in ("books", "[books]"):  # not the files b, o, o, k and s
+        recipe.write_text(f"text: {text}\nreport_to: none\n", encoding="utf-8")
+        _, data, arguments = parse_arguments(RECIPE, ["--recipe", str(recipe), "--use_cpu"])
+        assert (data.text, arguments.report_to) == (["books"], [])
     recipe.write_text("patches: pi\n", encoding="utf-8")
     with pytest.raises(PosencError, match="sets patches, which is no option"):
         parse_arguments(RECIPE, ["--recipe", str(recipe)])
