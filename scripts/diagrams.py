@@ -11,7 +11,7 @@ from html import escape
 
 import torch
 
-from hf_posenc.cli.inspection import kinds
+from hf_posenc.cli.methods import kinds
 from hf_posenc.evaluation.plots import COLOURS
 from hf_posenc.methods import bucket_length
 

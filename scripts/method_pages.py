@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from hf_posenc.cli.inspection import facts, knob_rows
+from hf_posenc.cli.methods import facts, knob_rows
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, Expressed, survey
 from hf_posenc.evaluation.grid import markdown_table, number, number_range

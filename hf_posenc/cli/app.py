@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import checking, export, inspection, measure
+from hf_posenc.cli import checking, export, inspection, measure, methods
 from hf_posenc.cli.command import check_arguments, expand
 from hf_posenc.cli.console import is_verbose, one_line_warnings, prepare_terminal, print_error
 from hf_posenc.errors import PosencError
@@ -95,7 +95,7 @@ app = typer.Typer(
 measure.register(app)
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(inspection.recommend, measure.report, export.export, checking.selftest),
-    *(inspection.fetch, inspection.methods, inspection.show, inspection.models, inspection.recipes),
+    *(inspection.fetch, methods.methods, methods.show, inspection.models, inspection.recipes),
 )
 for command in COMMANDS:
     app.command()(expand(command))

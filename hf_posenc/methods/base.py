@@ -122,6 +122,15 @@ class Method:
         """True if the engine must know how a layer rotates to compute the method there."""
         return True
 
+    @classmethod
+    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
+        """Return the seams of the methods that a list may have beside one with default knobs.
+
+        On its own seam, a frequency method has filters beside it. `keep_rope` is the knob of biases.
+        """
+        every = {"rotary", "attention", "query", "bias"}
+        return frozenset(every - {cls.seam} if cls.seam in every else ())
+
     def check_beside(self, others: Sequence[Method]) -> None:
         """Check that the method has a meaning together with others, on other seams.
 
@@ -220,6 +229,10 @@ class RopeScaling(Method):
     only_lowers_frequencies: ClassVar[bool] = True
 
     filters: tuple[TableFilter, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
+        return super().seams_beside() | {"rotary"}  # filters
 
     @property
     def label(self) -> str:
@@ -328,6 +341,10 @@ class LengthDependent(RopeScaling, Growing):
     length_dependent: ClassVar[bool] = True
 
     update: str = "row"
+
+    @classmethod
+    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
+        return super().seams_beside() - {"attention"}  # where `update` puts it; see `seam_of`
 
     def __post_init__(self) -> None:
         super().__post_init__()

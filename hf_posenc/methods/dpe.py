@@ -45,7 +45,6 @@ class DPE(RotaryBands):
         "positions past a window in groups of tokens, of another size for each part of the pairs"
     )
     source = "Lu et al. 2025, arXiv 2504.18857; LuLuLuyi/DPE"
-    follows_text = True
     by_pair: ClassVar[bool] = True
 
     factors: Sequence[int] = field(metadata=_sizes())

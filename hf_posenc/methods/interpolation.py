@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.methods.base import Dynamic, Length, RopeScaling, Scaled, number, starting_table
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import (
+    Dynamic,
+    Length,
+    Method,
+    RopeScaling,
+    Scaled,
+    number,
+    seam_of,
+    starting_table,
+)
 from hf_posenc.rope import RopeSpec
 
 
@@ -180,6 +191,16 @@ class NoPE(RopeScaling):
     needs = "training"
     identity_at_scale_one = False
     only_lowers_frequencies = False
+
+    @classmethod
+    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
+        return frozenset({"query"})
+
+    def check_beside(self, others: Sequence[Method]) -> None:
+        if rest := [m.name for m in others if seam_of(m) not in self.seams_beside()]:
+            raise PosencError(
+                f"{self.name} drops the rotation that {', '.join(rest)} changes or keeps: name one of the two."
+            )
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         return torch.zeros(rope.dim // 2, dtype=torch.float64)

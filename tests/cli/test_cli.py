@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli.app import app
-from hf_posenc.cli.inspection import composes_with, facts
+from hf_posenc.cli.methods import composes_with, facts
 from hf_posenc.embedded import HELD_OUT, model_path
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.plots import available
-from hf_posenc.methods import METHODS, ALiBi, LogN, Method, ReRoPE, ResonanceRoPE, YaRN
+from hf_posenc.methods import METHODS, ALiBi, LogN, Method, NoPE, ReRoPE, ResonanceRoPE, YaRN
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
@@ -445,6 +446,15 @@ def test_what_a_method_composes_with_is_accepted() -> None:
             beside = {"keep_rope": rotates} if "keep_rope" in kind.knobs() else {}
             pair = [other, kind.from_options(**options, **beside)]
             resolve_request(tables, pair if isinstance(other, YaRN) else pair[::-1])
+
+
+def test_what_a_method_does_not_compose_with_is_refused() -> None:
+    tables = tables_of(zoo.build("llama"))
+    for other in (ReRoPE(), ResonanceRoPE(), ALiBi(keep_rope=True)):
+        with pytest.raises(
+            PosencError, match=f"nope drops the rotation that {other.name} changes or keeps"
+        ):
+            resolve_request(tables, [NoPE(), other])
 
 
 @pytest.mark.slow

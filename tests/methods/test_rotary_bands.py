@@ -20,6 +20,7 @@ from tests.support.attention_methods import (
     position_map,
     turn,
 )
+from tests.support.references import REQUIRED
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -33,6 +34,19 @@ def test_positions_equal_the_paper(name: str, data: st.DataObject) -> None:
     method = bands(name, **knobs)
     want = naive.position_map(name, length, **knobs)
     assert_same(position_map(method, length, original), want)
+
+
+@pytest.mark.parametrize("name", [*BANDS, "dpe"])
+def test_what_follows_the_text_reads_trained_distances_however_long_it_is(name: str) -> None:
+    length, original = 4096, 64
+    method = bands(name, **({**REQUIRED[name](4), "window": 32} if name == "dpe" else {}))
+    query, keys = torch.tensor(length - 1), torch.arange(length)
+    farthest = max(
+        (band.query_position(query) - band.key_position(keys))[inside].max()
+        for band in method.bands(original)
+        if (inside := band.contains(query, keys)).any()
+    )
+    assert method.follows_text == bool(farthest <= original)
 
 
 DEFAULTS = [
