@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Arc, Circle, Rectangle, Wedge
+from matplotlib.lines import Line2D
+from matplotlib.patches import Arc, Circle, Patch, Rectangle, Wedge
 
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, position_points
 from hf_posenc.methods import (
@@ -26,7 +27,7 @@ from hf_posenc.methods import (
 from hf_posenc.rope import RopeSpec
 from scripts.concept_pages import mean_shares, stretched
 from scripts.diagrams import DIAGRAMS
-from scripts.drawing import Draw, chosen, draw
+from scripts.drawing import SMALL, Draw, chosen, draw
 from scripts.results import ATTENTION, DEMO, DOCS, perplexity, read
 
 FOLDER = DOCS / "concepts" / "pictures"
@@ -35,6 +36,7 @@ FOLDER = DOCS / "concepts" / "pictures"
 LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, partial", 4, True))
 DIGITS = ("ones", "tens", "hundreds", "thousands")
 PAIRS, GREY = (*COLOURS[:3], COLOURS[6]), "#dddddd"
+SEEN, UNSEEN = "#a5c8e1", "#e4e4e4"
 PLACES = ((5, 2), (105, 102))
 """Positions of a query and a key that are drawn as hands; both have the same distance."""
 
@@ -57,13 +59,17 @@ def clocks(figure: Figure) -> None:
                 Arc((0, 0), 0.9, 0.9, theta1=next(ends), theta2=next(ends), color=BASELINE)
             )
             apart = f"{frequency * (query - key):.2g} radians apart"
-            panel.text(0, -1.3, apart, fontsize=8, color=REMARK, ha="center", va="center")
+            panel.text(0, -1.3, apart, fontsize=10, color=REMARK, ha="center", va="center")
             if row[0] is panel:
                 label = f"query at {query},\nkey at {key}"
-                panel.text(-1.25, 0, label, fontsize=8, ha="right", va="center")
+                panel.text(-1.25, 0, label, fontsize=10, ha="right", va="center")
             if query == PLACES[0][0]:
                 turn = f"{2 * math.pi / frequency:,.0f} tokens a turn"
-                panel.set_title(f"pair {frequencies.index(frequency)}:\n{turn}", fontsize=8)
+                panel.set_title(f"pair {frequencies.index(frequency)}:\n{turn}", fontsize=10)
+    hands = [
+        Line2D([], [], color=COLOURS[i], label=name) for i, name in enumerate(("query", "key"))
+    ]
+    figure.legend(handles=hands, loc="outside lower center", ncols=2)
 
 
 def layouts(figure: Figure) -> None:
@@ -74,7 +80,7 @@ def layouts(figure: Figure) -> None:
     tops = (0.0, -1.0, -2.6, -3.6)
     captions = ("complex", *(caption for caption, *_ in LAYOUTS))
     for top, caption in zip(tops, captions, strict=True):
-        panel.text(-2.3, top + 0.34, caption, fontsize=8, va="center")
+        panel.text(-2.3, top + 0.34, caption, fontsize=10, va="center")
     for pair in range(features // 2):
         name = f"z{pair} = x{2 * pair} + j x{2 * pair + 1}"
         _box(panel, (2 * pair, 0), 2, name, PAIRS[pair])
@@ -99,7 +105,7 @@ def _box(panel: Axes, corner: tuple[float, float], width: float, text: str, colo
     x, y = corner
     panel.add_patch(Rectangle((x + 0.04, y), width - 0.08, 0.7, facecolor=colour))
     ink = "#444444" if colour == GREY else "white"
-    panel.text(x + width / 2, y + 0.34, text, color=ink, ha="center", va="center", fontsize=8.5)
+    panel.text(x + width / 2, y + 0.34, text, color=ink, ha="center", va="center", fontsize=10)
 
 
 def scale(figure: Figure) -> None:
@@ -113,14 +119,14 @@ def scale(figure: Figure) -> None:
         table = kind(scale=factor).inv_freq(rope)
         look = {"color": COLOURS[index], "linestyle": DASHES[index % len(DASHES)]}
         name = "ntk_by_parts, yarn" if kind is YaRN else kind.name
-        above.plot(default / table, linewidth=1.6, **look)
-        below.plot(2 * math.pi / table / trained, linewidth=1.6, label=name, **look)
+        above.plot(default / table, **look)
+        below.plot(2 * math.pi / table / trained, label=name, **look)
     for panel in (above, below):
         panel.axvspan(rope.pair_index(1), 63, color="#ececec", linewidth=0)
-    below.text(62, 0.004, "no full turn\nin training", fontsize=7.5, color=REMARK, ha="right")
+    below.text(62, 0.004, "no full turn\nin training", fontsize=SMALL, color=REMARK, ha="right")
     for level, name in ((1, "L"), (factor, f"{factor} L")):
         below.axhline(level, color=REMARK, linewidth=0.8, linestyle="--")
-        below.text(1, level * 1.2, name, fontsize=7.5, color=REMARK)
+        below.text(1, level * 1.2, name, fontsize=SMALL, color=REMARK)
     above.set_yscale("log", base=2)
     above.yaxis.set_major_formatter("{x:g}")
     above.set(ylabel="frequency divided by")
@@ -128,7 +134,7 @@ def scale(figure: Figure) -> None:
     below.set(xlabel="pair of features, the fastest first", ylabel="tokens per turn / L")
     below.yaxis.set_major_formatter("{x:g}")
     below.set(xlim=(0, 63))
-    figure.legend(frameon=False, fontsize=7.5, loc="outside lower center", ncols=5)
+    figure.legend(loc="outside lower center", ncols=5)
 
 
 def extrapolation(figure: Figure) -> None:
@@ -155,7 +161,7 @@ def extrapolation(figure: Figure) -> None:
     left.set(
         xlabel="position of the token; dashed: the trained length", ylabel="loss (nats a token)"
     )
-    left.legend(frameon=False, fontsize=7.5)
+    left.legend()
     measured = read(ATTENTION)
     edges, queries = measured["settings"]["edges"], measured["settings"]["queries"]
     lines = (
@@ -179,12 +185,12 @@ def extrapolation(figure: Figure) -> None:
             label=text,
         )
     names = ["0", *(str(a) if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in pairwise(edges[1:]))]
-    right.set_xticks(range(len(names) - 1), names[:-1], rotation=40, ha="right", fontsize=7.5)
+    right.set_xticks(range(len(names) - 1), names[:-1], rotation=40, ha="right", fontsize=SMALL)
     right.yaxis.set_major_formatter("{x:.0%}")
     right.set(
         xlabel="distance from query to key (tokens)", ylabel="share of attention", ylim=(0, None)
     )
-    right.legend(frameon=False, fontsize=7.5)
+    right.legend()
 
 
 def dials(figure: Figure) -> None:
@@ -194,13 +200,13 @@ def dials(figure: Figure) -> None:
     tables = stretched(rope, scale)
     grid = figure.subplots(len(tables), rope.dim // 2)
     for row, (name, table) in zip(grid, tables.items(), strict=True):
-        row[0].text(-3.0, 0, name, fontsize=8, va="center")
+        row[0].text(-1.25, 0, name, fontsize=10.5, ha="right", va="center")
         for pair, panel in enumerate(row):
             default, frequency = tables["unscaled"][pair].item(), table[pair].item()
             seen = min(360.0, math.degrees(default * (trained - 1)))
             reached = min(360.0, math.degrees(frequency * (scale * trained - 1)))
-            _sector(panel, 0.68, 0.68, (0, 360), "#eeeeee")
-            _sector(panel, 0.68, 0.68, (0, seen), "#b8d4e8")
+            _sector(panel, 0.68, 0.68, (0, 360), UNSEEN)
+            _sector(panel, 0.68, 0.68, (0, seen), SEEN)
             _sector(panel, 1.0, 0.22, (0, min(seen, reached)), COLOURS[0])
             _sector(panel, 1.0, 0.22, (seen, max(seen, reached)), COLOURS[1])
             for token in (0, 1):
@@ -210,10 +216,20 @@ def dials(figure: Figure) -> None:
             panel.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal")
             if name == "unscaled":
                 turn = f"{2 * math.pi / default:,.0f} tokens a turn"
-                panel.set_title(f"{DIGITS[pair]}: pair {pair},\n{turn}", fontsize=8)
+                panel.set_title(
+                    f"{DIGITS[pair]}\npair {pair}\n{turn.replace(' a ', '/')}", fontsize=SMALL
+                )
             else:
                 label = f"÷ {default / frequency:.3g}"
-                panel.text(0, -1.45, label, fontsize=7.5, color=REMARK, ha="center")
+                panel.text(0, -1.45, label, fontsize=SMALL, color=REMARK, ha="center")
+    meanings = {
+        SEEN: "inside: angles of the training",
+        UNSEEN: "inside: angles never seen",
+        COLOURS[0]: f"ring: angles at {scale} L, seen",
+        COLOURS[1]: f"ring: angles at {scale} L, never seen",
+    }
+    patches = [Patch(color=colour, label=meaning) for colour, meaning in meanings.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=2)
 
 
 def _sector(
@@ -227,11 +243,11 @@ def _sector(
 
 PICTURES: dict[str, Draw] = {f.__name__: f for f in (clocks, dials, extrapolation, layouts, scale)}
 SIZES = {
-    "clocks": (5.2, 4.0),
-    "dials": (5.2, 5.2),
-    "extrapolation": (5.2, 5.6),
-    "layouts": (6.4, 2.7),
-    "scale": (5.2, 5.0),
+    "clocks": (6.0, 4.8),
+    "dials": (6.0, 7.4),
+    "extrapolation": (6.0, 6.6),
+    "layouts": (7.0, 3.1),
+    "scale": (6.0, 5.8),
 }
 
 

@@ -44,7 +44,7 @@ from hf_posenc.methods.temperature import LAWS
 from hf_posenc.rope import RopeSpec
 from hf_posenc.saving import get_recipe
 from scripts.concept_pages import ORIGINAL, TEXT, position_map
-from scripts.drawing import Draw, chosen, draw
+from scripts.drawing import SMALL, Draw, chosen, draw
 from scripts.results import DOCS
 
 FOLDER = DOCS / "methods" / "pictures"
@@ -86,7 +86,7 @@ def bands(figure: Figure, name: str) -> None:
     method = get_method(name).from_options(**SHOWN.get(name, {}))
     assert isinstance(method, RotaryBands)
     relative = position_map(method)
-    field, row = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    field, row = figure.subplots(1, 2, width_ratios=(1.2, 1))
     field.grid(visible=False)
     colours = colormaps["viridis"].with_extremes(over=COLOURS[1])
     image = field.imshow(
@@ -94,19 +94,22 @@ def bands(figure: Figure, name: str) -> None:
     )
     bar = figure.colorbar(image, ax=field, ticks=[0, ORIGINAL - 1], extend="max", fraction=0.046)
     bar.ax.set_yticklabels(["0", "L - 1"])
+    bar.set_label("relative position", labelpad=-16)
     marks = ([0, ORIGINAL, TEXT - 1], ["0", "L", "2L"])
     field.set_xticks(*marks)
     field.set_yticks(*marks)
-    field.set(xlabel="key n", ylabel="query m", title=f"relative position, L = {ORIGINAL}")
+    field.set(xlabel="key n", ylabel="query m", title="every query")
     distance = torch.arange(TEXT).flip(0)
-    row.plot(distance, distance, color="#b0b0b0", linewidth=1, linestyle=":", label="unpatched")
-    row.plot(distance, relative[-1], color=COLOURS[0], label="of the last query")
-    row.axhline(ORIGINAL - 1, color=COLOURS[1], linewidth=0.8, linestyle="--", label="L - 1")
+    row.plot(distance, distance, color=REMARK, linewidth=1.2, linestyle=":", label="unpatched")
+    row.plot(distance, relative[-1], color=COLOURS[0], linewidth=2.2, label=name)
+    row.axhline(ORIGINAL - 1, color=COLOURS[1], linewidth=1.2, linestyle="--", label="L - 1")
     row.set_xticks(*marks)
     row.set_yticks(*marks)
     knobs = ", ".join(f"{knob}={value}" for knob, value in method.options().items())
-    row.set(xlabel="distance m - n", title=knobs or "by default", ylim=(-5, TEXT))
-    row.legend(frameon=False, fontsize=7.5, loc="upper left")
+    row.set(xlabel="distance m - n", ylabel="relative position", ylim=(-5, TEXT))
+    row.set_title("the last query")
+    figure.suptitle(f"{name}: {knobs or 'by default'}, L = {ORIGINAL}", fontsize=10.5)
+    figure.legend(loc="outside lower center", ncols=3)
 
 
 def dpe(figure: Figure) -> None:
@@ -123,7 +126,7 @@ def dpe(figure: Figure) -> None:
         panel.plot(distance, line, color=COLOURS[part], label=f"g = {factor}")
     panel.axhline(ORIGINAL - 1, color=BASELINE, linewidth=0.8, linestyle="--", label="L - 1")
     panel.set(xlabel="distance m - n of the last query", ylabel="relative position")
-    panel.legend(frameon=False, fontsize=7.5)
+    panel.legend()
 
 
 def lampe(figure: Figure) -> None:
@@ -146,7 +149,7 @@ def lampe(figure: Figure) -> None:
     panel.set(
         xlabel="distance m - n of the last query, as a share of N", ylabel="relative position"
     )
-    panel.legend(frameon=False, fontsize=7.5)
+    panel.legend()
 
 
 def biases(figure: Figure, name: str) -> None:
@@ -167,7 +170,7 @@ def biases(figure: Figure, name: str) -> None:
         panel.plot(distance, line, color=_shade(head, HEADS), label=f"head {head}")
     lowest = max(-40.0, 1.05 * float(values.min()))
     panel.set(xlabel="distance m - n", ylabel="added to the score", ylim=(lowest, -lowest / 40))
-    figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
+    figure.legend(loc="outside right center")
 
 
 def t5(figure: Figure) -> None:
@@ -175,8 +178,12 @@ def t5(figure: Figure) -> None:
     distance = torch.arange(1, 300)
     panel = figure.subplots()
     panel.step(distance, T5().bucket(distance), where="post", color=COLOURS[0])
-    panel.axvline(16, color=COLOURS[1], linewidth=0.8, linestyle="--")
-    panel.axvline(128, color=COLOURS[1], linewidth=0.8, linestyle="--")
+    for mark, level, meaning in (
+        (16, 1, "up to 16: a bucket\nfor each distance"),
+        (128, 12, "from 128:\none bucket"),
+    ):
+        panel.axvline(mark, color=COLOURS[1], linewidth=1.2, linestyle="--")
+        panel.text(1.08 * mark, level, meaning, fontsize=SMALL, color=REMARK)
     panel.set_xscale("log", base=2)
     panel.set_xticks([1, 4, 16, 64, 128, 256], ["1", "4", "16", "64", "128", "256"])
     panel.set(xlabel="distance m - n", ylabel="bucket (row of the table)")
@@ -201,7 +208,7 @@ def fire(figure: Figure) -> None:
         panel.plot(distance, read, color=COLOURS[index], linewidth=width, label=f"query at {m:,}")
     panel.set(xlabel="distance m - n", ylabel="input of the network", xscale="symlog")
     panel.set_xticks([0, 1, 10, 100, 1000, 8192], ["0", "1", "10", "100", "1,000", "8,192"])
-    panel.legend(frameon=False, fontsize=7.5)
+    panel.legend()
 
 
 def shaw(figure: Figure) -> None:
@@ -211,7 +218,7 @@ def shaw(figure: Figure) -> None:
     panel = figure.subplots()
     read = Shaw().relative(distance, 1, 1, {"table": rows})[0, :, 0]
     panel.step(distance, read, where="post", color=COLOURS[0])
-    panel.set(xlabel="distance m - n", ylabel="row of the table E")
+    panel.set(xlabel="distance m - n", ylabel="row of the table E", yticks=range(0, 17, 4))
 
 
 def transformer_xl(figure: Figure) -> None:
@@ -222,7 +229,7 @@ def transformer_xl(figure: Figure) -> None:
     panel = figure.subplots()
     panel.grid(visible=False)
     image = panel.imshow(embedded.T.numpy(), cmap="RdBu", aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=panel)
+    figure.colorbar(image, ax=panel, label="value")
     panel.set(xlabel="distance m - n", ylabel="feature of R", title="with W the identity")
 
 
@@ -234,7 +241,7 @@ def xpos(figure: Figure) -> None:
     for index, i in enumerate((0, 7, 15, 23, 31)):
         panel.plot(distance, decay[:, i], color=COLOURS[index], label=f"pair {i}")
     panel.set(xlabel="distance m - n", ylabel="factor on the pair", ylim=(0, 1.02))
-    panel.legend(frameon=False, fontsize=7.5)
+    panel.legend()
 
 
 def rope_bias(figure: Figure) -> None:
@@ -247,7 +254,7 @@ def rope_bias(figure: Figure) -> None:
     half = dim // 2
     products = a[:half] * b[:half] + a[half:] * b[half:]
     panel.plot(distance, (angles.cos() * products).sum(-1) / math.sqrt(dim), color=COLOURS[0])
-    panel.set(xlabel="distance m - n", ylabel="a R b / sqrt(d)")
+    panel.set(xlabel="distance m - n", ylabel="added to the score, all of a, b = 1")
 
 
 def log_n(figure: Figure) -> None:
@@ -257,8 +264,9 @@ def log_n(figure: Figure) -> None:
     for index, original in enumerate((2048, 4096, 8192)):
         factor = LogN().query_factor(m, original)
         panel.plot(m, factor, color=COLOURS[index], label=f"L = {original:,}")
-    panel.set(xlabel="query m", ylabel="factor on the query")
-    panel.legend(frameon=False, fontsize=7.5)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.set(xlabel="position m of the query", ylabel="factor on the query")
+    panel.legend()
 
 
 def temperature(figure: Figure) -> None:
@@ -271,9 +279,10 @@ def temperature(figure: Figure) -> None:
         for start in method.parameters_for(1, 1, 64, 4096).values():
             factor = factor * start[0]
         label = "llama4, ministral" if law == "ministral" else law
-        panel.plot(m, factor, color=COLOURS[index], label=label)
-    panel.set(xlabel="query m", ylabel="factor on the query")
-    panel.legend(frameon=False, fontsize=7.5)
+        panel.plot(m, factor, color=COLOURS[index], linestyle=DASHES[index % 3], label=label)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.set(xlabel="position m of the query", ylabel="factor on the query", ylim=(0.95, 1.6))
+    panel.legend(ncols=3, loc="upper left")
 
 
 def frequencies(figure: Figure) -> None:
@@ -291,9 +300,10 @@ def frequencies(figure: Figure) -> None:
             tables["abf, 80,000" if kind is ABF else kind.name] = table
     for index, (label, table) in enumerate(tables.items()):
         colour = COLOURS[index % len(COLOURS)]
-        panel.plot(rope.default_inv_freq() / table, color=colour, label=label)
+        style = DASHES[index % len(DASHES)]
+        panel.plot(rope.default_inv_freq() / table, color=colour, linestyle=style, label=label)
     panel.set(xlabel="pair of features, the fastest first", ylabel="frequency divided by")
-    figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
+    figure.legend(loc="outside lower center", ncols=4)
 
 
 def rotation(figure: Figure, name: str) -> None:
@@ -309,13 +319,12 @@ def rotation(figure: Figure, name: str) -> None:
     ratios = (1, 2, 4, 8) if kind.follows_text else (1, 2) if kind.length_dependent else (0,)
     lines = [(values, ratio) for values in knobs for ratio in ratios]
     panel.axvspan(rope.pair_index(1), len(default) - 1, color="#f0f0f0", linewidth=0)
-    panel.text(
-        len(default) - 2, 1.02, "no full turn in training", fontsize=7.5, color=REMARK, ha="right"
-    )
+    middle, remark = (rope.pair_index(1) + len(default) - 1) / 2, "no full turn\nin training"
+    panel.text(middle, 0.97, remark, fontsize=SMALL, color=REMARK, ha="center", va="top")
     panel.axhline(1, color=BASELINE, linewidth=0.8, linestyle=":")
     if kind.takes_scale() and not kind.length_dependent:
         panel.axhline(1 / SCALE, color=BASELINE, linewidth=0.8, linestyle=":")
-        panel.text(0, 1 / SCALE + 0.02, f"1/{SCALE}", fontsize=7.5, color=REMARK)
+        panel.text(0, 1 / SCALE + 0.02, f"1/{SCALE}", fontsize=SMALL, color=REMARK)
     for index, (values, ratio) in enumerate(lines):
         method = kind(**values)
         table = method.inv_freq(rope, ratio * trained or None)
@@ -328,16 +337,20 @@ def rotation(figure: Figure, name: str) -> None:
             label = ", ".join(f"{knob}={value:,.0f}" for knob, value in values.items())
             factor = method.cos_sin_factor(rope)
             label += "" if factor == 1 else f"; cos, sin x {factor:.2f}"
-        panel.plot(table / default, color=COLOURS[index], linewidth=1.6, label=label)
-    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency times")
+        panel.plot(table / default, color=COLOURS[index], label=label)
+    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency / the model's own")
     panel.set(ylim=(-0.03, 1.12), xlim=(-0.5, len(default) - 0.5))
     turns = panel.secondary_xaxis("top")
     marks = (256, 32, 4, 1, 0.25)
     turns.set_xticks([rope.pair_index(mark) for mark in marks], [f"{mark:g}" for mark in marks])
-    turns.set_xlabel("turns over the original context", fontsize=7.5)
-    turns.tick_params(labelsize=7.5)
-    if label:
-        panel.legend(frameon=False, fontsize=7.5, loc="best" if len(knobs) > 1 else "lower left")
+    turns.set_xlabel("turns of the pair in training")
+    turns.tick_params(labelsize=SMALL)
+    if len(lines) > 1:
+        figure.legend(
+            loc="outside lower center", ncols=len(lines), columnspacing=1, handlelength=1.3
+        )
+    else:
+        figure.suptitle(f"{name}: {label}" if label else name, fontsize=10.5)
 
 
 def rows(figure: Figure, name: str) -> None:
@@ -347,15 +360,16 @@ def rows(figure: Figure, name: str) -> None:
     weights = method.rows(torch.eye(ROWS, dtype=torch.float64), SCALE * ROWS)
     panel = figure.subplots()
     panel.grid(visible=False)
+    least = -1 if weights.min() < 0 else 0
     shown: dict[str, Any] = {
-        "cmap": "RdBu",
-        "vmin": -1,
+        "cmap": "RdBu" if least else "Blues",
+        "vmin": least,
         "vmax": 1,
         "aspect": "auto",
         "interpolation": "nearest",
     }
     image = panel.imshow(weights.T.numpy(), **shown)
-    figure.colorbar(image, ax=panel, label="weight")
+    figure.colorbar(image, ax=panel, label="weight of the old row", ticks=range(least, 2))
     ends = [ROWS * times - 0.5 for times in range(1, SCALE)]
     panel.vlines(ends, -0.5, ROWS - 0.5, color=GRID, linewidth=0.8)
     marks = [ROWS * times for times in range(SCALE + 1)]
@@ -363,9 +377,9 @@ def rows(figure: Figure, name: str) -> None:
         [mark - 0.5 for mark in marks], ["0", "L", *(f"{n} L" for n in range(2, SCALE + 1))]
     )
     panel.set(
-        xlabel="new row",
-        ylabel="old row",
-        title=", ".join(f"{k}={v}" for k, v in method.options().items()),
+        xlabel=f"row of the new table (L = {ROWS})",
+        ylabel="row of the old table",
+        title=f"{name}: {', '.join(f'{k}={v}' for k, v in method.options().items())}",
     )
 
 
@@ -378,9 +392,11 @@ def sinusoidal(figure: Figure) -> None:
         panel.plot(angles[1] / frequencies, color=COLOURS[index], label=f'scale={SCALE}, by="{by}"')
     panel.axhline(1, color=BASELINE, linewidth=0.8, linestyle=":")
     panel.set(
-        xlabel="pair of features, the fastest first", ylabel="frequency times", ylim=(-0.03, 1.08)
+        xlabel="pair of features, the fastest first",
+        ylabel="frequency / the model's own",
+        ylim=(-0.03, 1.08),
     )
-    panel.legend(frameon=False, fontsize=7.5, loc="lower left")
+    panel.legend(loc="lower left")
 
 
 def filtered(figure: Figure, name: str) -> None:
@@ -393,16 +409,15 @@ def filtered(figure: Figure, name: str) -> None:
         ratio = method.inv_freq(rope) / rope.default_inv_freq()
         style = DASHES[index % len(DASHES)]
         panel.plot(ratio, color=COLOURS[index], linestyle=style, label=label)
-    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency times")
+    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency / the model's own")
     if any(FILTERED[name]):
-        panel.legend(frameon=False, fontsize=7.5)
+        panel.legend()
 
 
 def _shade(index: int, count: int) -> tuple[float, float, float]:
-    """Return a shade of blue, lighter for later lines."""
-    blue, share = (0.0, 0.447, 0.698), 0.75 * index / (count - 1)
-    red, green, high = (value + (1 - value) * share for value in blue)
-    return red, green, high
+    """Return the colour of a line, from violet for the first to green for the last."""
+    red, green, blue, _ = colormaps["viridis"](0.85 * index / (count - 1))
+    return red, green, blue
 
 
 MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)
@@ -437,7 +452,7 @@ PICTURES: dict[str, Draw] = {
         )
     },
 }
-SIZES = dict.fromkeys(MAPS, (6.4, 2.7))
+SIZES = dict.fromkeys(MAPS, (6.6, 3.7))
 
 
 def main() -> None:

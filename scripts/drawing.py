@@ -10,6 +10,7 @@ import io
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -18,8 +19,18 @@ from PIL import Image
 from hf_posenc.evaluation.plots import STYLE
 
 Draw = Callable[[Figure], None]
-SIZE, DPI = (4.4, 2.7), 110
-"""The usual size of a picture in inches, and its pixels per inch."""
+SIZE, DPI = (6.0, 3.5), 120
+"""The usual size of a picture in inches, and its pixels per inch: 720 wide, and readable at 600 and less."""
+LOOK: Any = {
+    **STYLE,
+    "font.size": 10.5,
+    "axes.titlesize": 10.5,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}
+SMALL = 9.5
+"""The size of remarks in points; nothing is smaller."""
 SHADES = 128
 """Colours of a file, which is then a third as large."""
 
@@ -33,7 +44,7 @@ def draw(
     """Write `NAME.png` for every name; a picture without a size has the usual one."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    with rc_context(STYLE):
+    with rc_context(LOOK):
         for name in names:
             figure = Figure(figsize=sizes.get(name, SIZE), layout="constrained")
             pictures[name](figure)

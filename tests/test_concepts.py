@@ -17,6 +17,7 @@ import torch
 from hf_posenc.evaluation.recommend.options import met_until
 from hf_posenc.methods import RopeScaling, get_method
 from hf_posenc.rope import RopeSpec
+from tests.support.pictures import assert_same_picture
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "concepts"
 PICTURES = FOLDER / "pictures"
@@ -109,15 +110,14 @@ def test_diagrams_are_drawn_anew_as_they_are() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_are_drawn(tmp_path: Path) -> None:
+def test_pictures_are_drawn_anew_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from scripts.draw_concepts import PICTURES as DRAWN
     from scripts.draw_concepts import SIZES
     from scripts.drawing import draw
 
     for path in draw(list(DRAWN), tmp_path, DRAWN, SIZES):
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert (PICTURES / path.name).exists()
+        assert_same_picture(path, PICTURES / path.name)
 
 
 def test_attention_by_distance() -> None:

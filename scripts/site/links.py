@@ -44,7 +44,7 @@ def from_root(text: str) -> str:
         target = match["target"]
         if ":" not in target and not target.startswith("#"):
             target = target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
-        return f"{match['image']}[{match['text']}]({target})"
+        return f"{match['image']}[{match['text']}]({target}{match['title'] or ''})"
 
     return outside_code(text, lambda part: LINK.sub(change, part))
 
@@ -58,18 +58,21 @@ def for_site(text: str, page: str, known: Collection[str], repository: str) -> s
 
     def change(match: re.Match[str]) -> str:
         target, mark, anchor = match["target"].partition("#")
+        title = match["title"] or ""
         if not target or ":" in target or match["image"]:
             return match[0]
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
         if path.lower() in known and "/" not in path:
             copy = posixpath.relpath(path.lower(), posixpath.dirname(page) or ".")
-            return f"[{match['text']}]({copy}{mark}{anchor})"
+            return f"[{match['text']}]({copy}{mark}{anchor}{title})"
         if path.removeprefix("docs/") in known or (
             path.startswith("docs/") and path.endswith(".md")
         ):
             return match[0]
         if repository:
-            return f"[{match['text']}]({repository.rstrip('/')}/{BRANCH}/{path}{mark}{anchor})"
+            return (
+                f"[{match['text']}]({repository.rstrip('/')}/{BRANCH}/{path}{mark}{anchor}{title})"
+            )
         return f"{match['text']} (`{path}`)"
 
     def changed(part: str) -> str:

@@ -25,6 +25,7 @@ from tests.support.attention_methods import (
     naive_plain,
     position_map,
 )
+from tests.support.pictures import assert_same_picture
 
 
 def test_every_method_has_a_reference() -> None:
@@ -169,16 +170,23 @@ def test_a_method_of_ones_own_from_the_page() -> None:
             assert bias.shape == (4, 9)
 
 
-def test_pictures_are_drawn_from_the_methods(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["rerope", "shaw"], id="two"),
+        pytest.param(None, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_pictures_are_drawn_from_the_methods(tmp_path: Path, names: list[str] | None) -> None:
     pytest.importorskip("matplotlib")
     from scripts.concept_pages import position_map
-    from scripts.draw_methods import PICTURES, SIZES
+    from scripts.draw_methods import FOLDER, PICTURES, SIZES
     from scripts.drawing import draw
 
     assert {method.name for method in METHODS} < set(PICTURES)
-    written = draw(["rerope", "shaw"], tmp_path, PICTURES, SIZES)
-    assert [path.name for path in written] == ["rerope.png", "shaw.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert {path.stem for path in FOLDER.iterdir()} == set(PICTURES)
+    for path in draw(names or list(PICTURES), tmp_path, PICTURES, SIZES):
+        assert_same_picture(path, FOLDER / path.name)
     drawn = position_map(bands("self_extend", window=32, group=4))
     assert_same(drawn, naive.position_map("self_extend", len(drawn), window=32, group=4))
 
