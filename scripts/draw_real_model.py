@@ -67,10 +67,10 @@ def _ratios(
             axes.plot(interval, [row, row], color=COLOURS[0], linewidth=1.4)
         axes.plot([ratio], [row], "D", color=COLOURS[0], markersize=5)
     axes.set_xscale("log")
-    ticks = (0.7, 0.8, 0.9, 1, 1.2, 1.5, 2)
+    ticks = (0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(0.62, WIDEST * 1.03)
+    axes.set_xlim(0.57, WIDEST * 1.03)
     axes.set_xlabel(f"perplexity at {length:,} tokens / truncation's\n(left is better)")
 
 

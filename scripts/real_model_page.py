@@ -84,7 +84,7 @@ def tails() -> str:
     return "\n\n".join(
         [
             intro,
-            _compared(result.records, labels, lengths, TRUNCATION),
+            _compared(result.records, labels, lengths, TRUNCATION, "yarn (scale 2)"),
             f"At {lengths[-1]:,} tokens, by document:",
             markdown_table(["method", *(Path(name).name for name in names)], each, numeric=True),
             f"{by}. [tail-16k.json](data/real_model/tail-16k.json) has every number.",
@@ -234,19 +234,30 @@ def tuned() -> str:
 
 
 def _compared(
-    records: Sequence[Record], labels: Sequence[str], lengths: Sequence[int], baseline: str
+    records: Sequence[Record], labels: Sequence[str], lengths: Sequence[int], *baselines: str
 ) -> str:
-    """Return the table of perplexities by length, and of ratios to a baseline at the last one."""
-    cells = {(cell.method, cell.length): cell for cell in summarize(records, baseline=baseline)}
+    """Return the table of perplexities by length, and of ratios to the baselines at the last one."""
+    cells = {
+        baseline: {(c.method, c.length): c for c in summarize(records, baseline=baseline)}
+        for baseline in baselines
+    }
     rows = []
     for label in labels:
-        values = [cells[label, length] for length in lengths]
-        powers = [f"{number(cell.perplexity)}{_range(cell.interval)}" for cell in values]
-        rows.append(
-            [f"`{label}`", *powers, *(["", ""] if label == baseline else _ratio(values[-1]))]
-        )
-    head = ["method", *(f"at {n:,} tokens" for n in lengths), f"/ {baseline}", ""]
-    return markdown_table(head, rows, numeric=[False, *(True for _ in lengths), True, False])
+        row = [f"`{label}`"]
+        for length in lengths:
+            cell = cells[baselines[0]][label, length]
+            row.append(f"{number(cell.perplexity)}{_range(cell.interval)}")
+        for baseline, own in cells.items():
+            row += ["", ""] if label == baseline else _ratio(own[label, lengths[-1]])
+        rows.append(row)
+    head = ["method", *(f"at {n:,} tokens" for n in lengths)]
+    head += [part for baseline in baselines for part in (f"/ {baseline}", "")]
+    numeric = [
+        False,
+        *(True for _ in lengths),
+        *(side for _ in baselines for side in (True, False)),
+    ]
+    return markdown_table(head, rows, numeric=numeric)
 
 
 def _ratio(cell: Cell) -> list[str]:
