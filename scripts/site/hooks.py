@@ -23,6 +23,8 @@ from scripts.site import links, mathml, navigation, reference  # noqa: E402
 
 COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
+BOOST = {"faq.md": 2.0}
+"""Factors on the scores of pages in the site's search. The questions are headings, as readers type them."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -43,10 +45,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill what is made from the package, drop comments, and turn links out of docs/ into links into the repository."""
-    known = {file.src_uri for file in files}
-    return links.for_site(
-        reference.filled(markdown), page.file.src_uri, known, config.repo_url or ""
-    )
+    name, known = page.file.src_uri, {file.src_uri for file in files}
+    if name in BOOST:
+        page.meta["search"] = {"boost": BOOST[name]}
+    page.meta.pop(
+        "tags", None
+    )  # a model card's, for the hub: a hit in one would outweigh every title a thousandfold
+    filled = reference.with_class(reference.filled(markdown), name)
+    return links.for_site(filled, name, known, config.repo_url or "")
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

@@ -13,7 +13,7 @@ from hf_posenc.cli.methods import kinds
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Grid, escaped, markdown_table, to_markdown
-from hf_posenc.methods import METHODS
+from hf_posenc.methods import METHODS, Method
 
 MARKER = re.compile(r"^<!-- site: (?P<name>\w+)(?: (?P<words>[^\n]*?))? -->$", re.M)
 
@@ -65,12 +65,27 @@ def methods() -> str:
     parts = []
     for title, group in kinds().items():
         parts.append(f"## {title.partition(':')[0]}")
-        parts += [_document(f"{m.__module__}.{m.__name__}", 3, members=False) for m in group]
+        for m in group:
+            parts.append(_document(_path(m), 3, members=False))
+            page = f"[The page of `{m.name}`](../methods/{m.name}.md)"
+            parts.append(f"{page}: equation, picture, measurements and an example.")
     named = {method.__name__ for method in METHODS}
     others = [name for name in public_names("hf_posenc.methods") if name not in named]
     parts.append("## Base classes and functions")
     parts += [_document(f"hf_posenc.methods.{name}", 3) for name in others]
     return "\n\n".join(parts)
+
+
+def with_class(markdown: str, page: str) -> str:
+    """Return the Markdown of a method's page with a link to its class in the reference; any other as it is."""
+    for method in METHODS:
+        if page == f"methods/{method.name}.md":
+            return f"{markdown.rstrip()}\n\nIn Python: [`hf_posenc.methods.{method.__name__}`][{_path(method)}].\n"
+    return markdown
+
+
+def _path(method: type[Method]) -> str:
+    return f"{method.__module__}.{method.__name__}"
 
 
 def cli() -> str:

@@ -459,7 +459,7 @@ class TestMethodsOfOnesOwn:
         with pytest.raises(PosencError, match="Halved lacks needs"):
             register_method(halved)
         with pytest.raises(PosencError, match="by its class"):
-            register_method("yarn")  # type: ignore[type-var]
+            register_method("yarn")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
