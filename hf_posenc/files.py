@@ -51,12 +51,12 @@ def replace_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(problem: str) -> Iterator[None]:
-    """Raise an `OSError` in the block as one line: the problem, and the system's reason."""
+def disk_errors(problem: str, advice: str = "") -> Iterator[None]:
+    """Raise an `OSError` in the block as one line: the problem, the system's reason, and what to do."""
     try:
         yield
     except OSError as error:
-        raise PosencError(f"{problem}: {error.strerror or error}.") from error
+        raise PosencError(f"{problem}: {error.strerror or error}. {advice}".rstrip()) from error
 
 
 def to_json(value: Any) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
+from hf_posenc.files import disk_errors
 
 BUDGET = 1 << 24  # tokens that all documents of a run together keep in memory, 24 bytes each
 COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}  # of `Tokens`, in a file
@@ -77,18 +78,14 @@ class Spool:
         return torch.from_numpy(np.concatenate([_NOTHING, *values]))
 
     def _write(self, stored: Stored) -> None:
-        try:
+        room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
+        with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
             for part in stored.held:
                 for name, values in _columns(part):
                     if name not in self._files:
                         self._files[name] = _File(COLUMNS[name])
                     stored.rows.setdefault(name, self._files[name].rows)
                     self._files[name].append(values)
-        except OSError as error:
-            raise PosencError(
-                f"The tokens cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Let TMPDIR "
-                "name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
-            ) from error
         stored.held.clear()
 
 
@@ -167,14 +164,8 @@ class TokenCache:
             with contextlib.suppress(OSError):  # another process was first
                 folder.rename(entry)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PosencError(
-                f"The token cache {self.folder} cannot be written to: {error.strerror or error}"
-            ) from error
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return disk_errors(f"The token cache {self.folder} cannot be written to")
 
 
 def _entry_tokens(entry: Path) -> Iterator[Tokens]:

@@ -17,7 +17,7 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from hf_posenc.errors import PosencError
-from hf_posenc.files import finite, to_json, write_atomically
+from hf_posenc.files import disk_errors, finite, to_json, write_atomically
 
 T = TypeVar("T")
 Key = tuple[str | int | float | None, ...]
@@ -137,16 +137,14 @@ class Store(Records):
         self._path = self.folder / f"{name}.jsonl"
         self._read_to: dict[Path, int] = {}
         self._lock = FileLock(self.folder / f"{name}.lock", timeout=0)
-        try:
+        with disk_errors(f"{folder} cannot be written to"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-        except Timeout:
-            raise PosencError(
-                f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
-            ) from None
-        except OSError as error:
-            reason = error.strerror or error
-            raise PosencError(f"{folder} cannot be written to: {reason}.") from error
+            try:
+                self._lock.acquire()
+            except Timeout:
+                raise PosencError(
+                    f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
+                ) from None
         try:
             if not (self.folder / "settings.json").exists():
                 about = {} if command is None else {"command": command}
@@ -246,15 +244,9 @@ class Store(Records):
                 os.fsync(self._file.fileno())
             self._unsynced, self._synced_at = False, time.monotonic()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PosencError(
-                f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
-                "make room and run the same command again."
-            ) from error
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        kept = "Everything measured before is kept: make room and run the same command again."
+        return disk_errors(f"{self._path} cannot be written", kept)
 
 
 _CHECKSUM = b', "crc32": %d}'
