@@ -133,7 +133,13 @@ def get_adapter(model_type: str) -> ArchAdapter:
 
 
 def available_architectures() -> tuple[str, ...]:
-    """Return the model types that `patches/` names, sorted: those that the test matrix covers."""
+    """Return the model types that `patches/` names, sorted: those that the test matrix covers.
+
+    Examples:
+        >>> from hf_posenc import available_architectures
+        >>> model.config.model_type in available_architectures()
+        True
+    """
     return tuple(sorted(_adapters()))
 
 

@@ -42,15 +42,30 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "forc
 
 
 def available_recipes() -> tuple[str, ...]:
-    """Return the names of the published patches that ship with the package, sorted."""
+    """Return the names of the published patches that ship with the package, sorted.
+
+    Examples:
+        >>> from hf_posenc import available_recipes
+        >>> "llama-2-yarn-64k" in available_recipes()
+        True
+    """
     return tuple(sorted(path.stem for path in (patches_folder() / "recipes").glob("*.json")))
 
 
 def get_recipe(name: str) -> dict[str, Any]:
     """Return a recipe: checkpoint, model types, source and description, and its patch.
 
+    Args:
+        name: One of `available_recipes()`.
+
     Raises:
         PosencError: No recipe has this name.
+
+    Examples:
+        >>> from hf_posenc import get_recipe
+        >>> recipe = get_recipe("llama-2-yarn-64k")
+        >>> recipe["method"], recipe["scale"]
+        ('yarn', 16.0)
     """
     if name not in available_recipes():
         raise unknown("recipe", name, available_recipes())

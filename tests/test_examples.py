@@ -16,7 +16,7 @@ from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 MODULES = (
     *("hf_posenc", "hf_posenc.methods", "hf_posenc.training", "hf_posenc.evaluation"),
-    "hf_posenc.evaluation.recommend",
+    *("hf_posenc.evaluation.recommend", "hf_posenc.embedded"),
 )
 IMPORTANT = {
     *("patch_model", "unpatch_model", "patched", "get_patch", "inspect_rope", "inspect_positions"),

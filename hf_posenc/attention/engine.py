@@ -100,8 +100,16 @@ def set_backend(name: str | None) -> None:
     For all models of the process. `"exact"` is the general path, in plain PyTorch operations on any device; `None`
     chooses by the table again.
 
+    Args:
+        name: The backend, or `None`.
+
     Raises:
         PosencError: An unknown backend.
+
+    Examples:
+        >>> from hf_posenc import set_backend
+        >>> set_backend("exact")
+        >>> set_backend(None)
     """
     global _forced  # one setting for all models, as for PyTorch's own backends
     _forced = None if name is None else backend_of(name).name

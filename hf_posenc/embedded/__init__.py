@@ -24,7 +24,14 @@ _MOVED = {"datetime": "_pydatetime"}  # since 3.12 datetime.py only re-exports t
 
 
 def model_path() -> Path:
-    """Return the folder of the embedded checkpoint: configuration, weights, tokenizer, model card, training log."""
+    """Return the folder of the embedded checkpoint: configuration, weights, tokenizer, model card, training log.
+
+    Examples:
+        >>> from transformers import AutoConfig
+        >>> from hf_posenc.embedded import model_path
+        >>> AutoConfig.from_pretrained(model_path()).max_position_embeddings
+        256
+    """
     return Path(__file__).resolve().parent / "tiny_llama"
 
 
@@ -34,6 +41,10 @@ def held_out_files(name: str, stdlib: Path | None = None) -> tuple[Path, ...]:
     A module that is a single file in one Python can be a package in the next (zipfile since 3.12, pathlib since 3.13).
     A module that moved is read under its new name. The modules are read as files and not imported, so that a file of
     the same name in the working directory changes nothing.
+
+    Args:
+        name: A name of `HELD_OUT`.
+        stdlib: Folder of the standard library; by default the running Python's.
     """
     folder = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     for form in (_MOVED.get(name, name), name):
@@ -49,6 +60,15 @@ def held_out_documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield `(name, text)` of every module of `HELD_OUT` that the user's Python has, in that order.
 
     A package is the concatenation of its `.py` files in sorted order. Turtle is missing from some builds.
+
+    Args:
+        stdlib: Folder of the standard library; by default the running Python's.
+
+    Examples:
+        >>> from hf_posenc.embedded import held_out_documents
+        >>> documents = dict(held_out_documents())
+        >>> len(documents["argparse"]) > 10_000
+        True
     """
     for name in HELD_OUT:
         files = held_out_files(name, stdlib)

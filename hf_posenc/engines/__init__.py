@@ -46,6 +46,7 @@ class Export:
     """The export of a model for an engine.
 
     Attributes:
+        engine: One of `ENGINES`.
         version: The version of the engine whose source its formulas come from.
         path: The exported model.
         base: The folder or hub name of the weights.
@@ -95,6 +96,9 @@ def export(
         engine: One of `ENGINES`.
         method: A patch for a model that has none, as for `patch_model`.
         **options: As for `patch_model`.
+
+    Returns:
+        The export: `possible`, with the config and the flags, or the `reason` why not.
 
     Raises:
         PosencError: An unknown engine, no config, or a patch that the model cannot take.
@@ -188,7 +192,13 @@ def find_engine(name: str) -> Engine:
 
 @dataclass(frozen=True)
 class Expressed:
-    """One method in an engine: its name with the options that were tried, and `form` and `reason` as in `Export`."""
+    """One method in an engine.
+
+    Attributes:
+        method: Its name, with the options that were tried.
+        form: The form in which the engine gets it; `None` if there is none.
+        reason: The reason why there is none; empty otherwise.
+    """
 
     method: str
     form: str | None
@@ -196,7 +206,18 @@ class Expressed:
 
 
 def survey(directory: str | Path, engine: str) -> tuple[Expressed, ...]:
-    """Export a saved model (a folder or a hub name) with every method, without the patch of its own."""
+    """Export a saved model with every method, without the patch of its own.
+
+    Args:
+        directory: The model: a folder or a hub name.
+        engine: One of `ENGINES`.
+
+    Returns:
+        An entry for each method, whether the engine can have it or not.
+
+    Raises:
+        PosencError: An unknown engine, or no config.
+    """
     find_engine(engine)
     plain = open_source(directory, unpatched=True)
     pairs = max((table.dim // 2 for table in plain.tables), default=1)

@@ -241,7 +241,14 @@ def _architecture(source: Source) -> str:
 
 @dataclass(frozen=True)
 class GGUFCheck:
-    """A GGUF file of an architecture: the error of its table, and the right table if a file can have that."""
+    """Comparison of a GGUF file with its model.
+
+    Attributes:
+        path: The file.
+        architecture: Its `general.architecture`.
+        error: Differences between the tables of llama.cpp and of the model.
+        divisors: The right table, if a file of this architecture can have one.
+    """
 
     path: str
     architecture: str
@@ -270,6 +277,9 @@ def check_gguf(
         flags: The flags that llama.cpp is started with.
         method: As for `export`.
         **options: As for `export`.
+
+    Returns:
+        The comparison; `right` if llama.cpp computes the same as the model.
 
     Raises:
         PosencError: Not a GGUF file, or a model without a table.
@@ -304,6 +314,9 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
     Args:
         check: From `check_gguf`.
         target: The copy; must not exist.
+
+    Returns:
+        The path of the copy.
 
     Raises:
         PosencError: llama.cpp reads no table for this architecture, or the copy exists.

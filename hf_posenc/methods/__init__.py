@@ -130,7 +130,13 @@ MethodT = TypeVar("MethodT", bound=Method)
 
 
 def available_methods() -> tuple[str, ...]:
-    """Return the canonical names of all methods, in the order of the documentation, then those registered since."""
+    """Return the canonical names of all methods, in the order of the documentation, then those registered since.
+
+    Examples:
+        >>> from hf_posenc import available_methods
+        >>> available_methods()[:2]
+        ('pi', 'ntk')
+    """
     return tuple(dict.fromkeys(method.name for method in (*METHODS, *_OWN.values())))
 
 
@@ -190,7 +196,10 @@ def register_method(method: type[MethodT]) -> type[MethodT]:
 
 
 def get_method(name: str) -> type[Method]:
-    """Return the method of this name or alias; hyphens count as underscores.
+    """Return the class of the method of this name or alias.
+
+    Args:
+        name: The name; hyphens count as underscores.
 
     Raises:
         PosencError: No method has this name.

@@ -374,20 +374,44 @@ def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
         m: Positions, an integer tensor of any shape.
         original: The original context length L, in tokens.
         bucket: Tokens a bucket.
+
+    Examples:
+        >>> import torch
+        >>> from hf_posenc.methods import bucket_length
+        >>> bucket_length(torch.tensor([0, 4095, 4096, 6144]), original=4096, bucket=2048)
+        tensor([4096, 4096, 6144, 8192])
     """
     past = (m.to(torch.int64) + 1 - original).clamp(min=0)
     return original + (past + bucket - 1) // bucket * bucket
 
 
 def seam_of(method: Method) -> str:
-    """Return the seam of a method object: `"rotary"`, `"attention"`, `"bias"`, `"query"` or `"table"`."""
+    """Return the seam of a method object: `"rotary"`, `"attention"`, `"bias"`, `"query"` or `"table"`.
+
+    Args:
+        method: An object, since the seam of some methods depends on `update`.
+
+    Examples:
+        >>> from hf_posenc.methods import DynamicYaRN, seam_of
+        >>> seam_of(DynamicYaRN()), seam_of(DynamicYaRN(update="sequence"))
+        ('attention', 'rotary')
+    """
     if isinstance(method, LengthDependent) and method.update != "sequence":
         return "attention"  # each query, or each row of the batch, has frequencies of its own
     return method.seam
 
 
 def needs_no_rotation(methods: Iterable[Method | type[Method]]) -> bool:
-    """Return whether all of these methods act in layers that do not rotate too, since they only multiply queries."""
+    """Return whether all of these methods act in layers that do not rotate too, since they only multiply queries.
+
+    Args:
+        methods: Classes or objects.
+
+    Examples:
+        >>> from hf_posenc.methods import LogN, YaRN, needs_no_rotation
+        >>> needs_no_rotation([LogN]), needs_no_rotation([LogN, YaRN])
+        (True, False)
+    """
     return all(method.seam == "query" for method in methods)
 
 

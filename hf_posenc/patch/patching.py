@@ -336,7 +336,18 @@ def unpatch_model(model: ModelT) -> ModelT:
 def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT]:
     """Patch a model for the length of a `with` block; undone on exit, also by an exception.
 
-    The arguments are those of `patch_model`. A patch that `replace=True` undid is in force again after the block.
+    A patch that `replace=True` undid is in force again after the block.
+
+    Args:
+        model: The model to patch, in place.
+        method: As for `patch_model`.
+        **kwargs: As for `patch_model`.
+
+    Yields:
+        The same model.
+
+    Raises:
+        PosencError: As for `patch_model`; the model is then unchanged.
 
     Examples:
         >>> from hf_posenc import get_patch, patched
@@ -371,6 +382,9 @@ def _versions(model: nn.Module) -> dict[str, int]:
 
 def get_patch(model: nn.Module) -> Patch | None:
     """Return the patch in force, read back from the model's modules; `None` where it is not patched.
+
+    Args:
+        model: A model, also wrapped by PEFT, DDP or `torch.compile`.
 
     Examples:
         >>> from hf_posenc import get_patch, patch_model
@@ -428,6 +442,9 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
 
     A tuple that prints as one table. Equal tables are listed once, length-dependent ones as for a text within the
     original length.
+
+    Args:
+        model: A model, also wrapped by PEFT, DDP or `torch.compile`.
 
     Raises:
         UnsupportedModelError: A model without rotary embedding.

@@ -81,6 +81,9 @@ def partial_checkpoints(folder: Path | str) -> list[Path]:
 def last_complete_checkpoint(folder: Path | str) -> Path | None:
     """Return the complete checkpoint of the highest step; `None` without one.
 
+    Args:
+        folder: The output folder of a training.
+
     Raises:
         PosencError: One of its files is missing or has another size, which no kill of a run explains.
     """

@@ -18,7 +18,12 @@ BLOCK = 1 << 20  # tokens or characters at a time where a whole document would n
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the name that reports show for it."""
+    """A text.
+
+    Attributes:
+        name: The name that reports show for it.
+        text: All of it.
+    """
 
     name: str
     text: str

@@ -230,6 +230,14 @@ def tokenize(
     A text of more than a quarter of a million characters is tokenized window by window (see `tokens.joined`); the
     tokens are those of the whole text.
 
+    Args:
+        document: The text.
+        tokenizer: A tokenizer of transformers.
+        max_tokens: Number of tokens to keep; `None`: all.
+
+    Returns:
+        The token ids with the document's name, hashes and sizes.
+
     Raises:
         PosencError: The text cannot be read or tokenized.
     """

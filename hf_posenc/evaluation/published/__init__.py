@@ -39,9 +39,16 @@ _DECISIVE = {
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a table: a paper, README, or data of a repository; its file, or a page.
+    """Origin of a table.
 
-    `transcription` is a second copy that the numbers were checked against.
+    Attributes:
+        kind: A paper, a README, or data of a repository.
+        arxiv: The paper's number.
+        repo: The repository, as `owner/name`.
+        commit: The commit that was read.
+        path: The file in the repository.
+        url: The page, where there is neither.
+        transcription: A second copy that the numbers were checked against.
     """
 
     kind: str
@@ -61,7 +68,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Protocol of a table, by the names of `hf_posenc.evaluation.perplexity.protocols`; `None`: not stated."""
+    """Protocol of a table, as far as the paper states it; `None`: not stated.
+
+    Attributes:
+        name: One of the names of `hf_posenc.evaluation.perplexity.protocols`.
+        stride: Tokens between the starts of two windows.
+        aggregate: How documents are averaged.
+        tail_tokens: Tokens that `tail` scores.
+        note: A remark on it.
+    """
 
     name: str | None
     stride: int | None = None
@@ -72,9 +87,12 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of a table, with model and method as printed and a value for each column.
+    """Row of a table.
 
     Attributes:
+        model: The model, as printed.
+        method: The method, as printed.
+        values: A value for each column; `None` where the print has none.
         trained_context: Tokens that this model was trained or fine-tuned at, if stated.
         fine_tuned: Whether it was fine-tuned for longer texts, if stated.
         window: Tokens that it was evaluated at, if the columns are something else.
@@ -93,7 +111,14 @@ class PublishedTable:
     """Published table, as printed.
 
     Attributes:
+        id: Its name here.
+        paper: The paper or report, with its authors and year.
+        table: The table's number or place in the paper.
+        source: The place that it was copied from.
         metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`.
+        dataset: The texts, in the paper's words.
+        protocol: The protocol, as far as it is stated.
+        rows: The rows, in the order of the print.
         column_kind: `LENGTHS` in most tables.
         columns: Context lengths in tokens, or names.
         metric_note: The metric in the paper's words, if it needs an explanation.
@@ -145,7 +170,14 @@ def available() -> tuple[str, ...]:
 
 
 def get(id: str) -> PublishedTable:
-    """Return the table of this name; if there is none, a `PosencError` lists the names."""
+    """Return the table of a name.
+
+    Args:
+        id: One of `available()`.
+
+    Raises:
+        PosencError: There is none; the message lists the names.
+    """
     if id not in _tables():
         raise unknown("published table", id, available())
     return _tables()[id]
@@ -257,6 +289,8 @@ class Evidence:
     """Evidence of one published row for a method.
 
     Attributes:
+        table: The `id` of its table.
+        model: The model, as printed.
         held: The largest multiple of the trained length at which it held; 0: none.
         broke: The first multiple at which it did not; `None`: none in the table.
     """
@@ -268,7 +302,11 @@ class Evidence:
 
 
 def evidence_of(method: str) -> tuple[Evidence, ...]:
-    """Return the published evidence for a method without training; empty if there is none."""
+    """Return the published evidence for a method without training; empty if there is none.
+
+    Args:
+        method: The canonical name of a method.
+    """
     return tuple(_read_evidence(*entry) for entry in untrained().get(method, ()))
 
 

@@ -60,7 +60,14 @@ LONGEST = 2**25
 
 @dataclass(frozen=True)
 class Carried:
-    """Scaling that a checkpoint's config carries, if any, and the context length in tokens with it and before it."""
+    """Scaling that a checkpoint's config carries, if any.
+
+    Attributes:
+        rope_type: The type of its rotary embedding, in transformers' word.
+        scaled: True if it is scaled.
+        reach: The context length with the scaling, in tokens.
+        trained: The context length before it, in tokens.
+    """
 
     rope_type: str
     scaled: bool
@@ -72,7 +79,14 @@ class Carried:
 class CacheCost:
     """Memory of the cache of one text, keys and values alone.
 
-    The `full_layers` keep every token, each of `bytes_per_token`; the `window_layers` keep the last `window` tokens.
+    Attributes:
+        tokens: Length of the text.
+        bytes: All keys and values of it.
+        bytes_per_token: Bytes that a token takes in the `full_layers` together.
+        full_layers: Layers that keep every token.
+        window_layers: Layers that keep the last `window` tokens.
+        window: Width of their window, in tokens.
+        dtype: Number format of the cache.
     """
 
     tokens: int
@@ -99,8 +113,11 @@ class Advice:
 
     Attributes:
         name: The model's name, as the commands take it.
-        model_type: The `model_type` of its text decoder; `tested` if the test matrix covers it.
+        model_class: The name of its class.
+        model_type: The `model_type` of its text decoder.
+        tested: True if the test matrix covers this type.
         target: The target length, in tokens.
+        carried: The scaling of the checkpoint's config, and the lengths with it and before it.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
         limits: The limits of the table that frequency methods start from.
         least_base: The least base for the target, by the condition of arXiv 2405.14591; `None`: no base meets it.

@@ -59,9 +59,13 @@ class RotaryLimits:
     """Limits that follow from a table and its trained length.
 
     Attributes:
-        original: The trained length L, in tokens; theta is the base b, dim the rotary dimension d.
+        original: The trained length L, in tokens.
+        theta: The base b.
+        dim: The rotary dimension d.
         turns: Turns that each pair makes over L tokens, `L f_i / (2 pi)`; shape (d/2,).
-        rotated: Number of pairs that rotate; `full_turns` made one whole turn in training, `fast` `FAST_TURNS`.
+        rotated: Number of pairs that rotate.
+        full_turns: Number of pairs that made one whole turn in training.
+        fast: Number of pairs that made `FAST_TURNS` turns in training.
         critical_dimension: Features of these whole-turn pairs, `2 ceil(d/2 log_b(L / (2 pi)))` for a plain table (Liu
             et al. 2023, arXiv 2310.05209); those past it have not seen all their angles.
         similar_until: The first distance at which `sum_i cos(m f_i)` is negative, so that a similar token no longer
@@ -190,7 +194,9 @@ class Option:
     """Method at the target length.
 
     Attributes:
-        works: One of `WORKS`, for this reason.
+        method: Its name.
+        works: One of `WORKS`.
+        reason: The reason, in a sentence.
         options: Arguments of `patch_model`; `None` if some of them have to be searched first.
         attention: True if it computes attention itself, rather than changing the table alone.
         trial: True if its trial on the model succeeded; `None`: not tried, as there are no weights.

@@ -240,6 +240,13 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     No block is repeated. Every part is shuffled first, so that a source that is not used up is represented by all of
     its documents.
 
+    Args:
+        parts: The blocks of each source, from `prepare_blocks`, with its weight: its share of the result.
+        seed: Seed of the order.
+
+    Returns:
+        The mixed blocks; of streams, a stream.
+
     Raises:
         PosencError: A weight that is not positive; streams beside cached blocks; blocks of different lengths.
     """
