@@ -230,6 +230,7 @@ def inspect_model(
         live_model,
         parse_patch,
     )
+    from hf_posenc.engines.reading import read_flags
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.methods import RotaryBands
@@ -253,7 +254,7 @@ def inspect_model(
     if flags:
         if candidate is not None:
             raise PosencError("Flags of another engine and --patch exclude each other: give one.")
-        reading = _read_flags(name, flags, revision, trust_remote_code)
+        reading = read_flags(_read_config(name, revision, trust_remote_code), flags)
         no_weights, live = (
             True,
             build_empty(f"{name} with these flags", reading.config, causal=False),
@@ -330,12 +331,6 @@ def inspect_model(
         for built in in_force.config.build():
             if isinstance(built, RotaryBands) and not built.by_pair:
                 _print_distances(built, in_force.original_max_position_embeddings)
-
-
-def _read_flags(name: str, flags: list[str], revision: str | None, trust: bool) -> Reading:
-    from hf_posenc.engines.reading import read_flags
-
-    return read_flags(_read_config(name, revision, trust), flags)
 
 
 def _scaling_of(

@@ -89,14 +89,16 @@ def composes_with(method: type[Method]) -> str:
         "query": "a temperature",
         "bias": "a bias with keep_rope=True",
     }
-    if issubclass(method, TableFilter):
-        words["rotary"] = "a frequency method before it, other filters"
-    elif method.seam == "rotary":
-        words["rotary"] = "filters after it"
-    alone = method.seams_beside()
-    kept = method.seams_beside(keep_rope=True) - alone
+    if method.seam == "rotary":
+        later = "filters after it"
+        before = "a frequency method before it, other filters"
+        words["rotary"] = before if issubclass(method, TableFilter) else later
+    else:
+        words.pop(method.seam, None)
+    kept = {*method.beside_kept} - {*method.beside}
     beside, rotating = (
-        ", ".join(text for seam, text in words.items() if seam in seams) for seams in (alone, kept)
+        ", ".join(text for seam, text in words.items() if seam in seams)
+        for seams in (method.beside, kept)
     )
     return (f"{beside}; with keep_rope=True {rotating}" if rotating else beside) or "nothing"
 

@@ -75,6 +75,8 @@ class Method:
         kind: Its group in tables: `"frequencies"`, `"bands"`, `"biases"`, `"others"` or
             `"tables"`.
         seam: Where the method lands in a model; two methods on one seam exclude each other.
+        beside: Seams of the methods that a list may have beside it; on the seam of frequencies, its filters.
+        beside_kept: Those beside a bias with `keep_rope`.
         length_dependent: True if its result depends on the length of the running sequence.
         follows_text: True if it scales as far as the text needs and takes no target length.
         reads_length: True if it cannot do without the context length of the training.
@@ -90,6 +92,8 @@ class Method:
     needs: ClassVar[str]
     kind: ClassVar[str] = "others"
     seam: ClassVar[str]
+    beside: ClassVar[tuple[str, ...]] = ("rotary", "attention", "query", "bias")
+    beside_kept: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[bool] = False
     follows_text: ClassVar[bool] = False
     reads_length: ClassVar[bool] = True
@@ -121,15 +125,6 @@ class Method:
     def reads_rotation(self) -> bool:
         """True if the engine must know how a layer rotates to compute the method there."""
         return True
-
-    @classmethod
-    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
-        """Return the seams of the methods that a list may have beside one with default knobs.
-
-        On its own seam, a frequency method has filters beside it. `keep_rope` is the knob of biases.
-        """
-        every = {"rotary", "attention", "query", "bias"}
-        return frozenset(every - {cls.seam} if cls.seam in every else ())
 
     def check_beside(self, others: Sequence[Method]) -> None:
         """Check that the method has a meaning together with others, on other seams.
@@ -229,10 +224,6 @@ class RopeScaling(Method):
     only_lowers_frequencies: ClassVar[bool] = True
 
     filters: tuple[TableFilter, ...] = field(default=(), repr=False)
-
-    @classmethod
-    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
-        return super().seams_beside() | {"rotary"}  # filters
 
     @property
     def label(self) -> str:
@@ -340,11 +331,9 @@ class LengthDependent(RopeScaling, Growing):
 
     length_dependent: ClassVar[bool] = True
 
-    update: str = "row"
+    beside: ClassVar[tuple[str, ...]] = ("rotary", "query", "bias")
 
-    @classmethod
-    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
-        return super().seams_beside() - {"attention"}  # where `update` puts it; see `seam_of`
+    update: str = "row"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,6 +23,8 @@ class _Bias(Method):
     seam = "bias"
     needs = "training"
     follows_text = True
+    beside = ("query",)
+    beside_kept: ClassVar[tuple[str, ...]] = ("rotary", "attention", "query")
 
     keep_rope: bool = field(default=False, metadata=switch())
 
@@ -30,13 +32,8 @@ class _Bias(Method):
     def reads_rotation(self) -> bool:
         return False
 
-    @classmethod
-    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
-        return super().seams_beside() if keep_rope else frozenset({"query"})
-
     def check_beside(self, others: Sequence[Method]) -> None:
-        beside = self.seams_beside(keep_rope=self.keep_rope)
-        turning = [other.name for other in others if seam_of(other) not in beside]
+        turning = [other.name for other in others if seam_of(other) not in self.beside]
         if turning and not self.keep_rope:
             raise PosencError(
                 f"{self.name} drops the rotation that {', '.join(turning)} changes: keep_rope=True gives both."
@@ -120,19 +117,15 @@ class RelativeKeys(_Bias):
     """
 
     trainable = True
+    beside_kept = ("rotary",)
 
     @property
     def reads_rotation(self) -> bool:
         return self.keep_rope  # the embeddings meet the query as it was before the rotation
 
-    @classmethod
-    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
-        return frozenset({"rotary"}) if keep_rope else super().seams_beside()
-
     def check_beside(self, others: Sequence[Method]) -> None:
         super().check_beside(others)
-        beside = self.seams_beside(keep_rope=self.keep_rope)
-        if any(seam_of(other) not in beside for other in others):
+        if self.keep_rope and any(seam_of(other) not in self.beside_kept for other in others):
             raise PosencError(
                 f"{self.name} is defined beside the model's own rotation or none, not beside another method's."
             )

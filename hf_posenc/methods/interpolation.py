@@ -191,13 +191,10 @@ class NoPE(RopeScaling):
     needs = "training"
     identity_at_scale_one = False
     only_lowers_frequencies = False
-
-    @classmethod
-    def seams_beside(cls, *, keep_rope: bool = False) -> frozenset[str]:
-        return frozenset({"query"})
+    beside = ("query",)
 
     def check_beside(self, others: Sequence[Method]) -> None:
-        if rest := [m.name for m in others if seam_of(m) not in self.seams_beside()]:
+        if rest := [m.name for m in others if seam_of(m) not in self.beside]:
             raise PosencError(
                 f"{self.name} drops the rotation that {', '.join(rest)} changes or keeps: name one of the two."
             )

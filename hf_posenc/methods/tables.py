@@ -32,6 +32,7 @@ class TableMethod(Method):
 
     kind: ClassVar[str] = "tables"
     seam: ClassVar[str] = "table"
+    beside: ClassVar[tuple[str, ...]] = ()
     for_rotary: ClassVar[bool] = False
     formula: ClassVar[bool] = False
     keeps_short: ClassVar[bool] = False
