@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.fused.cpu import CpuFlash
-from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
+from hf_posenc.attention.fused.protocol import Fused, Saved, Segments, Shape
 from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
@@ -199,17 +199,16 @@ class _Parts(torch.autograd.Function):
         grad_keys = [torch.zeros_like(key, dtype=dtype) for key in keys]
         grad_value = torch.zeros_like(value, dtype=dtype)
         for part, state in zip(ctx.parts, ctx.states, strict=True):
-            of_query, of_key, of_value = ctx.fused.backward(
-                part.ordered(part.of_rows(grad)),
+            saved = Saved(
                 part.ordered(part.of_rows(queries[part.query])),
                 part.of_keys(keys[part.key], group, part.first_key),
                 part.of_keys(value, group),
                 part.ordered(part.of_rows(out)),
                 part.ordered(part.of_rows(lse)),
-                ctx.scaling,
-                part.shape,
-                state,
             )
+            rows = part.ordered(part.of_rows(grad))
+            gradients = ctx.fused.backward(rows, saved, ctx.scaling, part.shape, state)
+            of_query, of_key, of_value = gradients
             part.of_rows(grad_queries[part.query]).add_(part.ordered(of_query))
             part.of_keys(grad_keys[part.key], group, part.first_key).add_(of_key)
             part.of_keys(grad_value, group).add_(of_value)

@@ -20,7 +20,7 @@ from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused import cuda
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.emulated import EmulatedFlash
-from hf_posenc.attention.fused.protocol import EMPTY, Segments, Shape
+from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
 from hf_posenc.model import masks
@@ -199,7 +199,7 @@ def test_the_operators_of_cuda_take_these_calls(
     assert out.shape == query.shape
     assert lse.shape == query.shape[:3]
     assert lse.dtype == torch.float32
-    grads = flash.backward(out, query, key, key, out, lse, 0.3, shape, state)
+    grads = flash.backward(out, Saved(query, key, key, out, lse), 0.3, shape, state)
     assert [x.shape for x in grads] == [x.shape for x in (query, key, key)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.protocol import Shape
+from hf_posenc.attention.fused.protocol import Saved, Shape
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -37,20 +37,11 @@ class CpuFlash:
         return out, lse, None
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scaling: float,
-        shape: Shape,
-        state: Any,
+        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = (_dense(x) for x in (grad, query, key, value))
+        tensors = (_dense(x) for x in (grad, *saved[:3]))
         gradients: tuple[Tensor, Tensor, Tensor] = _BACKWARD(
-            *tensors, out, lse, 0.0, shape.causal, attn_mask=shape.mask, scale=scaling
+            *tensors, saved.out, saved.lse, 0.0, shape.causal, attn_mask=shape.mask, scale=scaling
         )
         return gradients
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.protocol import EMPTY, Segments, Shape
+from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 
 LARGEST = 256
 """The most features of a head."""
@@ -49,21 +49,13 @@ class CudaFlash:
         return out.transpose(0, 1)[None], lse[None], state
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scaling: float,
-        shape: Shape,
-        state: Any,
+        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
-        g, q, k, v, o = (_flattened(x) for x in (grad, query, key, value, out))
-        window = window_of(shape)
-        gradients = self.attend_backward(g, q, k, v, o, lse[0], segments, scaling, window, state)
+        segments = shape.segments or one_segment(saved.query.shape[2], saved.key.shape[2])
+        q, k, v, out = (_flattened(x) for x in saved[:4])
+        flat = Saved(q, k, v, out, saved.lse[0])
+        given = (_flattened(grad), flat, segments, scaling, window_of(shape), state)
+        gradients = self.attend_backward(*given)
         of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
         return of_query, of_key, of_value
 
@@ -96,17 +88,14 @@ class CudaFlash:
     def attend_backward(
         self,
         grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        saved: Saved,
         segments: Segments,
         scaling: float,
         window: tuple[int, int],
         state: Any,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value, given the output and log-sum-exp of a whole softmax."""
+        """Return the gradients of query, key and value."""
+        query, key, value, out, lse = saved
         left, right = window
         # Without dropout, no random numbers are read.
         seed, unused = state[:2] if state else (_no_seed(query.device), query.new_empty(0))

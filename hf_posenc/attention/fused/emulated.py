@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.protocol import Segments
+from hf_posenc.attention.fused.protocol import Saved, Segments
 from hf_posenc.attention.softmax import accumulation_dtype
 
 
@@ -40,18 +40,14 @@ class EmulatedFlash(CudaFlash):
     def attend_backward(
         self,
         grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        saved: Saved,
         segments: Segments,
         scaling: float,
         window: tuple[int, int],
         state: Any,
     ) -> tuple[Tensor, ...]:
-        tensors, starts = (grad, query, key, value, out, lse), segments.on(query.device)
-        gradients: tuple[Tensor, ...] = _attend_backward(*tensors, *starts, scaling, *window)
+        starts = segments.on(grad.device)
+        gradients: tuple[Tensor, ...] = _attend_backward(grad, *saved, *starts, scaling, *window)
         return gradients
 
 

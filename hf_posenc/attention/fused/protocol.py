@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +87,16 @@ class Shape:
     segments: Segments | None = None
 
 
+class Saved(NamedTuple):
+    """What a backward reads of its forward; the output and log-sum-exp are those of the whole softmax."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Fused(Protocol):
     """A fused attention; queries (B, H, R, D), keys and values (B, HK, N, D) of any strides, H a multiple of HK."""
 
@@ -106,16 +116,7 @@ class Fused(Protocol):
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scaling: float,
-        shape: Shape,
-        state: Any,
+        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value, given the output and log-sum-exp of the whole softmax."""
+        """Return the gradients of query, key and value."""
         ...
