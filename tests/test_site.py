@@ -1,7 +1,7 @@
 """The documentation site: built strictly, complete, and checked in a browser where there is one.
 
-The tests in a browser are skipped without Chromium (`CHROMIUM` names another path). With `SCREENSHOTS=DIR` they keep
-pictures of the pages in that folder.
+The page of `hf-posenc report` passes the same checks. The tests in a browser are skipped without Chromium (`CHROMIUM`
+names another path). With `SCREENSHOTS=DIR` they keep pictures of the whole pages in that folder.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.page import collect, render
 from scripts.site import links, mathml, navigation, reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,9 @@ PAGES = (
     "concepts/scale/",
     *("reference/patching/", "reference/cli/", "reference/published/"),
 )
+REPORT = "report.html"
+REPORTED = ("demo", "benchmarks/bench.json", "benchmarks/sweep.json", "real_model/passkey.json")
+"""The committed results in the report: perplexity, a benchmark, a sweep and retrieval."""
 SIZES = {"desk": (1360, 900), "phone": (390, 844)}
 CONTRAST = 4.5  # WCAG AA
 QUESTIONS = {
@@ -157,7 +161,7 @@ def test_every_command_recipe_and_table_is_on_its_page() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site; a warning is an error."""
+    """Build the site, where a warning is an error; a report lies beside its pages."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -165,6 +169,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
     config.plugins.on_startup(command="build", dirty=False)
     build(config)
+    report = render(collect([DOCS / "data" / name for name in REPORTED]))
+    (folder / REPORT).write_text(report, encoding="utf-8")
     return folder
 
 
@@ -202,7 +208,7 @@ def browser() -> Iterator[Any]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.skip("there is no Chromium")
+        pytest.skip("no Chromium on the PATH: install it, or name one in CHROMIUM")
     playwright: Any = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -211,13 +217,18 @@ def browser() -> Iterator[Any]:
 
 
 STRUCTURE = """() => {
-  const levels = [...document.querySelectorAll('article :is(h1, h2, h3, h4, h5, h6)')].map(h => +h.tagName[1]);
+  const root = document.querySelector('article') || document.body;
+  const all = selector => [...root.querySelectorAll(selector)];
+  const levels = all('h1, h2, h3, h4, h5, h6').map(h => +h.tagName[1]);
+  const named = '[aria-hidden="true"], [role="img"][aria-label], a, button, label, nav';
   return {
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     titles: document.querySelectorAll('h1').length,
     skipped: levels.filter((level, index) => index && level > levels[index - 1] + 1),
     unnamed: [...document.images].filter(image => !image.alt).map(image => image.src),
     broken: [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
+    undescribed: all('svg').filter(svg => !svg.closest(named)).map(svg => svg.outerHTML.slice(0, 80)),
+    headless: all('table').filter(table => !table.querySelector('th')).map(table => table.textContent.slice(0, 80)),
     language: document.documentElement.lang,
   };
 }"""
@@ -238,20 +249,21 @@ COLOURS = """() => {
     return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
   };
   const found = {};
+  const text = ':is(p, li, a, code, th, td, h1, h2, h3, h4, span, data, summary, figcaption, text)';
   for (const element of document.querySelectorAll(
-    'article :is(p, li, a, code, th, td, h1, h2, h3, span), '
+    `article ${text}, body:not(:has(article)) ${text}, `
     + '.md-header__topic, .md-tabs__link, .md-nav__link, .md-footer span'
   )) {
     if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
     if (![...element.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue;
     if (element.closest('.headerlink, .md-clipboard, .md-code__nav')) continue;
     const back = ground(element), style = getComputedStyle(element);
-    const text = rgba(style.color);
-    for (let e = element; e; e = e.parentElement) text[3] *= +getComputedStyle(e).opacity;
-    const [high, low] = [light(over(text, back)), light(back)].sort((a, b) => b - a);
+    const colour = element.matches('text') ? style.fill : style.color, ink = rgba(colour);
+    for (let e = element; e; e = e.parentElement) ink[3] *= +getComputedStyle(e).opacity;
+    const [high, low] = [light(over(ink, back)), light(back)].sort((a, b) => b - a);
     const ratio = (high + .05) / (low + .05);
     const name = element.tagName + '.' + element.className + ': ' + element.textContent.trim().slice(0, 20);
-    const key = style.color + back;
+    const key = colour + back;
     if (!found[key] || found[key][0] > ratio) found[key] = [ratio, name];
   }
   return Object.values(found);
@@ -273,31 +285,72 @@ def test_pages_in_a_browser(scheme: str, size: str, browser: Any, address: str) 
         lambda r: None if r.url.startswith((address, "data:", "blob:")) else faults.append(r.url),
     )
     page.on("response", lambda r: faults.append(f"{r.status} {r.url}") if r.status >= 400 else None)
-    for name in PAGES:
+    for name in (*PAGES, REPORT):
         page.goto(address + name)  # until its load event: a starved parser looks idle
         page.wait_for_load_state("networkidle")
-        found = page.evaluate(STRUCTURE)
-        assert found.pop("language") == "en", name
-        expected = {"overflow": 0, "titles": 1, "skipped": [], "unnamed": [], "broken": []}
-        assert found == expected, (name, found)
-        poor = [each for each in page.evaluate(COLOURS) if each[0] < CONTRAST]
-        assert not poor, (name, poor)
+        _check(page, name)
         if folder := os.environ.get("SCREENSHOTS"):
             stem = name.strip("/").replace("/", "-") or "index"
-            page.screenshot(path=Path(folder) / f"{stem}-{scheme}-{size}.png")
+            page.screenshot(path=Path(folder) / f"{stem}-{scheme}-{size}.png", full_page=True)
     assert not faults
     context.close()
 
 
+def _check(page: Any, name: str) -> None:
+    found = page.evaluate(STRUCTURE)
+    assert found.pop("language") == "en", name
+    assert (found.pop("overflow"), found.pop("titles")) == (0, 1), name
+    assert not any(found.values()), (name, found)
+    colours = page.evaluate(COLOURS)
+    assert len(colours) > 3, name
+    poor = [each for each in colours if each[0] < CONTRAST]
+    assert not poor, (name, poor)
+
+
 @pytest.mark.slow
-def test_the_keyboard_and_the_search(browser: Any, address: str) -> None:
+def test_the_report_in_print(browser: Any, address: str) -> None:
+    context = browser.new_context(
+        color_scheme="dark", viewport={"width": 688, "height": 1000}
+    )  # A4
+    page = context.new_page()
+    page.goto(address + REPORT)
+    page.emulate_media(media="print")
+    _check(page, REPORT)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator("nav").is_visible()
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / "report-print.png", full_page=True)
+    context.close()
+
+
+FOCUS = """() => {
+  const element = document.activeElement, style = getComputedStyle(element), box = element.getBoundingClientRect();
+  const outlined = style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0;
+  const shown = box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth;
+  return outlined && shown ? '' : element.outerHTML.slice(0, 120);
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["methods/", REPORT])
+def test_the_keyboard(name: str, browser: Any, address: str) -> None:
+    page = browser.new_page(reduced_motion="reduce")
+    page.goto(address + name)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.matches('.md-skip, .skip')")
+    assert not page.evaluate(FOCUS)
+    page.keyboard.press("Enter")
+    for _ in range(20):  # goes on in the text, past the navigation
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.closest('.md-content, #main') !== null")
+        assert not page.evaluate(FOCUS)
+    page.close()
+
+
+@pytest.mark.slow
+def test_the_search(browser: Any, address: str) -> None:
     page = browser.new_page()
     page.goto(address + "methods/")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.matches('.md-skip')")
-    page.keyboard.press("Enter")
-    page.keyboard.press("Tab")  # goes on in the text, past the navigation
-    assert page.evaluate("document.activeElement.closest('.md-content') !== null")
     page.wait_for_function(  # the worker has the index, and the theme listens to its keys
         "document.querySelector('.md-search-result__meta').textContent.includes('Type to start')"
     )

@@ -25,6 +25,8 @@ COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
 BOOST = {"faq.md": 2.0}
 """Factors on the scores of pages in the site's search. The questions are headings, as readers type them."""
+COLOURS = "hf_posenc/evaluation/page/colours.css"
+"""The colours of the report page, which are those of the site."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -36,10 +38,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie beside docs/."""
+    """Add the pages and colours that lie beside docs/."""
     for name in COPIES:
         content = links.from_root((ROOT / name).read_text(encoding="utf-8"))
         files.append(File.generated(config, name.lower(), content=content))
+    files.append(File.generated(config, "assets/colours.css", abs_src_path=str(ROOT / COLOURS)))
     return files
 
 

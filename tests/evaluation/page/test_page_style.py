@@ -1,4 +1,4 @@
-"""The page's colours: enough contrast in light, in dark and in print, for text and for lines."""
+"""The page's colours: enough contrast in light (print too) and in dark, for text and for lines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import pytest
 import hf_posenc
 from tests.support.page_results import page, result, write
 
-STYLE = (Path(hf_posenc.__file__).parent / "evaluation/page/style.css").read_text(encoding="utf-8")
+PAGE = Path(hf_posenc.__file__).parent / "evaluation/page"
+COLOURS = (PAGE / "colours.css").read_text(encoding="utf-8")
 
 
 def _palettes() -> dict[str, dict[str, str]]:
-    blocks = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
-    found = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
-    return dict(zip(("light", "dark", "print"), found, strict=True))
+    """The colours of both modes."""
+    pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", COLOURS)
+    aliases = re.findall(r"--([\w-]+): var\(--([\w-]+)\);", COLOURS)
+    found = {"light": {n: one for n, one, _ in pairs}, "dark": {n: two for n, _, two in pairs}}
+    return {
+        mode: palette | {name: palette[of] for name, of in aliases}
+        for mode, palette in found.items()
+    }
 
 
 def _luminance(colour: str) -> float:
@@ -31,25 +37,33 @@ def contrast(one: str, two: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("mode", ["light", "dark", "print"])
+@pytest.mark.parametrize("mode", ["light", "dark"])
 def test_contrast(mode: str) -> None:
     palette = _palettes()[mode]
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     texts = [name for name in palette if name.startswith("text-") and name[5:] not in ("paper",)]
-    for name in [*texts, "ink", "muted", "link", "good", "bad", "warn-edge"]:
+    assert len(texts) >= 10
+    for name in [*texts, "ink", "muted", "link", "accent", "good", "bad", "warn-edge"]:
         assert contrast(palette[name], palette["paper"]) >= 4.5, name
     for name in ("ink", "muted", "link"):
         assert contrast(palette[name], palette["panel"]) >= 4.5, name
+    for name in ("bar-ink", "bar-muted"):
+        assert contrast(palette[name], palette["bar"]) >= 4.5, name
     assert contrast(palette["ink"], palette["heat"]) >= 4.5
     for name in [name for name in palette if name.startswith("line-")]:
         assert contrast(palette[name], palette["paper"]) >= 3, name
 
 
-def test_all_modes_have_the_same_colours_and_the_page_uses_no_other(tmp_path: Path) -> None:
-    palettes = _palettes()
-    assert set(palettes["light"]) == set(palettes["dark"]) == set(palettes["print"])
+def test_the_page_and_the_site_have_no_colours_of_their_own(tmp_path: Path) -> None:
     source = page(write(tmp_path / "a", result()), figures=True).source
+    known = set(_palettes()["light"]) | {"text-font", "code-font"}
     used = set(re.findall(r"var\(--([\w-]+)\)", source)) - {"part"}  # a heat map's own number
-    assert used <= set(palettes["light"])
+    assert used <= known
     body = source[source.index("</style>") :]
     assert not re.findall(r"(?:fill|stroke): ?#", body), "a colour that does not follow the mode"
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
+    assert not re.findall(r"#[0-9a-f]{3,6}\b", style), "colours belong into colours.css"
+    site = (PAGE.parents[2] / "docs/assets/site.css").read_text(encoding="utf-8")
+    used = set(re.findall(r"var\(--((?!md-)[\w-]+)\)", site))
+    assert "paper" in used
+    assert used <= known
