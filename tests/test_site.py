@@ -298,11 +298,10 @@ def test_pages_in_a_browser(scheme: str, size: str, browser: Any, address: str) 
 
 def _check(page: Any, name: str) -> None:
     found = page.evaluate(STRUCTURE)
-    assert found.pop("language") == "en", name
-    assert (found.pop("overflow"), found.pop("titles")) == (0, 1), name
-    assert not any(found.values()), (name, found)
+    numbers = {"language": "en", "overflow": 0, "titles": 1}
+    assert found == {key: [] for key in found} | numbers, (name, found)
     colours = page.evaluate(COLOURS)
-    assert len(colours) > 3, name
+    assert colours, name
     poor = [each for each in colours if each[0] < CONTRAST]
     assert not poor, (name, poor)
 
