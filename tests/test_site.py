@@ -220,7 +220,7 @@ STRUCTURE = """() => {
   const root = document.querySelector('article') || document.body;
   const all = selector => [...root.querySelectorAll(selector)];
   const levels = all('h1, h2, h3, h4, h5, h6').map(h => +h.tagName[1]);
-  const named = '[aria-hidden="true"], [role="img"][aria-label], a, button, label, nav';
+  const named = '[role="img"][aria-label]:not([aria-label=""]), a, button, label, nav, .legend';
   return {
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     titles: document.querySelectorAll('h1').length,
