@@ -117,6 +117,7 @@ class PatchConfig:
         }
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, as `from_dict` reads it."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["others"] = [{"method": name, "options": options} for name, options in self.others]
         values["elsewhere"] = [part.to_dict() for part in self.elsewhere]
@@ -155,6 +156,7 @@ class PatchConfig:
         return config
 
     def to_json(self) -> str:
+        """Return the JSON text that `save_patch` writes."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod

@@ -238,6 +238,9 @@ def loss_figure(
         table: The rows of `Scores`. Without it, or with fewer than two rows of the training, there is no right half.
         protocol: The protocol of the right half.
 
+    Returns:
+        A matplotlib figure.
+
     Raises:
         PosencError: matplotlib is not installed, or no loss was logged.
     """

@@ -216,6 +216,9 @@ def bench(
         progress: Called after every forward with the part and the method, tokens done and tokens in all of this part.
         **fields: Fields of `BenchOptions` that replace those of `options`, such as `methods` or `suite`.
 
+    Returns:
+        The results of the three parts, with a common table.
+
     Raises:
         PosencError: Options exclude each other, a published table is of another protocol, or no document can be used.
     """

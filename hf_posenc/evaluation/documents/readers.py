@@ -78,6 +78,9 @@ def read_paths(
         split: The split of a saved `DatasetDict`.
         token_dtype: Type of the ids in a `.bin` file: `uint16`, as LongLoRA's, or another of `TOKEN_DTYPES`.
 
+    Yields:
+        A document for each usable file or row, and an entry with the reason for each other one.
+
     Raises:
         PosencError: There is no such `token_dtype`, or a saved dataset cannot be read.
     """
@@ -448,6 +451,9 @@ def read_dataset(
         column: The column of texts.
         streaming: Read row by row, without downloading all of it.
         tokenized: The column of token ids, read instead of a text: `input_ids` of `emozilla/pg19-test-tokenized`.
+
+    Yields:
+        A document for each usable row, and an entry with the reason for each other one.
 
     Raises:
         PosencError: `datasets` is not installed, the dataset or split cannot be loaded, or it has no such column.

@@ -411,6 +411,9 @@ def extend(
         progress: Called after every forward with the method's label, tokens done and tokens in all.
         **fields: Fields of `ExtendOptions` that replace those of `options`, such as `budget="30m"`.
 
+    Returns:
+        The verdict (`extended`), the demands with their numbers, and the method that was chosen.
+
     Raises:
         PosencError: The model is long enough, scaled or patched already; there are too few documents; or the budget is
             too short for the least sensible amount.

@@ -333,6 +333,9 @@ def measure_perplexity(
         progress: Called after every forward with the method's label, tokens done and tokens in all.
         **fields: Fields of `PerplexityOptions` that replace those of `options`, such as `methods` or `tail_tokens`.
 
+    Returns:
+        Perplexities by method, protocol and length: `cells`, `tables()`, `plot()`, `write(folder)`.
+
     Raises:
         PosencError: Options exclude each other, or no document can be used.
 

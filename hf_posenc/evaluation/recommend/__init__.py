@@ -212,6 +212,9 @@ def recommend(
         original: The length that the model was trained at, in tokens, if its config names another.
         dtype: The number format of the cache.
 
+    Returns:
+        The classes with their reasons, and the limits and the memory that they follow from.
+
     Raises:
         PosencError: A length below 1, a patched model, or one without a rotary table.
 

@@ -200,6 +200,9 @@ def measure_retrieval(
         progress: Called after every sample with the method's label, tokens done and tokens in all.
         **fields: Fields of `RetrievalOptions` that replace those of `options`, such as `methods` or `samples`.
 
+    Returns:
+        Answers and ranks by method, task and length, with intervals.
+
     Raises:
         PosencError: Options exclude each other, or no task has prompts of these lengths, or the haystack is empty.
 

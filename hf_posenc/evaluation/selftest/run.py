@@ -33,6 +33,9 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> SelftestR
         options: The options; by default all of their defaults.
         fields: Options by name, which replace these.
 
+    Returns:
+        The verdict on every backend, and the time of every method.
+
     Raises:
         PosencError: A device that is not there, or an unknown dtype or method.
     """

@@ -340,6 +340,9 @@ def prepare_blocks(
         workers: Processes that tokenize; the blocks do not depend on their number. A stream takes none.
         stream: Make the blocks while they are read. Needs a source, and documents that can be read again.
 
+    Returns:
+        The blocks: `dataset` for a Trainer, and `counts` of what was read, used and left out.
+
     Raises:
         PosencError: No document fills a block; token ids of another tokenizer; a cache or a stream without a source; a
             cache that cannot be written to.
