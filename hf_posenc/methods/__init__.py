@@ -126,6 +126,8 @@ METHODS: tuple[type[Method], ...] = tuple(sorted(REGISTRY.values(), key=_place))
 _BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}
 _OWN: dict[str, type[Method]] = {}
 """Methods of the user's own by name and alias."""
+_TAKEN = ("none", "truncation")
+"""Names of what measurements compare methods with."""
 MethodT = TypeVar("MethodT", bound=Method)
 
 
@@ -182,7 +184,7 @@ def register_method(method: type[MethodT]) -> type[MethodT]:
         raise PosencError(f"{method.__name__} lacks {', '.join(lacking)}: set it in the class.")
     names = (method.name, *method.aliases)
     for name in names:
-        if not (isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)) or name == "none":
+        if not (isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)) or name in _TAKEN:
             raise PosencError(
                 f"{name!r} cannot name a method: use lower-case letters, digits and underscores, such as 'my_rope'."
             )

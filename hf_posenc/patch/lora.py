@@ -84,10 +84,11 @@ def carry_patch(model: Any, state: State) -> None:
                     "model must have. hf_posenc.training.lora_config gives a LoRA that holds them."
                 )
         elif not isinstance(config, PosencLoraConfig):
-            kind = "a method of your own" if own else config.peft_type.value
+            kind = "a method that is not registered" if own else config.peft_type.value
             lost.append(
                 f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
-                "it on an unpatched model. Use a LoRA and a method of hf_posenc, or patch before you load the adapter."
+                "it on an unpatched model. Use a LoRA and a registered method (hf_posenc.register_method), or "
+                "patch before you load the adapter."
             )
     if lost and not state.warned:
         state.warned = True

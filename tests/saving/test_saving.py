@@ -446,6 +446,7 @@ class TestMethodsOfOnesOwn:
             ("linear", "name of Posi"),
             ("My", "lower-case"),
             ("none", "none"),
+            ("truncation", "truncation"),
         ],
     )
     def test_names_that_are_refused(self, name: str, message: str, halved: Any) -> None:
