@@ -41,7 +41,7 @@ def draw(
     pictures: Mapping[str, Draw],
     sizes: Mapping[str, tuple[float, float]],
 ) -> list[Path]:
-    """Write `NAME.png` for every name; a picture without a size has the usual one."""
+    """Write `NAME.png` for every name, in the size given for it or in the usual one."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with rc_context(LOOK):

@@ -88,7 +88,7 @@ class Shape:
 
 
 class Saved(NamedTuple):
-    """What a backward reads of its forward; the output and log-sum-exp are those of the whole softmax."""
+    """Tensors of a forward that its backward reads; the output and log-sum-exp are those of the whole softmax."""
 
     query: Tensor
     key: Tensor
