@@ -33,8 +33,10 @@ from scripts.method_pages import expressed
 from scripts.method_pages import pages as method_pages
 from scripts.real_model_page import (
     agreement,
+    classes,
     evidence,
     headline,
+    needles,
     passkeys,
     reasoning,
     shorts,
@@ -306,6 +308,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "tuned": tuned,
         "agreement": agreement,
     },
+    DOCS / "recommend.md": {"classes": classes},
     DOCS / "retrieval.md": {"reasoning": reasoning},
     CONCEPTS / "cache.md": {"stale": stale},
     CONCEPTS / "extrapolation.md": {"unfinished": unfinished, "attention": attention_by_distance},

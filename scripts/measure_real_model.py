@@ -4,7 +4,7 @@
     python scripts/measure_real_model.py --work runs/real --only passkey   one part
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
-Every part but `agreement` is one command, which resumes where it was interrupted: `--patch` adds methods to what the
+Every part but `agreement` and `recommend` is one command, which resumes where it was interrupted: `--patch` adds methods to what the
 folder has. All texts are files of installed packages, so that anyone has them.
 """
 
@@ -30,6 +30,7 @@ from hf_posenc.cli.loading import open_session
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import ModelOptions
+from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,6 +84,10 @@ PASSKEY = "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1"
 PARTS = {
     "tail-16k": Part(TAIL, (*CONTROLS, *AT_16K), TEXTS),
     "passkey": Part(PASSKEY, SEEKERS),
+    "needles": Part(
+        "retrieval --tasks niah_single_1,niah_multikey_2,vt --lengths 2k,12k --depths 5 --samples 1",
+        SEEKERS,
+    ),
     "reasoning": Part(
         "retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12", ("none",)
     ),
@@ -102,7 +107,7 @@ PARTS = {
 }
 FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")
 """Names of the results that are kept."""
-AGREEMENT = "agreement"
+AGREEMENT, ADVICE = "agreement", "recommend"
 CHARACTERS, WINDOW = 16_000, 2048
 """Of the text that lm-evaluation-harness reads too, and the tokens of its windows."""
 
@@ -115,9 +120,9 @@ def main(
 ) -> None:
     """Write the documents, run the parts, and copy their results."""
     write_texts(work)
-    for name in only.split(",") if only else (*PARTS, AGREEMENT):
-        if name == AGREEMENT:
-            values = agreement(work / TEXTS / "python_1.txt")
+    for name in only.split(",") if only else (*PARTS, AGREEMENT, ADVICE):
+        if name in (AGREEMENT, ADVICE):
+            values = agreement(work / TEXTS / "python_1.txt") if name == AGREEMENT else advice()
             write_atomically(RESULTS / f"{name}.json", to_json(values))
             continue
         part = PARTS[name]
@@ -177,6 +182,12 @@ def agreement(file: Path) -> dict[str, Any]:
     }
     packages = {name: version(name) for name in ("lm_eval", "torch", "transformers")}
     return {"kind": "agreement", "model": name, "rows": rows, "ruler": ruler, "versions": packages}
+
+
+def advice() -> dict[str, Any]:
+    """Return what `recommend` says about the model and the longest texts of the first part."""
+    model, _, _ = open_session(ModelOptions(model=MODEL, dtype="float32"))
+    return recommend(model, 16_384).to_dict()
 
 
 def write_texts(work: Path) -> None:

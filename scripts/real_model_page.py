@@ -16,7 +16,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Cell as Passkeys
 from hf_posenc.training.log import TrainingLog
 from scripts import results
-from scripts.measure_real_model import AGREEMENT, TUNED
+from scripts.measure_real_model import ADVICE, AGREEMENT, TUNED
 from scripts.results import DEMO, REAL_MODEL, made_with, perplexity, retrieval
 
 
@@ -144,6 +144,27 @@ def evidence() -> str:
     return f"{intro}\n\n{markdown_table(['method', *columns], rows, numeric=True)}"
 
 
+def classes() -> str:
+    """Return the order and the classes of `recommend`, and what was measured of each method, for docs/recommend.md."""
+    file = REAL_MODEL / "tail-16k.json"
+    result, cells = perplexity(file), results.tails(file)
+    length = result.settings.lengths[-1]
+    rows = [
+        [
+            f"`{option['spec']}`",
+            option["works"],
+            "attention" if option["attention"] else "frequencies",
+            f"`{entry.label}`",
+            *_ratio(cells[entry.label, length]),
+        ]
+        for option in results.read(REAL_MODEL / f"{ADVICE}.json")["options"]
+        for entry in result.candidates
+        if entry.method == option["method"] and len(entry.parts) == 1
+    ]
+    head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}", ""]
+    return markdown_table(head, rows, numeric=[False, False, False, False, True, False])
+
+
 def _shares(result: PerplexityResult, length: int, baseline: str) -> dict[str, str]:
     """Return the perplexity of each method at a length, divided by that of a baseline."""
     cells = {
@@ -172,23 +193,47 @@ def _method(label: str) -> str:
 
 def passkeys() -> str:
     """Return the passkeys that methods answer, and those that they rank first, by length."""
-    result = retrieval(REAL_MODEL / "passkey.json")
-    lengths, cells = result.settings.lengths, {(c.method, c.length): c for c in result.cells}
-    rows = []
-    for label in (entry.label for entry in result.candidates):
-        row = [f"`{label}`"]
-        for length in lengths:
-            cell = cells.get((label, length))
-            row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
-        rows.append(row)
-    head = ["method", *(f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first"))]
-    depths = len(result.settings.depths)
+    depths = len(retrieval(REAL_MODEL / "passkey.json").settings.depths)
     intro = (
         f"Passkeys of five digits in filler text, one prompt at each of {depths} depths. *Answered*: every token of "
         "the key is the most probable one. *Ranked first*: the key is the most probable of eleven (chance: one in "
         "eleven). In parentheses: 95 % intervals (Wilson), in percent."
     )
-    return f"{intro}\n\n{markdown_table(head, rows, numeric=True)}"
+    return f"{intro}\n\n{_answers(REAL_MODEL / 'passkey.json')}"
+
+
+def needles() -> str:
+    """Return the answers of other tasks that methods give, and those that they rank first, by length."""
+    result = retrieval(REAL_MODEL / "needles.json")
+    chances = {cell.task: cell.chance for cell in result.cells if cell.chance is not None}
+    intro = (
+        f"One prompt at each of {len(result.settings.depths)} depths. Chance to be ranked first: "
+        + ", ".join(f"`{task}` {chance:.0%}" for task, chance in chances.items())
+        + ". In parentheses: 95 % intervals (Wilson), in percent."
+    )
+    return f"{intro}\n\n{_answers(REAL_MODEL / 'needles.json')}"
+
+
+def _answers(file: Path) -> str:
+    """Return a table of the answers of each task under each method, by length."""
+    result = retrieval(file)
+    lengths, cells = (
+        result.settings.lengths,
+        {(c.task, c.method, c.length): c for c in result.cells},
+    )
+    rows = []
+    for task in dict.fromkeys(cell.task for cell in result.cells):
+        for label in (entry.label for entry in result.candidates):
+            row = [f"`{task}`", f"`{label}`"]
+            for length in lengths:
+                cell = cells.get((task, label, length))
+                row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
+            rows.append(row)
+    head = ["task", "method"]
+    head += [f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first")]
+    if len({row[0] for row in rows}) == 1:
+        head, rows = head[1:], [row[1:] for row in rows]
+    return markdown_table(head, rows, numeric=[name not in ("task", "method") for name in head])
 
 
 def tuned() -> str:

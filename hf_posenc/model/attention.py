@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,24 +177,24 @@ class Recorded:
     sees_later: bool | None
 
 
-_calls: dict[nn.Module, list[Recorded]] | None = None
+# The attention function is global. Other threads may run other models meanwhile, which must not notice.
+_recordings: dict[int, dict[nn.Module, list[Recorded]]] = {}
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[nn.Module, list[Recorded]]]:
-    """Yield the recorded calls of each module, while every token attends to itself alone."""
-    global _calls  # the attention function is global too
-    calls: dict[nn.Module, list[Recorded]] = {}
-    _calls = calls
+    """Yield the calls of each module in this thread, in which every token attends to itself alone meanwhile."""
+    thread = threading.get_ident()
+    calls = _recordings[thread] = {}
     try:
         yield calls
     finally:
-        _calls = None
+        del _recordings[thread]
 
 
 def is_recording() -> bool:
-    """Return whether calls are recorded, and every token attends to itself."""
-    return _calls is not None
+    """Return whether the calls of this thread are recorded, and every token attends to itself."""
+    return bool(_recordings) and threading.get_ident() in _recordings
 
 
 def posenc_attention(
@@ -211,7 +212,7 @@ def posenc_attention(
     Shapes are those of `Call`, but for the output: (batch, queries, heads, value_dim). The mask is `None`, bool,
     additive, or a handle of `posenc_mask`.
     """
-    if _calls is not None:
+    if is_recording():
         return _recorded(module, query, key, value, attention_mask, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     untouched = layer is not None and layer.encoding.bidirectional and layer.encoding.plain
@@ -341,7 +342,7 @@ def scaled_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale queries and call the attention implementation `native`; arguments and mask are that one's."""
-    if _calls is not None:
+    if is_recording():
         return _recorded(module, query, key, value, attention_mask, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
@@ -393,13 +394,12 @@ def _recorded(
     mask: Any,
     kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
-    assert _calls is not None
     later, queries, groups = None, query.shape[2], query.shape[1] // value.shape[1]
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
         later = bool(visible(mask)[..., :queries].triu(1).any())
     own = key[:, :, :queries].clone()
     call = Recorded(query.clone(), own, key.shape[2], kwargs, later)
-    _calls.setdefault(module, []).append(call)
+    _recordings[threading.get_ident()].setdefault(module, []).append(call)
     if value.shape[2] >= queries:  # its own come first
         value = value[:, :, :queries]
     else:

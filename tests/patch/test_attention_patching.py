@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,26 @@ def test_unpatching_restores_everything(model: PreTrainedModel, name: str) -> No
     assert everything(model) == before
     assert torch.equal(zoo.logits(model, IDS), logits)
     assert get_patch(model) is None
+
+
+@pytest.mark.parametrize("name", ["rerope", "log_n"])
+def test_a_model_in_another_thread_does_not_notice_a_patch(
+    model: PreTrainedModel, name: str
+) -> None:
+    """A server runs one model while another one is patched; both call the same attention function."""
+    other = apply(build(), "rerope")
+    expected, found = zoo.logits(other, IDS), []
+
+    def run_other(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(zoo.logits(other, IDS)))
+        thread.start()
+        thread.join()
+
+    handle = model.get_submodule("model.layers.0").register_forward_hook(run_other)
+    apply(model, name)
+    handle.remove()
+    assert len(found) > 1
+    assert all(torch.equal(logits, expected) for logits in found)
 
 
 @pytest.mark.parametrize(
