@@ -36,7 +36,6 @@ from scripts.real_model_page import (
     classes,
     evidence,
     headline,
-    needles,
     passkeys,
     reasoning,
     shorts,
