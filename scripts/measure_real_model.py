@@ -4,8 +4,8 @@
     python scripts/measure_real_model.py --work runs/real --only passkey   one part
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
-Every part but `agreement` and `recommend` is one command, which resumes where it was interrupted: `--patch` adds methods
-to what the folder has. All texts are files of installed packages, so that anyone has them.
+Every part but `agreement` and `recommend` is one command, which resumes where it was interrupted: `--patch` adds
+methods to what the folder has. All texts are files of installed packages, so that anyone has them.
 """
 
 from __future__ import annotations
