@@ -480,6 +480,17 @@ def load_adapter(
 
     Raises:
         PosencError: There is no adapter, it lacks weights, the model has another patch, or cannot take the adapter's.
+
+    Examples:
+        >>> from copy import deepcopy
+        >>> from peft import get_peft_model
+        >>> from hf_posenc import get_patch, load_adapter, patch_model
+        >>> from hf_posenc.training import lora_config
+        >>> base = deepcopy(model)
+        >>> config = lora_config(patch_model(model, "yarn", scale=4))
+        >>> get_peft_model(model, config).save_pretrained("longer")
+        >>> get_patch(load_adapter(base, "longer")).method
+        'yarn'
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 

@@ -102,6 +102,15 @@ def export(
 
     Raises:
         PosencError: An unknown engine, no config, or a patch that the model cannot take.
+
+    Examples:
+        >>> from hf_posenc.engines import export
+        >>> model.save_pretrained("model")
+        >>> found = export("model", "vllm", method="yarn", scale=4)
+        >>> found.possible, found.config["rope_parameters"]["rope_type"]
+        (True, 'yarn')
+        >>> export("model", "vllm", method="rerope").possible
+        False
     """
     return export_source(open_source(directory, method, **options), engine)
 
@@ -286,6 +295,13 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
 
     Raises:
         PosencError: The engine cannot have the model, or the folder holds another.
+
+    Examples:
+        >>> from hf_posenc.engines import export, write_export
+        >>> model.save_pretrained("model")
+        >>> files = write_export(export("model", "vllm", method="yarn", scale=4), "for_vllm")
+        >>> sorted(file.name for file in files)
+        ['config.json', 'export.json', 'generation_config.json', 'model.safetensors']
     """
     if not export.possible:
         raise PosencError(f"{export.engine} cannot have {export.path}: {export.reason}.")

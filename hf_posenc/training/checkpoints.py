@@ -86,6 +86,14 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
 
     Raises:
         PosencError: One of its files is missing or has another size, which no kill of a run explains.
+
+    Returns:
+        The folder `checkpoint-STEP`.
+
+    Examples:
+        >>> from hf_posenc.training import last_complete_checkpoint
+        >>> last_complete_checkpoint("longer") is None
+        True
     """
     complete = complete_checkpoints(folder)
     if not complete:

@@ -64,6 +64,13 @@ def choose_parameters(
 
     Raises:
         PosencError: A wrapped model, one with an adapter, or an encoding without parameters.
+
+    Examples:
+        >>> from hf_posenc import patch_model
+        >>> from hf_posenc.training import choose_parameters
+        >>> model = choose_parameters(patch_model(model, "kerple_log"), "encoding")
+        >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        16
     """
     if train not in get_args(Trained):
         raise unknown("choice of parameters", str(train), get_args(Trained))
@@ -158,6 +165,17 @@ def lora_config(
     Raises:
         PosencError: peft is not installed, the model has an adapter, no attention is found in it, or its patch is a
             user-defined method, which is not registered by name.
+
+    Returns:
+        The configuration for `peft.get_peft_model`, of the kind for causal language models.
+
+    Examples:
+        >>> from peft import get_peft_model
+        >>> from hf_posenc import patch_model
+        >>> from hf_posenc.training import lora_config
+        >>> config = lora_config(patch_model(model, "yarn", scale=4), rank=8)
+        >>> type(get_peft_model(model, config)).__name__
+        'PeftModelForCausalLM'
     """
     if find_spec("peft") is None:
         raise PosencError("LoRA needs the peft library: pip install 'hf-posenc[train]'.")

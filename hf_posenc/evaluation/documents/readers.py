@@ -83,6 +83,14 @@ def read_paths(
 
     Raises:
         PosencError: There is no such `token_dtype`, or a saved dataset cannot be read.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from hf_posenc.evaluation import read_paths
+        >>> Path("book.txt").write_text(texts[0])
+        400
+        >>> [entry.name for entry in read_paths("book.txt")]
+        ['book.txt']
     """
     if token_dtype not in TOKEN_DTYPES:
         raise unknown("token type", token_dtype, TOKEN_DTYPES)

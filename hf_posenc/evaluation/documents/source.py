@@ -180,6 +180,15 @@ def load_documents(
 
     Raises:
         PosencError: No document is usable.
+
+    Examples:
+        >>> from hf_posenc.evaluation.documents import Document, load_documents
+        >>> source = [Document(f"text {index}", text) for index, text in enumerate((*texts, "short"))]
+        >>> usable, skipped = load_documents(source, tokenizer, min_tokens=256, max_tokens=300)
+        >>> [len(document.ids) for document in usable]
+        [300, 300]
+        >>> skipped[0].name
+        'text 2'
     """
     spool, vocabulary, longest = Spool(), None, 0
     usable: list[_Text | TokenizedDocument] = []
@@ -240,6 +249,11 @@ def tokenize(
 
     Raises:
         PosencError: The text cannot be read or tokenized.
+
+    Examples:
+        >>> from hf_posenc.evaluation.documents import Document, tokenize
+        >>> tokenize(Document("text", texts[0]), tokenizer, max_tokens=8).ids.shape
+        torch.Size([8])
     """
     spool = Spool()
     return _tokenized(document, tokenizer, max_tokens, spool).finish(spool)

@@ -165,7 +165,13 @@ class PublishedTable:
 
 
 def available() -> tuple[str, ...]:
-    """Return the names of the tables in the package, in the order of the papers."""
+    """Return the names of the tables in the package, in the order of the papers.
+
+    Examples:
+        >>> from hf_posenc.evaluation import published
+        >>> "dca-t1-pg19" in published.available()
+        True
+    """
     return tuple(_tables())
 
 
@@ -177,6 +183,12 @@ def get(id: str) -> PublishedTable:
 
     Raises:
         PosencError: There is none; the message lists the names.
+
+    Examples:
+        >>> from hf_posenc.evaluation import published
+        >>> table = published.get("dca-t1-pg19")
+        >>> table.columns
+        (4096, 8192, 16384, 32768, 65536)
     """
     if id not in _tables():
         raise unknown("published table", id, available())

@@ -249,6 +249,12 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
 
     Raises:
         PosencError: A weight that is not positive; streams beside cached blocks; blocks of different lengths.
+
+    Examples:
+        >>> from hf_posenc.training import mix_blocks, prepare_blocks
+        >>> code, books = (prepare_blocks([text], tokenizer, length=64) for text in texts)
+        >>> len(mix_blocks([(code, 2.0), (books, 1.0)]).rows)
+        9
     """
     from datasets import interleave_datasets
 
@@ -346,6 +352,12 @@ def prepare_blocks(
     Raises:
         PosencError: No document fills a block; token ids of another tokenizer; a cache or a stream without a source; a
             cache that cannot be written to.
+
+    Examples:
+        >>> from hf_posenc.training import prepare_blocks
+        >>> blocks = prepare_blocks(texts, tokenizer, length=128)
+        >>> len(blocks.rows), len(blocks.rows[0]["input_ids"])
+        (6, 128)
     """
     if positions not in POSITIONS:
         raise unknown("kind of positions", positions, POSITIONS)

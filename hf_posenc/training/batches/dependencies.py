@@ -44,6 +44,10 @@ def check_dependencies(
 
     Warns:
         UserWarning: The model cannot run on this process, so nothing was checked.
+
+    Examples:
+        >>> from hf_posenc.training import PositionCollator, check_dependencies
+        >>> check_dependencies(model, PositionCollator("pose", target_length=8192))
     """
     if not hasattr(collator, "positions"):
         raise PosencError(f"The collator is a PositionCollator, not {type(collator).__name__}.")
