@@ -35,6 +35,7 @@ from scripts.real_model_page import (
     agreement,
     classes,
     evidence,
+    extended,
     headline,
     passkeys,
     reasoning,
@@ -292,6 +293,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "sweep.md": {"sweep": sweep, "search": search},
     DOCS / "methods.md": {"index": index},
     DOCS / "shipping.md": {"shipping": shipping},
+    DOCS / "extend.md": {"extended": extended},
     DOCS / "finetuning.md": {
         "example": example,
         "ways": ways,

@@ -102,7 +102,7 @@ PARTS = {
     ),
     f"{TUNED}-tail": Part(TAIL, ("none",), TEXTS, TUNED),
     f"{TUNED}-passkey": Part(PASSKEY, ("none",), model=TUNED),
-    "extend": Part("extend --target-length 12k --budget 8h", text=NEW_MODELS),
+    "extend": Part("extend --target-length 12k --budget 5h", text=NEW_MODELS),
     "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", (*CONTROLS, *AT_32K), TEXTS),
 }
 FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hf_posenc.evaluation.grid import markdown_table, number, number_range, percent_range
+from hf_posenc.evaluation.extend import ExtendResult
+from hf_posenc.evaluation.grid import (
+    markdown_table,
+    number,
+    number_range,
+    percent_range,
+    to_markdown,
+)
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell, Interval, Record, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -383,6 +390,17 @@ def reasoning() -> str:
         "parentheses: the 95 % Wilson interval. p: of at least so many by chance (binomial).\n\n"
         f"{table}\n\n[reasoning.json](data/real_model/reasoning.json) has every sample."
     )
+
+
+def extended() -> str:
+    """Return what `extend` printed about the model and ten documents, and its tables, for docs/extend.md."""
+    result = ExtendResult.from_dict(results.read(REAL_MODEL / "extend.json"))
+    printed = [f"$ {result.about['command']}", "", *result.lines()]
+    lines = [textwrap.fill(line, 110, subsequent_indent="  ") for line in printed]
+    text = "```text\n" + "\n".join(lines) + "\n```"
+    tables = [f"{grid.caption}\n\n{to_markdown(grid)}" for grid in result.tables()]
+    link = "[extend.json](data/real_model/extend.json) has every number."
+    return "\n\n".join([text, *tables, link])
 
 
 def _range(interval: Interval | None, digits: int = 4) -> str:
