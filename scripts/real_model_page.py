@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hf_posenc.evaluation.extend import ExtendResult
+from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import (
     markdown_table,
     number,
