@@ -213,18 +213,6 @@ def passkeys() -> str:
     return f"{intro}\n\n{_answers(REAL_MODEL / 'passkey.json')}"
 
 
-def needles() -> str:
-    """Return the answers of other tasks that methods give, and those that they rank first, by length."""
-    result = retrieval(REAL_MODEL / "needles.json")
-    chances = {cell.task: cell.chance for cell in result.cells if cell.chance is not None}
-    intro = (
-        f"One prompt at each of {len(result.settings.depths)} depths. Chance to be ranked first: "
-        + ", ".join(f"`{task}` {chance:.0%}" for task, chance in chances.items())
-        + ". In parentheses: 95 % intervals (Wilson), in percent."
-    )
-    return f"{intro}\n\n{_answers(REAL_MODEL / 'needles.json')}"
-
-
 def _answers(file: Path) -> str:
     """Return a table of the answers of each task under each method, by length."""
     result = retrieval(file)
