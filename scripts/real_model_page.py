@@ -65,7 +65,7 @@ def headline() -> str:
             f"- Unpatched, the perplexity is {number(ratios[UNPATCHED].ratio)} times the control's.",
             f"- Perplexity divided by the control's (the best of {len(below)} methods), 95 % intervals: {gains}.{word}",
             f"- Passkeys answered in {longest:,} tokens, {cut} of {len(places)} cut off by truncation: {found}.",
-            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten other documents: {verdict} {needles}",
+            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict} {needles}",
             "",
             "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
         ]
@@ -204,35 +204,23 @@ def _method(label: str) -> str:
 
 def passkeys() -> str:
     """Return the passkeys that methods answer, and those that they rank first, by length."""
-    depths = len(retrieval(REAL_MODEL / "passkey.json").settings.depths)
+    result = retrieval(REAL_MODEL / "passkey.json")
+    lengths, cells = result.settings.lengths, {(c.method, c.length): c for c in result.cells}
+    rows = []
+    for label in (entry.label for entry in result.candidates):
+        row = [f"`{label}`"]
+        for length in lengths:
+            cell = cells.get((label, length))
+            row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
+        rows.append(row)
+    head = ["method", *(f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first"))]
+    depths = len(result.settings.depths)
     intro = (
         f"Passkeys of five digits in filler text, one prompt at each of {depths} depths. *Answered*: every token of "
         "the key is the most probable one. *Ranked first*: the key is the most probable of eleven (chance: one in "
         "eleven). In parentheses: 95 % intervals (Wilson), in percent."
     )
-    return f"{intro}\n\n{_answers(REAL_MODEL / 'passkey.json')}"
-
-
-def _answers(file: Path) -> str:
-    """Return a table of the answers of each task under each method, by length."""
-    result = retrieval(file)
-    lengths, cells = (
-        result.settings.lengths,
-        {(c.task, c.method, c.length): c for c in result.cells},
-    )
-    rows = []
-    for task in dict.fromkeys(cell.task for cell in result.cells):
-        for label in (entry.label for entry in result.candidates):
-            row = [f"`{task}`", f"`{label}`"]
-            for length in lengths:
-                cell = cells.get((task, label, length))
-                row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
-            rows.append(row)
-    head = ["task", "method"]
-    head += [f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first")]
-    if len({row[0] for row in rows}) == 1:
-        head, rows = head[1:], [row[1:] for row in rows]
-    return markdown_table(head, rows, numeric=[name not in ("task", "method") for name in head])
+    return f"{intro}\n\n{markdown_table(head, rows, numeric=True)}"
 
 
 def tuned() -> str:

@@ -29,6 +29,7 @@ IMPORTANT = {
 SECONDS = {"from_pretrained", "measure_retrieval", "recommend"}
 """Names whose example takes seconds."""
 SAVING = {*SECONDS, "export", "write_export", "load_adapter"}
+"""Names whose example saves a model or may import deepspeed in another way."""
 
 
 def examples() -> Iterator[Any]:

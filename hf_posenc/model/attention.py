@@ -183,7 +183,7 @@ _recordings: dict[int, dict[nn.Module, list[Recorded]]] = {}
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[nn.Module, list[Recorded]]]:
-    """Yield the calls of each module in this thread, in which every token attends to itself alone meanwhile."""
+    """Yield the recorded calls of each module; in this thread every token attends to itself alone meanwhile."""
     thread = threading.get_ident()
     calls = _recordings[thread] = {}
     try:
@@ -194,6 +194,7 @@ def recording() -> Iterator[dict[nn.Module, list[Recorded]]]:
 
 def is_recording() -> bool:
     """Return whether the calls of this thread are recorded, and every token attends to itself."""
+    # torch.compile cannot trace get_ident, which an empty dictionary spares it.
     return bool(_recordings) and threading.get_ident() in _recordings
 
 

@@ -84,11 +84,11 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
     Args:
         folder: The output folder of a training.
 
-    Raises:
-        PosencError: One of its files is missing or has another size, which no kill of a run explains.
-
     Returns:
         The folder `checkpoint-STEP`.
+
+    Raises:
+        PosencError: One of its files is missing or has another size, which no kill of a run explains.
 
     Examples:
         >>> from hf_posenc.training import last_complete_checkpoint

@@ -162,12 +162,12 @@ def lora_config(
         modules_to_save: Modules that are trained whole instead, likewise; `[]`: none.
         **options: Of `peft.LoraConfig`: `use_dora`, `use_rslora`, `init_lora_weights`, ...
 
+    Returns:
+        The configuration for `peft.get_peft_model`, of the kind for causal language models.
+
     Raises:
         PosencError: peft is not installed, the model has an adapter, no attention is found in it, or its patch is a
             user-defined method, which is not registered by name.
-
-    Returns:
-        The configuration for `peft.get_peft_model`, of the kind for causal language models.
 
     Examples:
         >>> from peft import get_peft_model
