@@ -1,6 +1,6 @@
 """Measure methods on SmolLM2-135M (`hf-posenc fetch smollm2`), and keep the results in docs/data/real_model/.
 
-    python scripts/measure_real_model.py --work runs/real                  everything: about 24 hours on one core
+    python scripts/measure_real_model.py --work runs/real                  everything: about 27 hours on one core
     python scripts/measure_real_model.py --work runs/real --only passkey   one part
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
@@ -66,7 +66,7 @@ AT_16K = (
 )
 AT_32K = ("yarn:scale=4", "self_extend:scale=4", "rerope", "dual_chunk", "dynamic_yarn")
 SEEKERS = ("truncation", "yarn:scale=2", "self_extend:scale=2", "dual_chunk", "rerope", "none")
-"""Methods of the retrieval: a control first, what has the lowest perplexity, and the unpatched model."""
+"""Methods of retrieval and LongPPL: a control first, what has the lowest perplexity, and the unpatched model."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,9 @@ PARTS = {
     f"{TUNED}-tail": Part(TAIL, ("none",), TEXTS, TUNED),
     f"{TUNED}-passkey": Part(PASSKEY, ("none",), model=TUNED),
     "extend": Part("extend --target-length 12k --budget 5h", text=NEW_MODELS),
+    "longppl-16k": Part(
+        "perplexity --protocol prefix --lengths 16k --longppl self@dual_chunk", SEEKERS, TEXTS
+    ),
     "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", (*CONTROLS, *AT_32K), TEXTS),
 }
 FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")

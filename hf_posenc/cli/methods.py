@@ -34,8 +34,11 @@ def kinds() -> dict[str, list[type[Method]]]:
 def methods() -> None:
     """List the methods by kind: name and aliases, what it does, what it needs, where it comes from."""
     from hf_posenc.evaluation.grid import Field, Grid, to_rich
+    from hf_posenc.methods import METHODS, available_methods, get_method
 
     groups = kinds()
+    if own := available_methods()[len(METHODS) :]:
+        groups["Of installed packages"] = [get_method(name) for name in own]
     if print_json([_about(method) for group in groups.values() for method in group]):
         return
     width = max(len(method.name) for group in groups.values() for method in group)

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from importlib import metadata
 from typing import Any, TypeVar
 
 from hf_posenc.errors import PosencError, unknown
@@ -126,20 +127,26 @@ METHODS: tuple[type[Method], ...] = tuple(sorted(REGISTRY.values(), key=_place))
 _BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}
 _OWN: dict[str, type[Method]] = {}
 """Methods of the user's own by name and alias."""
+_GROUP = "hf_posenc.methods"
+"""Entry points by which an installed package names the methods that it has."""
 _TAKEN = ("none", "truncation")
 """Names of what measurements compare methods with."""
 MethodT = TypeVar("MethodT", bound=Method)
 
 
 def available_methods() -> tuple[str, ...]:
-    """Return the canonical names of all methods, in the order of the documentation, then those registered since.
+    """Return the canonical names of all methods, in the order of the documentation.
+
+    Those registered since follow, then those of installed packages that no request has named yet.
 
     Examples:
         >>> from hf_posenc import available_methods
         >>> available_methods()[:2]
         ('pi', 'ntk')
     """
-    return tuple(dict.fromkeys(method.name for method in (*METHODS, *_OWN.values())))
+    installed = (entry.name for entry in metadata.entry_points(group=_GROUP))
+    others = sorted(name for name in installed if name not in _BY_NAME | _OWN)
+    return tuple(dict.fromkeys((*(method.name for method in (*METHODS, *_OWN.values())), *others)))
 
 
 def register_method(method: type[MethodT]) -> type[MethodT]:
@@ -147,6 +154,7 @@ def register_method(method: type[MethodT]) -> type[MethodT]:
 
     From then on, this process knows the name wherever it knows those of the package: in `patch_model`, in
     measurements, in saved models and adapters. Registering a class of the same name again replaces the first.
+    An installed package registers its methods by entry points of the group `hf_posenc.methods`.
 
     Args:
         method: A subclass of `Method`, with `name`, `summary`, `source` and `needs`.
@@ -198,13 +206,13 @@ def register_method(method: type[MethodT]) -> type[MethodT]:
 
 
 def get_method(name: str) -> type[Method]:
-    """Return the class of the method of this name or alias.
+    """Return the class of the method of this name or alias; that of an installed package is imported and registered.
 
     Args:
         name: The name; hyphens count as underscores.
 
     Raises:
-        PosencError: No method has this name.
+        PosencError: No method has this name, or the package that has it cannot be imported.
 
     Examples:
         >>> from hf_posenc import get_method
@@ -218,7 +226,23 @@ def get_method(name: str) -> type[Method]:
             f"A method is a name such as 'yarn' (available_methods() lists them), not {name!r}."
         )
     wanted = name.lower().replace("-", "_")
-    method = _BY_NAME.get(wanted) or _OWN.get(wanted)
+    method = _BY_NAME.get(wanted) or _OWN.get(wanted) or _installed(wanted)
     if method is None:
         raise unknown("method", name, available_methods())
     return method
+
+
+def _installed(name: str) -> type[Method] | None:
+    """Register the method that an installed package has under this name, and return it."""
+    for entry in metadata.entry_points(group=_GROUP, name=name):
+        try:
+            method = register_method(entry.load())
+            if name not in (method.name, *method.aliases):
+                raise PosencError(f"the name of this class is {method.name!r}.")
+        except Exception as error:
+            package = "An installed package" if entry.dist is None else entry.dist.name
+            raise PosencError(
+                f"{package} offers {entry.value} as the method {name!r}, and it cannot be used: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return _OWN.get(name)

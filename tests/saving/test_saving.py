@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from hf_posenc import (
     from_pretrained,
     get_method,
     get_patch,
+    inspect_rope,
     load_patch,
     methods,
     patch_model,
@@ -438,6 +440,51 @@ class TestMethodsOfOnesOwn:
         assert get_method("halved") is Again
         with pytest.raises(PosencError, match="Unknown method 'half'"):
             get_method("half")
+
+    @pytest.fixture
+    def package(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+        """An installed package with a method."""
+        monkeypatch.setattr(methods, "_OWN", {})
+        (tmp_path / "own_methods.py").write_text(
+            "from hf_posenc.methods import Scaled\n\n\n"
+            "class Third(Scaled):\n"
+            "    name = 'third'\n"
+            "    summary = source = needs = 'this test'\n\n"
+            "    def inv_freq(self, rope, length=None):\n"
+            "        return rope.default_inv_freq() / self.scale**3\n"
+        )
+        about = tmp_path / "own_methods-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-methods\nVersion: 1.0\n")
+        entries = about / "entry_points.txt"
+        entries.write_text("[hf_posenc.methods]\nthird = own_methods:Third\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        yield entries
+        sys.modules.pop("own_methods", None)
+
+    def test_that_of_an_installed_package_needs_no_import(
+        self, model: PreTrainedModel, package: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert available_methods()[-1] == "third"
+        assert "own_methods" not in sys.modules
+        (before,) = inspect_rope(model)
+        (table,) = inspect_rope(patch_model(model, "third", scale=2))
+        torch.testing.assert_close(table.inv_freq, before.inv_freq / 8)
+        assert available_methods().count("third") == 1
+        with pytest.raises(SystemExit, match="0"):
+            main(["methods"])
+        assert "third  " in capsys.readouterr().out.partition("Of installed packages")[2]
+
+    def test_what_an_installed_package_offers_in_vain_is_named(self, package: Path) -> None:
+        package.write_text(
+            "[hf_posenc.methods]\nfourth = own_methods:Third\nfifth = own_methods:Fifth\n"
+        )
+        with pytest.raises(PosencError, match=r"own-methods offers .*'fourth'.*is 'third'"):
+            get_method("fourth")
+        with pytest.raises(PosencError, match=r"own-methods offers own_methods:Fifth.*Attribute"):
+            get_method("fifth")
+        with pytest.raises(PosencError, match="Unknown method 'sixth'"):
+            get_method("sixth")
 
     @pytest.mark.parametrize(
         ("name", "message"),
