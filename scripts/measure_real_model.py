@@ -64,7 +64,10 @@ AT_16K = (
     *("sliding_window", "dynamic_ntk:scale=2", "ntk:scale=2", "ntk_by_parts:scale=2", "pi:scale=2"),
     *("leaky_rerope:scale=2", "yarn:scale=2+log_n"),
 )
-AT_32K = ("yarn:scale=4", "self_extend:scale=4", "rerope", "dual_chunk", "dynamic_yarn")
+AT_32K = (
+    *("truncation", "dual_chunk", "yarn:scale=4", "self_extend:scale=4"),
+    *("rerope", "dynamic_yarn", "attention_sinks", "none"),
+)
 SEEKERS = ("truncation", "yarn:scale=2", "self_extend:scale=2", "dual_chunk", "rerope", "none")
 """Methods of retrieval and LongPPL: a control first, what has the lowest perplexity, and the unpatched model."""
 
@@ -106,7 +109,7 @@ PARTS = {
     "longppl-16k": Part(
         "perplexity --protocol prefix --lengths 16k --longppl self@dual_chunk", SEEKERS, TEXTS
     ),
-    "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", (*CONTROLS, *AT_32K), TEXTS),
+    "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", AT_32K, TEXTS),
 }
 FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")
 """Names of the results that are kept."""

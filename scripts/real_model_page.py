@@ -202,25 +202,73 @@ def _method(label: str) -> str:
     return re.sub(r" \((auto|scale 2)\)", "", label)
 
 
+def longppl() -> str:
+    """Return perplexities over the tokens that need far context, and over all tokens, at 16,384 tokens."""
+    result = perplexity(REAL_MODEL / "longppl-16k.json")
+    evaluator, lengths = result.settings.evaluator or {}, result.settings.lengths
+    labels = [entry.label for entry in result.candidates]
+    key, every = (
+        [record for record in result.records if record.protocol == protocol]
+        for protocol in ("longppl", "prefix")
+    )
+    counts = ", ".join(
+        f"{r.tokens:,} of `{Path(r.document).name}`" for r in key if r.method == labels[0]
+    )
+    intro = (
+        f"The evaluator is the model itself with `{evaluator['patch']}`. Key tokens: {counts}. Their perplexity, with "
+        "95 % intervals as above:"
+    )
+    return "\n\n".join(
+        [
+            intro,
+            _compared(key, labels, lengths, TRUNCATION),
+            "All tokens of the same texts:",
+            _compared(every, labels, lengths, TRUNCATION),
+        ]
+    )
+
+
 def passkeys() -> str:
     """Return the passkeys that methods answer, and those that they rank first, by length."""
-    result = retrieval(REAL_MODEL / "passkey.json")
-    lengths, cells = result.settings.lengths, {(c.method, c.length): c for c in result.cells}
-    rows = []
-    for label in (entry.label for entry in result.candidates):
-        row = [f"`{label}`"]
-        for length in lengths:
-            cell = cells.get((label, length))
-            row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
-        rows.append(row)
-    head = ["method", *(f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first"))]
-    depths = len(result.settings.depths)
+    depths = len(retrieval(REAL_MODEL / "passkey.json").settings.depths)
     intro = (
         f"Passkeys of five digits in filler text, one prompt at each of {depths} depths. *Answered*: every token of "
         "the key is the most probable one. *Ranked first*: the key is the most probable of eleven (chance: one in "
         "eleven). In parentheses: 95 % intervals (Wilson), in percent."
     )
-    return f"{intro}\n\n{markdown_table(head, rows, numeric=True)}"
+    return f"{intro}\n\n{_answers(REAL_MODEL / 'passkey.json')}"
+
+
+def needles() -> str:
+    """Return the answers of other tasks that methods give, and those that they rank first, by length."""
+    result = retrieval(REAL_MODEL / "needles.json")
+    chances = {cell.task: cell.chance for cell in result.cells if cell.chance is not None}
+    intro = (
+        f"One prompt at each of {len(result.settings.depths)} depths. Chance to be ranked first: "
+        + ", ".join(f"`{task}` {chance:.0%}" for task, chance in chances.items())
+        + ". In parentheses: 95 % intervals (Wilson), in percent."
+    )
+    return f"{intro}\n\n{_answers(REAL_MODEL / 'needles.json')}"
+
+
+def _answers(file: Path) -> str:
+    """Return a table of the answers of each task under each method, by length."""
+    result = retrieval(file)
+    lengths = result.settings.lengths
+    cells = {(c.task, c.method, c.length): c for c in result.cells}
+    tasks = [*dict.fromkeys(cell.task for cell in result.cells)]
+    rows = []
+    for task in tasks:
+        for label in (entry.label for entry in result.candidates):
+            row = [f"`{task}`"] * (len(tasks) > 1) + [f"`{label}`"]
+            for length in lengths:
+                cell = cells.get((task, label, length))
+                row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
+            rows.append(row)
+    names = ["task"] * (len(tasks) > 1) + ["method"]
+    counts = [f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first")]
+    numeric = [False] * len(names) + [True] * len(counts)
+    return markdown_table([*names, *counts], rows, numeric=numeric)
 
 
 def tuned() -> str:

@@ -300,7 +300,7 @@ class ExtendResult(Result):
             )
             grid.column("method", least=12)
             grid.column("kind")
-            for head in (f"at\n{target:,}", "by trun-\ncation", f"at {original:,}, by\nunpatched"):
+            for head in (f"at\n{target:,}", "by\ntruncation", f"at {original:,}, by\nunpatched"):
                 grid.column(head, numeric=True)
             labels = [entry.label for entry in part.candidates]
             for label in sorted(labels, key=lambda each: ((*ranked, each)).index(each)):
