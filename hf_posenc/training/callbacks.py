@@ -49,6 +49,15 @@ class SaveOnSignal(TrainerCallback):
     Attributes:
         received: The number of the signal that ended the training, or 0. A program exits with 128 plus this number, as
             in shells, so that a scheduler does not consider the run finished.
+
+    Examples:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from hf_posenc.training import SafeCheckpoints, SaveOnSignal
+        >>> signals = SaveOnSignal()
+        >>> arguments = TrainingArguments("run", report_to=[], save_total_limit=2)
+        >>> trainer = Trainer(model, arguments, callbacks=[signals, SafeCheckpoints()])
+        >>> signals.received  # after trainer.train(): exit with 128 plus this number, if it is not 0
+        0
     """
 
     def __init__(self) -> None:
@@ -256,6 +265,17 @@ class PerplexityCallback(TrainerCallback):
 
     Raises:
         PosencError: The arguments choose the highest perplexity as the best.
+
+    Examples:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from hf_posenc.training import PerplexityCallback, Scores
+        >>> trainer = Trainer(model, TrainingArguments("run", report_to=[]), eval_dataset=[])
+        >>> scores = Scores(tokenizer, texts, lengths=[64, 128])
+        >>> trainer.add_callback(PerplexityCallback(scores, trainer))
+        >>> metrics = trainer.evaluate()  # doctest: +ELLIPSIS
+        {'eval_...
+        >>> list(metrics)[-1]
+        'eval_tail_perplexity_128'
     """
 
     def __init__(self, scores: Scores, trainer: Trainer) -> None:

@@ -174,6 +174,11 @@ def check_run(
 
     Raises:
         PosencError: With the reason, and an alternative that works.
+
+    Examples:
+        >>> from hf_posenc import patch_model
+        >>> from hf_posenc.training import check_run
+        >>> check_run(patch_model(model, "yarn", scale=4), positions="pose")  # nothing to report
     """
     check_launch(arguments)
     patch = get_patch(model)

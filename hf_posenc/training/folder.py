@@ -224,6 +224,22 @@ class TrainingFolder:
     Raises:
         PosencError: On entering, in the first process (the others exit): the folder holds another run, or another
             process trains in it. On leaving: a save failed.
+
+    Examples:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from hf_posenc.training import TrainingFolder
+        >>> from hf_posenc.training.folder import settings_of
+        >>> data = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}]
+        >>> arguments = TrainingArguments("run", max_steps=1, save_steps=1, report_to=[], disable_tqdm=True)
+        >>> with TrainingFolder(  # doctest: +ELLIPSIS
+        ...     arguments, settings_of(arguments, model="my-model")
+        ... ) as folder:
+        ...     trainer = Trainer(model, arguments, train_dataset=data)
+        ...     folder.train(trainer)  # the same lines again resume
+        ...     folder.save(trainer.save_model)
+        {'train_...
+        >>> (folder.path / "model.safetensors").exists()
+        True
     """
 
     def __init__(

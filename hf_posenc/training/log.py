@@ -50,6 +50,15 @@ class TrainingLog:
             `target_length`, as far as known.
         run: The run: `steps`, `sequences_per_step`, `processes`, `tokens_seen`, `learning_rate`, ...
         command: The command that repeats this training, if known.
+
+    Examples:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from hf_posenc import patch_model
+        >>> from hf_posenc.training import TrainingLog
+        >>> trainer = Trainer(patch_model(model, "yarn", scale=4), TrainingArguments("run", report_to=[]))
+        >>> log = TrainingLog.of(trainer, base="meta-llama/Llama-2-7b-hf")  # after trainer.train()
+        >>> log.label, log.original, log.extended
+        ('yarn (scale 4)', 4096, 16384)
     """
 
     base: str
@@ -243,6 +252,11 @@ def loss_figure(
 
     Raises:
         PosencError: matplotlib is not installed, or no loss was logged.
+
+    Examples:
+        >>> from hf_posenc.training import loss_figure
+        >>> figure = loss_figure([{"step": 1, "loss": 3.1}, {"step": 2, "loss": 2.9}])
+        >>> figure.savefig("loss.png")
     """
     losses = loss_points(log_history)
     if not losses:

@@ -144,6 +144,16 @@ def write_card(
 
     Raises:
         PosencError: A file cannot be written.
+
+    Examples:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from hf_posenc import patch_model
+        >>> from hf_posenc.training import TrainingLog, write_card
+        >>> trainer = Trainer(patch_model(model, "yarn", scale=4), TrainingArguments("run", report_to=[]))
+        >>> model.save_pretrained("longer")
+        >>> card = write_card("longer", TrainingLog.of(trainer, base="my-model"), licence="apache-2.0")
+        >>> card.name
+        'README.md'
     """
     directory = Path(directory)
     if exports is None:

@@ -140,6 +140,16 @@ class Scores:
 
     Raises:
         PosencError: Incompatible settings, or no usable document.
+
+    Examples:
+        >>> from hf_posenc import patch_model
+        >>> from hf_posenc.training import Scores
+        >>> scores = Scores(tokenizer, texts, lengths=[64, 128])
+        >>> before = scores.measure(model)
+        >>> table = scores.measure(patch_model(model, "yarn", scale=4))
+        >>> [row.label for row in table.candidates]
+        ['none', 'yarn (scale 4), before']
+        >>> ratio = table.cell("yarn (scale 4), before", "tail", 128).ratio  # to the row above it
     """
 
     def __init__(
@@ -321,6 +331,13 @@ def score(
 
     Raises:
         PosencError: As for `Scores`: no usable document, or logits that depend on later tokens.
+
+    Examples:
+        >>> from hf_posenc.training import score
+        >>> result = score(model, tokenizer, texts, lengths=[64, 128])
+        >>> cell = result.cell("none", "tail", 128)
+        >>> cell.tokens, cell.documents
+        (64, 2)
     """
     return Scores(tokenizer, documents, **options).measure(model)
 

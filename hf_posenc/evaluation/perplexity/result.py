@@ -64,6 +64,15 @@ class PerplexityResult(MethodsResult[Cell]):
         skipped: Documents that were not used, with the reason.
         records: Sums per method, protocol, length and document.
         curves: For each method's label, nats and tokens of every bucket of the longest prefix.
+
+    Examples:
+        >>> from hf_posenc.evaluation import PerplexityResult, measure_perplexity
+        >>> methods = ["truncation", "yarn:scale=4"]
+        >>> result = measure_perplexity(model, tokenizer, texts, methods=methods, lengths=[64, 128])
+        >>> cell = result.cell("yarn (scale 4)", "tail", 128)
+        >>> cell.tokens, cell.documents  # beside cell.perplexity, cell.interval, cell.ratio, ...
+        (64, 2)
+        >>> paths = result.write("runs/own")  # JSON, CSV and plots; PerplexityResult.from_dict reads the JSON
     """
 
     kind = "perplexity"

@@ -217,6 +217,14 @@ class RetrievalResult(MethodsResult[Cell]):
         left_out: Tasks and lengths for which there is no prompt.
         cells: One for each method, task and length, computed from the records.
         depth_cells: One for each depth as well.
+
+    Examples:
+        >>> from hf_posenc.evaluation import measure_retrieval
+        >>> result = measure_retrieval(model, tokenizer, methods=["yarn:scale=4"], lengths=[512], samples=1)
+        >>> cell = result.cell("yarn (scale 4)", "passkey", 512)
+        >>> front = result.by_depth("yarn (scale 4)", "passkey", 512)[0]
+        >>> cell.samples, front.samples  # beside cell.accuracy, cell.first, their intervals, ...
+        (5, 1)
     """
 
     kind = "retrieval"

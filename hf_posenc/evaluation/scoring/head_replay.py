@@ -74,6 +74,15 @@ class TokenScorer:
 
     Raises:
         PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead.
+
+    Examples:
+        >>> import torch
+        >>> from hf_posenc.evaluation import TokenScorer
+        >>> ids = torch.tensor(tokenizer(texts[0])["input_ids"])
+        >>> scorer = TokenScorer(model.eval(), ids[:16])
+        >>> losses = scorer(ids, 1)  # of the tokens 1, 2, ..., nats
+        >>> tuple(losses.shape) == (len(ids) - 1,)
+        True
     """
 
     def __init__(
