@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ def headline() -> str:
     found = ", ".join(f"`{method}` {count}" for method, count in _answered().items())
     places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
     cut = sum(distance > (keys.original or 0) for distance in places.values())
-    verdict, _, needles, *_ = ExtendResult.from_dict(
+    verdict, texts, needles, *_ = ExtendResult.from_dict(
         results.read(REAL_MODEL / "extend.json")
     ).lines()
     intro = (
@@ -65,7 +66,8 @@ def headline() -> str:
             f"- Unpatched, the perplexity is {number(ratios[UNPATCHED].ratio)} times the control's.",
             f"- Perplexity divided by the control's (the best of {len(below)} methods), 95 % intervals: {gains}.{word}",
             f"- Passkeys answered in {longest:,} tokens, {cut} of {len(places)} cut off by truncation: {found}.",
-            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict} {needles}",
+            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict} {texts} "
+            f"{needles}",
             "",
             "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
         ]
@@ -90,7 +92,7 @@ def tails() -> str:
     intro = (
         f"Tail perplexity of {result.model['name']}: the same last {settings.tail_tokens:,} tokens of {len(names)} "
         "documents. In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their "
-        "intervals are simultaneous over the methods (Bonferroni)."
+        "intervals are simultaneous over the methods of a table (Bonferroni)."
     )
     return "\n\n".join(
         [
@@ -428,7 +430,27 @@ def extended() -> str:
     text = "```text\n" + "\n".join(lines) + "\n```"
     tables = [f"{grid.caption}\n\n{to_markdown(grid)}" for grid in result.tables()]
     link = "[extend.json](data/real_model/extend.json) has every number."
-    return "\n\n".join([text, *tables, link])
+    return "\n\n".join([text, *tables, f"{_strictness(result)} {link}"])
+
+
+def _strictness(result: ExtendResult) -> str:
+    """Return how often a method that is truly worse than truncation meets the demand on long texts, in a sentence."""
+    assert result.perplexity is not None
+    worse, allowed = 1.05, 1 + result.settings["max_regression"]
+    records = [r for r in result.perplexity.records if r.length == result.lengths[1]]
+    loss = {(r.method, r.document): r.nats / r.tokens for r in records}
+    logs = [
+        value - loss[TRUNCATION, document]
+        for (method, document), value in loss.items()
+        if method == result.winner
+    ]
+    spread = statistics.stdev(logs)
+    mean = statistics.NormalDist(math.log(worse), spread / math.sqrt(len(logs)))
+    return (
+        f"The winner's log ratios have a standard deviation of {number(spread, 2)} over the documents. With that, a "
+        f"method whose perplexity is truly {worse - 1:.0%} above truncation's would have a ratio of at most "
+        f"{allowed:g} in {mean.cdf(math.log(allowed)):.0%} of such sets of {len(logs)} (normal distribution)."
+    )
 
 
 def _range(interval: Interval | None, digits: int = 4) -> str:

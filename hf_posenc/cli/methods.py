@@ -65,7 +65,14 @@ def _about(method: type[Method]) -> dict[str, Any]:
 
 def facts(method: type[Method]) -> dict[str, str]:
     """Return the facts of a method in plain words, by their labels: what `show` prints and its page has."""
+    from hf_posenc.methods import LengthDependent
+
     found = {"Kind": KINDS[method.kind]}
+    if issubclass(method, LengthDependent) and method.knobs()["update"] != "sequence":
+        found["Kind"] = (
+            "Frequencies: each query has the rotary table of its length, in an attention of hf_posenc; with "
+            'update="sequence" attention stays the model\'s own'
+        )
     if method.aliases:
         found["Also"] = ", ".join(method.aliases)
     found |= {"Needs": method.needs, "Adds parameters": "yes" if method.trainable else "no"}

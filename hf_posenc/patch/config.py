@@ -54,6 +54,14 @@ class PatchConfig:
         replace: On an already scaled checkpoint, start from its `rope_theta`.
         others: Further methods on other seams: the name of each, and its options, the scale among them.
         elsewhere: The patches of other layers, where layers differ; their `layers`, methods and options count.
+
+    Examples:
+        >>> from hf_posenc import PatchConfig, get_patch, patch_model
+        >>> config = get_patch(patch_model(model, "yarn", scale=4, beta_fast=16)).config
+        >>> config.method, config.scale, dict(config.options)
+        ('yarn', 4, {'beta_fast': 16})
+        >>> PatchConfig.from_json(config.to_json()) == config
+        True
     """
 
     method: str

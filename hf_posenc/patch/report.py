@@ -24,6 +24,14 @@ class EffectiveTable:
         theta: The base it started from; `None` where the config does not name one.
         inv_freq: Shape (d/2,), float32, radians per token.
         attention_factor: The factor on cos and sin.
+
+    Examples:
+        >>> from hf_posenc import inspect_rope, patch_model
+        >>> (table,) = inspect_rope(patch_model(model, "yarn", scale=4))
+        >>> table.rope_type, table.dim, tuple(table.inv_freq.shape)
+        ('yarn', 16, (8,))
+        >>> round(table.attention_factor, 4)  # 0.1 ln 4 + 1
+        1.1386
     """
 
     layer_type: str | None
@@ -82,6 +90,14 @@ class Patch:
         layers: The attention layers in which a method computes attention itself, by path.
         attention: The attention implementation that it replaces; `None` where none is replaced.
         places: What is patched in a model without rotary embedding, as rows of a table, its heading first.
+
+    Examples:
+        >>> from hf_posenc import get_patch, patch_model
+        >>> patch = get_patch(patch_model(model, "yarn", scale=4))
+        >>> patch.method, patch.original_max_position_embeddings, patch.extended_length, patch.export
+        ('yarn', 4096, 16384, 'rope_parameters')
+        >>> patch.config.to_json() == get_patch(model).config.to_json()
+        True
     """
 
     config: PatchConfig

@@ -318,6 +318,11 @@ def evidence_of(method: str) -> tuple[Evidence, ...]:
 
     Args:
         method: The canonical name of a method.
+
+    Examples:
+        >>> from hf_posenc.evaluation.published import evidence_of
+        >>> evidence_of("dual_chunk")[0]
+        Evidence(table='dca-t1-pg19', model='Llama-2-7b', held=8.0, broke=16.0)
     """
     return tuple(_read_evidence(*entry) for entry in untrained().get(method, ()))
 
