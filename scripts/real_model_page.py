@@ -52,9 +52,9 @@ def headline() -> str:
     found = ", ".join(f"`{method}` {count}" for method, count in _answered().items())
     places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
     cut = sum(distance > (keys.original or 0) for distance in places.values())
-    verdict, texts, needles, *_ = ExtendResult.from_dict(
-        results.read(REAL_MODEL / "extend.json")
-    ).lines()
+    extended = " ".join(
+        ExtendResult.from_dict(results.read(REAL_MODEL / "extend.json")).lines()[:3]
+    )
     intro = (
         f"SmolLM2-135M-Instruct reads {result.original:,} tokens by its config, and {length:,} here; no weights are "
         f"changed. The control is `{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens."
@@ -66,8 +66,7 @@ def headline() -> str:
             f"- Unpatched, the perplexity is {number(ratios[UNPATCHED].ratio)} times the control's.",
             f"- Perplexity divided by the control's (the best of {len(below)} methods), 95 % intervals: {gains}.{word}",
             f"- Passkeys answered in {longest:,} tokens, {cut} of {len(places)} cut off by truncation: {found}.",
-            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict} {texts} "
-            f"{needles}",
+            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {extended}",
             "",
             "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
         ]
