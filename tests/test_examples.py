@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hf_posenc import methods
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -64,6 +65,7 @@ def test_an_example_runs(
     test: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(methods, "_OWN", {})  # what an example registers
     test.globs.update(
         model=zoo.build(
             "llama", max_position_embeddings=4096, vocab_size=VOCABULARY, num_hidden_layers=2
