@@ -22,6 +22,7 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell, Interval, Record, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Cell as Passkeys
+from hf_posenc.evaluation.retrieval.result import mcnemar
 from hf_posenc.training.log import TrainingLog
 from scripts import results
 from scripts.measure_real_model import ADVICE, AGREEMENT, TUNED
@@ -237,7 +238,28 @@ def passkeys() -> str:
         "the key is the most probable one. *Ranked first*: the key is the most probable of eleven (chance: one in "
         "eleven). In parentheses: 95 % intervals (Wilson), in percent."
     )
-    return f"{intro}\n\n{_answers(REAL_MODEL / 'passkey.json')}"
+    file = REAL_MODEL / "passkey.json"
+    return f"{intro}\n\n{_answers(file)}\n\n{_pairs(file, 'rerope')}"
+
+
+def _pairs(file: Path, first: str) -> str:
+    """Return how a method's answers in the longest prompts differ from every other method's, prompt by prompt."""
+    result = retrieval(file)
+    length = max(result.settings.lengths)
+    found: dict[str, set[object]] = {entry.label: set() for entry in result.candidates}
+    for record in result.records:
+        if record.length == length and record.correct:
+            found[record.method].add((record.task, record.depth, record.sample))
+    own = found.pop(first)
+    words = [
+        f"`{label}` {len(own - other)} more and {len(other - own)} fewer "
+        f"(p = {min(1.0, len(found) * mcnemar(len(own - other), len(other - own))):.2g})"
+        for label, other in found.items()
+    ]
+    return (
+        f"Prompt by prompt at {length:,} tokens, `{first}` answers against {'; '.join(words)}: exact McNemar tests, "
+        f"corrected for {len(found)} comparisons (Bonferroni)."
+    )
 
 
 def needles() -> str:
