@@ -70,7 +70,7 @@ def _ratios(
     ticks = (0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(0.57, WIDEST * 1.03)
+    axes.set_xlim(0.55, WIDEST * 1.03)
     axes.set_xlabel(f"perplexity at {length:,} tokens / truncation's\n(left is better)")
 
 
