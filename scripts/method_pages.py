@@ -46,7 +46,7 @@ def method_facts(method: type[Method]) -> str:
     rows.insert(-1, ("Saved model loads in", loads_in(method)))
     table = markdown_table(["", ""], [[f"**{label}**", _cell(fact)] for label, fact in rows])
     knobs = [[f"`{k}`", _default(d), _cell(meaning)] for k, d, meaning in knob_rows(method)]
-    return f"{table}\n\n{markdown_table(['knob', 'default', ''], knobs) if knobs else 'No knobs.'}"
+    return f"{table}\n\n{markdown_table(['knob', 'default', 'what it is'], knobs) if knobs else 'No knobs.'}"
 
 
 def loads_in(method: type[Method]) -> str:

@@ -123,7 +123,8 @@ def shorts() -> str:
             ratio = cells.get((label, length))
             row += ["not measured", ""] if ratio is None else _ratio(ratio)
         rows.append(row)
-    head = ["method", *(part for length in within for part in (f"at {length:,} tokens", ""))]
+    head = ["method"]
+    head += [part for length in within for part in (f"at {length:,} tokens", "difference")]
     documents = len(within[2048].documents)
     intro = (
         f"Perplexity divided by that of the unpatched model, on the same tokens of {documents} documents, with paired "
@@ -174,7 +175,7 @@ def classes() -> str:
         for entry in result.candidates
         if entry.method == option["method"] and len(entry.parts) == 1
     ]
-    head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}", ""]
+    head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}", "difference"]
     return markdown_table(head, rows, numeric=[False, False, False, False, True, False])
 
 
@@ -356,7 +357,7 @@ def _compared(
             row += ["", ""] if label == baseline else _ratio(own[label, lengths[-1]])
         rows.append(row)
     head = ["method", *(f"at {n:,} tokens" for n in lengths)]
-    head += [part for baseline in baselines for part in (f"/ {baseline}", "")]
+    head += [part for baseline in baselines for part in (f"/ {baseline}", "difference")]
     numeric = [
         False,
         *(True for _ in lengths),

@@ -25,6 +25,7 @@ import yaml
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.page import collect, render
 from scripts.site import links, mathml, navigation, reference
+from scripts.site.html import readable
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -55,6 +56,13 @@ QUESTIONS = {
     "serve a patched model with vllm": "how-do-i-serve-a-patched-model",
     "lora and scale": "does-a-lora-carry-the-scale",
     "memory at 128k": "how-much-memory-does-128k-take",
+    "which method from 4k to 32k without training": "which-method-takes-a-model-from-4k-to-32k-without-training",
+    "is it better than truncating the text": "is-a-method-better-than-just-truncating-the-text",
+    "measure perplexity of my model on my text": "how-do-i-measure-the-perplexity-of-my-own-model-on-my-own-text",
+    "how do I undo a patch": "how-do-i-undo-remove-or-revert-a-patch",
+    "does it work with Qwen3": "does-it-work-with-qwen3-gemma-mamba-bert-or-t5",
+    "what does scale mean": "what-does-the-scale-mean",
+    "does it work with my LoRA": "can-i-use-a-lora-that-was-trained-without-a-patch",
 }
 """Questions of newcomers, and the section of the first page that the search finds."""
 
@@ -66,6 +74,7 @@ QUESTIONS = {
     ("text", "expected"),
     [
         ("[a](evaluation.md#x)", "[a](evaluation.md#x)"),
+        ("[evaluation.md](evaluation.md#x)", "[Perplexity](evaluation.md#x)"),
         ("[a](../scripts/perplexity.py)", "[a](https://host/o/r/blob/main/scripts/perplexity.py)"),
         ("[a](data/finetuned/)", "[a](https://host/o/r/blob/main/docs/data/finetuned)"),
         ("[a](../CONTRIBUTING.md#add-a-method)", "[a](contributing.md#add-a-method)"),
@@ -79,19 +88,42 @@ QUESTIONS = {
     ],
 )
 def test_links_and_comments_for_the_site(text: str, expected: str) -> None:
-    known = {"evaluation.md", "contributing.md"}
-    assert links.for_site(text, "choosing.md", known, "https://host/o/r/") == expected
+    titles = {"evaluation.md": "Perplexity", "contributing.md": "Contributing"}
+    assert links.for_site(text, "choosing.md", titles, "https://host/o/r/") == expected
 
 
 def test_without_an_address_of_the_repository_a_link_becomes_the_path() -> None:
-    text = "[recipe](../../scripts/a.yaml) [`scripts/a.yaml`](../../scripts/a.yaml)"
-    shown = "recipe (`scripts/a.yaml`) `scripts/a.yaml`"
-    assert links.for_site(text, "methods/yarn.md", set(), "") == shown
+    text = "[recipe](../../scripts/a.yaml) [`scripts/a.yaml`](../../scripts/a.yaml) [a.yaml](../../scripts/a.yaml)"
+    shown = "recipe (`scripts/a.yaml`) `scripts/a.yaml` `scripts/a.yaml`"
+    assert links.for_site(text, "methods/yarn.md", {}, "") == shown
 
 
 def test_links_of_a_copied_page_are_as_from_docs() -> None:
     text = "[a](docs/methods.md#x) [b](LICENSE) [c](#d) [e](https://f)"
     assert links.from_root(text) == "[a](methods.md#x) [b](../LICENSE) [c](#d) [e](https://f)"
+
+
+def test_names_of_functions_are_set_apart_as_in_tex() -> None:
+    def formula(source: str) -> str:
+        html = mathml.rendered(f'<span class="arithmatex">\\({source}\\)</span>', "page.md")
+        return html.replace('<mspace width="0.167em"/>', " ")
+
+    assert "<mn>0.1</mn> <mi>ln</mi> <mi>s</mi><mo>" in formula(r"0.1\ln s + 1")
+    assert "<mi>b</mi> <mi>ln</mi><mo" in formula(r"b\ln(s)")
+    assert "<msub><mi>log</mi><mi>b</mi></msub> <mi>L</mi>" in formula(r"\log_b L")
+
+
+def test_short_code_and_options_stay_on_one_line_and_pictures_open() -> None:
+    text = "<p><code>--text FILES</code><code>hf-posenc perplexity --text FILES -o x</code></p>"
+    short, option = (
+        '<code class="short">--text FILES</code>',
+        "<span>--text</span> FILES <span>-o</span> x",
+    )
+    shown = readable(f'{text}<pre><code>{"-a " * 20}</code></pre><img alt="a" src="b.png">')
+    assert short in shown
+    assert f"hf-posenc perplexity {option}" in shown
+    assert "<pre><code><span>" not in shown
+    assert '<a href="b.png"><img alt="a" src="b.png"></a>' in shown
 
 
 def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,6 +218,10 @@ def test_the_site_is_complete(site: Path) -> None:
         assert "<!-- site:" not in html, page
         assert "<!-- not run" not in html, page
         assert 'class="arithmatex"' not in html, page
+        # Python-Markdown wants an empty line before a list, and four spaces before a list in a list; GitHub does not.
+        assert not re.search(r"<p>(?:(?!</p>).)*\n(?:[-*]|\d+\.) ", html, re.S), page
+    for source in DOCS.rglob("*.md"):
+        assert not re.search("(?m)^ {1,3}[-*] ", source.read_text(encoding="utf-8")), source
 
 
 @pytest.fixture(scope="module")

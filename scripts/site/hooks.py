@@ -1,13 +1,15 @@
 """Hooks of mkdocs: what the Markdown of docs/ needs beyond mkdocs itself to become the site.
 
 The pages are written for readers of the repository first. At build time the navigation takes in folders of pages, links
-out of docs/ become links into the repository, comments go, formulas become MathML, and the marker of a generated page
-becomes its content.
+out of docs/ become links into the repository, comments go, formulas become MathML, code and pictures fit a narrow
+screen, and the marker of a generated page becomes its content.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
 from scripts.site import links, mathml, navigation, reference  # noqa: E402
+from scripts.site.html import readable  # noqa: E402
 
 COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
-BOOST = {"faq.md": 2.0}
-"""Factors on the scores of pages in the site's search. The questions are headings, as readers type them."""
+BOOST = {"faq.md": 4.0, "reference/": 0.5, "data/": 0.1}
+"""Factors on the scores of pages in the site's search, by the begin of their path. Questions are headings of the first,
+as readers type them."""
 COLOURS = "hf_posenc/evaluation/page/colours.css"
 """The colours of the report page, which are those of the site."""
 
@@ -48,16 +52,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill what is made from the package, drop comments, and turn links out of docs/ into links into the repository."""
-    name, known = page.file.src_uri, {file.src_uri for file in files}
-    if name in BOOST:
-        page.meta["search"] = {"boost": BOOST[name]}
+    name = page.file.src_uri
+    titles = {file.src_uri: _title(file) for file in files}
+    for begin, factor in BOOST.items():
+        if name.startswith(begin):
+            page.meta["search"] = {"boost": factor}
     page.meta.pop(
         "tags", None
     )  # a model card's, for the hub: a hit in one would outweigh every title a thousandfold
     filled = reference.with_class(reference.filled(markdown), name)
-    return links.for_site(filled, name, known, config.repo_url or "")
+    return links.for_site(filled, name, titles, config.repo_url or "")
+
+
+@functools.cache
+def _title(file: File) -> str:
+    """Return the first heading of a page; of other files nothing."""
+    if not file.is_documentation_page():
+        return ""
+    return re.search(r"^# (.*)$|\Z", file.content_string, re.M)[1] or ""  # type: ignore[index]
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Replace formulas by MathML."""
-    return mathml.rendered(html, page.file.src_uri)
+    """Replace formulas by MathML, and make code and pictures fit a narrow screen."""
+    return readable(mathml.rendered(html, page.file.src_uri))

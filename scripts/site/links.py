@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 FENCED = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}).*?^(?P=indent)(?P=fence) *$", re.M | re.S
@@ -49,11 +49,12 @@ def from_root(text: str) -> str:
     return outside_code(text, lambda part: LINK.sub(change, part))
 
 
-def for_site(text: str, page: str, known: Collection[str], repository: str) -> str:
+def for_site(text: str, page: str, titles: Mapping[str, str], repository: str) -> str:
     """Return the Markdown of a page without comments and with links that lead somewhere on the site.
 
-    A link to something that is not part of the site leads to the repository at `repository`. Without that URL it
-    becomes its text and the path. A link to a copied page (`../CONTRIBUTING.md`) leads to the copy.
+    `titles` has the title of every page of the site; it replaces a link's text that is the name of the file. A link to
+    something that is not part of the site leads to the repository at `repository`. Without that URL it becomes its text
+    and the path. A link to a copied page (`../CONTRIBUTING.md`) leads to the copy.
     """
 
     def change(match: re.Match[str]) -> str:
@@ -62,18 +63,18 @@ def for_site(text: str, page: str, known: Collection[str], repository: str) -> s
         if not target or ":" in target or match["image"]:
             return match[0]
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
-        if path.lower() in known and "/" not in path:
+        if path.lower() in titles and "/" not in path:
             copy = posixpath.relpath(path.lower(), posixpath.dirname(page) or ".")
             return f"[{match['text']}]({copy}{mark}{anchor}{title})"
-        if path.removeprefix("docs/") in known or (
-            path.startswith("docs/") and path.endswith(".md")
-        ):
-            return match[0]
+        name = path.removeprefix("docs/")
+        if name in titles or (path.startswith("docs/") and path.endswith(".md")):
+            shown = titles.get(name, "") if path.endswith(match["text"]) else ""
+            return f"[{shown or match['text']}]({match['target']}{title})"
         if repository:
             return (
                 f"[{match['text']}]({repository.rstrip('/')}/{BRANCH}/{path}{mark}{anchor}{title})"
             )
-        return f"{match['text']} (`{path}`)"
+        return f"`{path}`" if path.endswith(match["text"]) else f"{match['text']} (`{path}`)"
 
     def changed(part: str) -> str:
         return LINK.sub(change, COMMENT.sub("", part))

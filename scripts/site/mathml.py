@@ -13,6 +13,15 @@ FORMULA = re.compile(
     re.S,
 )
 UNKNOWN = re.compile(r"<m[iotn]>(\\[^<]*|&)</m[iotn]>")
+NAMED = "<m[io]>(?:ln|log|cos|sin|exp|min|max)</m[io]>"
+NAME = f"(?:<msub>{NAMED}.*?</msub>|(?<!<msub>){NAMED})"
+THIN = '<mspace width="0.167em"/>'
+SPACING = (
+    (re.compile(f"(</m(?:i|n|frac|row|sub|sup|subsup|sqrt)>)({NAME})"), rf"\1{THIN}\2"),
+    (re.compile(f"({NAME})(?=<(?!mo|/|mspace))"), rf"\1{THIN}"),
+    (re.compile("<mo>(min|max)</mo>"), r'<mo lspace="0em" rspace="0em">\1</mo>'),
+)
+"""Thin spaces around the names of functions, as TeX sets them: none before a bracket, or where another space is."""
 SAME = {"aligned": "align*", "split": "align*"}
 """Environments that GitHub's MathJax has under a name that the converter does not."""
 log = logging.getLogger("mkdocs.hooks.mathml")
@@ -33,6 +42,8 @@ def rendered(html: str, page: str) -> str:
             return match[0]
         if unknown := UNKNOWN.search(formula):
             log.warning("%s: unknown %s in the formula %s", page, unknown[1], source)
+        for pattern, spaced in SPACING:
+            formula = pattern.sub(spaced, formula)
         label = entities.escape(source, quote=True)
         return formula.replace("<math ", f'<math alttext="{label}" ', 1)
 

@@ -178,16 +178,17 @@ def _published(table: published.PublishedTable) -> Iterator[str]:
     stated |= {"tail tokens": protocol.tail_tokens}
     facts = [f"{key}: {value}" for key, value in stated.items() if value is not None]
     metric = f"{table.metric} ({table.metric_note})" if table.metric_note else table.metric
-    yield escaped(
-        f"{origin} Values: {metric}, by {table.column_kind}. {', '.join(facts).capitalize()}."
-    )
+    about = f" {', '.join(facts).capitalize()}." if facts else ""
+    yield escaped(f"{origin} Values: {metric}, by {table.column_kind}.{about}")
     yield from map(escaped, notes)
-    grid = Grid.of("", "model", "method")
+    windows = any(row.window for row in table.rows)
+    grid = Grid.of("", "model", "method", *(["evaluated at"] if windows else []))
     for column in table.columns:
         grid.column(f"{column:,}" if isinstance(column, int) else column, numeric=True)
     for row in table.rows:
         shown = ("-" if v is None else v if isinstance(v, str) else f"{v:g}" for v in row.values)
-        grid.row(row.model, row.method, *shown)
+        window = [f"{row.window:,}" if row.window else ""] if windows else []
+        grid.row(row.model, row.method, *window, *shown)
     yield to_markdown(grid)
 
 
