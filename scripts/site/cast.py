@@ -101,7 +101,11 @@ def record(kind: str, program: str, folder: Path) -> list[tuple[float, Text]]:
 
 
 def svg(lines: list[Line], total: float) -> str:
-    """Return the animation: each line appears at its time, and the text moves up where it is longer than the window."""
+    """Return the animation: each line appears at its time, and the text moves up where it is longer than the window.
+
+    It begins with its end, so that a reader who only glances sees the result.
+    """
+    start = f"{REST - total:.1f}s"
     rules, texts = [], []
     moves = [(0.0, 0.0)]
     for row, line in enumerate(lines):
@@ -111,7 +115,7 @@ def svg(lines: list[Line], total: float) -> str:
         steps = f"steps({max(1, len(line.text))})" if line.typing else "step-end"
         rules.append(
             f"@keyframes k{row}{{0%,{begin:.2f}%{{{hidden}}}{end:.2f}%,100%{{{shown}}}}}"
-            f"#l{row}{{animation:k{row} {total:.1f}s {steps} infinite}}"
+            f"#l{row}{{animation:k{row} {total:.1f}s {steps} {start} infinite}}"
         )
         y = MARGIN + HEIGHT * (row + 0.75)
         texts.append(
@@ -123,7 +127,7 @@ def svg(lines: list[Line], total: float) -> str:
     frames = "".join(f"{at:.2f}%{{transform:translateY({by:.0f}px)}}" for at, by in moves)
     rules.append(
         f"@keyframes up{{{frames}100%{{transform:translateY({last:.0f}px)}}}}"
-        f"#all{{animation:up {total:.1f}s step-end infinite}}"
+        f"#all{{animation:up {total:.1f}s step-end {start} infinite}}"
         "@media (prefers-reduced-motion:reduce){*{animation:none!important}"
         f"#all{{transform:translateY({last:.0f}px)}}}}"
     )
@@ -136,7 +140,7 @@ def svg(lines: list[Line], total: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
         'aria-label="A terminal: a model is patched in Python, then methods are compared on the command line.">\n'
         f"<style>{style}\n{chr(10).join(rules)}</style>\n"
-        f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>\n'
+        f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}" stroke="#3a3f4b"/>\n'
         f'<clipPath id="window"><rect x="0" y="{MARGIN:.0f}" width="100%" height="{ROWS * HEIGHT:.0f}"/></clipPath>\n'
         f'<g clip-path="url(#window)"><g id="all">\n{chr(10).join(texts)}\n</g></g>\n</svg>\n'
     )
