@@ -205,32 +205,6 @@ def _method(label: str) -> str:
     return re.sub(r" \((auto|scale 2)\)", "", label)
 
 
-def longppl() -> str:
-    """Return perplexities over the tokens that need far context, and over all tokens, at 16,384 tokens."""
-    result = perplexity(REAL_MODEL / "longppl-16k.json")
-    evaluator, lengths = result.settings.evaluator or {}, result.settings.lengths
-    labels = [entry.label for entry in result.candidates]
-    key, every = (
-        [record for record in result.records if record.protocol == protocol]
-        for protocol in ("longppl", "prefix")
-    )
-    counts = ", ".join(
-        f"{r.tokens:,} of `{Path(r.document).name}`" for r in key if r.method == labels[0]
-    )
-    intro = (
-        f"The evaluator is the model itself with `{evaluator['patch']}`. Key tokens: {counts}. Their perplexity, with "
-        "95 % intervals as above:"
-    )
-    return "\n\n".join(
-        [
-            intro,
-            _compared(key, labels, lengths, TRUNCATION),
-            "All tokens of the same texts:",
-            _compared(every, labels, lengths, TRUNCATION),
-        ]
-    )
-
-
 def passkeys() -> str:
     """Return the passkeys that methods answer, and those that they rank first, by length."""
     depths = len(retrieval(REAL_MODEL / "passkey.json").settings.depths)
@@ -251,15 +225,15 @@ def _pairs(file: Path, first: str) -> str:
     for record in result.records:
         if record.length == length and record.correct:
             found[record.method].add((record.task, record.depth, record.sample))
-    own = found.pop(first)
+    pairs, own = math.comb(len(found), 2), found.pop(first)
     words = [
-        f"`{label}` {len(own - other)} more and {len(other - own)} fewer "
-        f"(p = {min(1.0, len(found) * mcnemar(len(own - other), len(other - own))):.2g})"
+        f"{len(own - other)} more than `{label}` and {len(other - own)} fewer "
+        f"(p = {min(1.0, pairs * mcnemar(len(own - other), len(other - own))):.2g})"
         for label, other in found.items()
     ]
     return (
-        f"Prompt by prompt at {length:,} tokens, `{first}` answers against {'; '.join(words)}: exact McNemar tests, "
-        f"corrected for {len(found)} comparisons (Bonferroni)."
+        f"Prompt by prompt at {length:,} tokens, `{first}` answers {'; '.join(words)}: exact McNemar tests, corrected "
+        f"for all {pairs} pairs of methods (Bonferroni)."
     )
 
 
