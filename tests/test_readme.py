@@ -257,9 +257,11 @@ def test_no_block_of_code_is_overlooked(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^[ >]*```([a-z]+)", text, re.MULTILINE)
     assert fences == [match["language"] for match in BLOCK.finditer(text)]
-    assert set(fences) <= {"python", "bash", "yaml", "text"}
+    assert set(fences) <= {"python", "bash", "yaml", "toml", "text"}
     for block in blocks(page, "yaml"):
         yaml.safe_load(block.code)
+    for block in blocks(page, "toml"):
+        pytest.importorskip("tomllib").loads(block.code)  # of Python 3.11
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
