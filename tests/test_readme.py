@@ -241,7 +241,7 @@ def test_links_of_the_site_keep_their_titles() -> None:
     text = '[a](docs/x.md "A") [b](LICENSE "B")'
     assert links.from_root(text) == '[a](x.md "A") [b](../LICENSE "B")'
     shown = links.for_site(
-        '[a](../a.py "A") [b](../CONTRIBUTING.md "B")', "x.md", {"contributing.md"}, "https://h"
+        '[a](../a.py "A") [b](../CONTRIBUTING.md "B")', "x.md", {"contributing.md": ""}, "https://h"
     )
     assert shown == '[a](https://h/blob/main/a.py "A") [b](contributing.md "B")'
 
