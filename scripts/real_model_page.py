@@ -243,7 +243,7 @@ def needles() -> str:
     chances = {cell.task: cell.chance for cell in result.cells if cell.chance is not None}
     intro = (
         f"One prompt at each of {len(result.settings.depths)} depths. Chance to be ranked first: "
-        + ", ".join(f"`{task}` {chance:.0%}" for task, chance in chances.items())
+        + ", ".join(f"`{task}` {100 * chance:.0f} %" for task, chance in chances.items())
         + ". In parentheses: 95 % intervals (Wilson), in percent."
     )
     return f"{intro}\n\n{_answers(REAL_MODEL / 'needles.json')}"
@@ -444,8 +444,8 @@ def _strictness(result: ExtendResult) -> str:
     mean = statistics.NormalDist(math.log(worse), spread / math.sqrt(len(logs)))
     return (
         f"The winner's log ratios have a standard deviation of {number(spread, 2)} over the documents. With that, a "
-        f"method whose perplexity is truly {worse - 1:.0%} above truncation's would have a ratio of at most "
-        f"{allowed:g} in {mean.cdf(math.log(allowed)):.0%} of such sets of {len(logs)} (normal distribution)."
+        f"method whose perplexity is truly {100 * (worse - 1):.0f} % above truncation's would have a ratio of at most "
+        f"{allowed:g} in {100 * mean.cdf(math.log(allowed)):.0f} % of such sets of {len(logs)} (normal distribution)."
     )
 
 

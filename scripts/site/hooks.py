@@ -22,13 +22,20 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
 from scripts.site import links, mathml, navigation, reference  # noqa: E402
-from scripts.site.html import readable  # noqa: E402
 
 COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
 BOOST = {"faq.md": 4.0, "reference/": 0.5, "data/": 0.1}
 """Factors on the scores of pages in the site's search, by the begin of their path. Questions are headings of the first,
 as readers type them."""
+SHORT = 30
+"""Characters of inline code that stays on one line; of longer code, every option does."""
+NARROW = re.compile(
+    r"<pre.*?</pre>|<svg.*?</svg>|<a [^>]*>\s*<img.*?</a>"  # these stay as they are
+    r'|<code>(?P<code>[^<]*)</code>|<img [^>]*?src="(?P<picture>[^"]+\.png)"[^>]*>',
+    re.S,
+)
+OPTION = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 COLOURS = "hf_posenc/evaluation/page/colours.css"
 """The colours of the report page, which are those of the site."""
 
@@ -67,11 +74,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 @functools.cache
 def _title(file: File) -> str:
     """Return the first heading of a page; of other files nothing."""
-    if not file.is_documentation_page():
-        return ""
-    return re.search(r"^# (.*)$|\Z", file.content_string, re.M)[1] or ""  # type: ignore[index]
+    page = file.content_string if file.is_documentation_page() else ""
+    return next(iter(re.findall("^# (.*)$", page, re.M)), "")
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
     """Replace formulas by MathML, and make code and pictures fit a narrow screen."""
-    return readable(mathml.rendered(html, page.file.src_uri))
+    return NARROW.sub(_narrow, mathml.rendered(html, page.file.src_uri))
+
+
+def _narrow(match: re.Match[str]) -> str:
+    """Keep short code and options on one line, and let a picture open in full size."""
+    if match["picture"]:
+        return f'<a href="{match["picture"]}">{match[0]}</a>'
+    if match["code"] is None:
+        return match[0]
+    if len(match["code"]) <= SHORT:
+        return f'<code class="short">{match["code"]}</code>'
+    return f"<code>{OPTION.sub(lambda option: f'<span>{option[0]}</span>', match['code'])}</code>"
