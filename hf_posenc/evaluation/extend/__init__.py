@@ -59,9 +59,10 @@ HALF = 20
 """Most documents in each half."""
 ENOUGH = 10
 """Documents in each half before a third method of each kind is worth more than further documents."""
-DEPTHS = 4
+DEPTHS = 8
+"""Depths of passkeys: one half lies beyond the original length, the other within it."""
 SAMPLES = (3, 5, 10)
-"""Numbers of passkeys at every depth. Of 12 in all, 6 that the winner alone finds are significant."""
+"""Numbers of passkeys at every depth. Of 12 far ones, 6 that the winner alone finds are significant."""
 ANSWERS = 1.25
 """Tokens of a passkey prompt are multiplied by this: eleven answers are read behind it."""
 
@@ -205,7 +206,7 @@ class ExtendJob:
             methods=(TRUNCATION, chosen.spec),
             lengths=self.lengths,
             tasks=("passkey",),
-            depths=far_depths(*self.lengths),
+            depths=depths(*self.lengths),
             samples=plan.samples,
             bos=self.options.bos,
             chunk=self.options.chunk,
@@ -382,10 +383,13 @@ def _argument(model: Any, name: str | None) -> str:
     return "" if path == str(model_path()) else name or path or "MODEL"
 
 
-def far_depths(original: int, target: int) -> tuple[float, ...]:
-    """Return depths of needles that lie farther back than the original length, with a quarter of that to spare."""
-    deepest = 0.75 * (1 - original / target)
-    return tuple(round(deepest * index / (DEPTHS - 1), 4) for index in range(DEPTHS))
+def depths(original: int, target: int) -> tuple[float, ...]:
+    """Return depths of needles: half farther back than the original length, half not, with room to spare."""
+    seen, last = original / target, DEPTHS // 2 - 1
+    steps = [0.75 * index / last for index in range(last + 1)]
+    far = [(1 - seen) * step for step in steps]
+    near = [1 - seen * step for step in reversed(steps)]
+    return tuple(round(depth, 4) for depth in (*far, *near))
 
 
 def extend(

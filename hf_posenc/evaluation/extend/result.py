@@ -162,14 +162,17 @@ class ExtendResult(Result):
         cells = summarize(records, baseline=control, comparisons=1)
         return next((c for c in cells if (c.method, c.length) == (label, length)), None)
 
-    def far(self, label: str) -> dict[tuple[float | None, int], Record]:
-        """Return the answers about needles that lie farther back than the original length, by depth and sample."""
+    def needles(self, label: str, far: bool) -> dict[tuple[float | None, int], Record]:
+        """Return the answers in texts of the target length, by depth and sample.
+
+        With `far` those about needles that lie farther back than the original length; else about the others.
+        """
         original, target = self.lengths
         return {
             (record.depth, record.sample): record
             for record in ([] if self.retrieval is None else self.retrieval.records)
             if record.method == label and record.length == target
-            if record.distance is not None and record.distance > original
+            if record.distance is not None and (record.distance > original) == far
         }
 
     @property
@@ -188,7 +191,9 @@ class ExtendResult(Result):
             if self.perplexity.failure(control, "tail", target) and control != TRUNCATION:
                 continue  # in the remarks
             yield self._compared(f"long texts against {control}", control, target)
-        yield self._retrieved()
+        yield self._retrieved(far=True)
+        if self.needles(self.winner, far=False):  # older results have none
+            yield self._retrieved(far=False)
         yield self._compared("short texts", TRUNCATION, original)
 
     def _compared(self, name: str, control: str, length: int) -> Demand:
@@ -208,13 +213,11 @@ class ExtendResult(Result):
         numbers = f"{number(cell.ratio)} times {whose}{_ends(cell.ratio_interval)}"
         return Demand(name, met, f"{numbers}{', significantly worse' * worse}")
 
-    def _retrieved(self) -> Demand:
-        """Demand that the winner finds more needles beyond the original length than truncation, which sees none."""
+    def _retrieved(self, far: bool) -> Demand:
+        """Demand significantly more far needles than truncation finds, or not significantly fewer near ones."""
         assert self.winner is not None
-        name, own, others = (
-            f"needles beyond {self.lengths[0]:,} tokens",
-            *map(self.far, (self.winner, TRUNCATION)),
-        )
+        name = f"needles {'beyond' if far else 'within'} {self.lengths[0]:,} tokens"
+        own, others = (self.needles(label, far) for label in (self.winner, TRUNCATION))
         both = own.keys() & others.keys()
         if not both:
             return Demand(name, False, "none could be measured")
@@ -222,20 +225,25 @@ class ExtendResult(Result):
             {key for key in both if (part[key].correct if self.answers else part[key].rank == 1)}
             for part in (own, others)
         ]
+        more = len(hits[0]) - len(hits[1])
         chance = mcnemar(len(hits[0] - hits[1]), len(hits[1] - hits[0]))
+        told_apart = chance < SIGNIFICANT
         shares = [
             f"{len(found)} ({percent_range(wilson(len(found), len(both)))} %)" for found in hits
         ]
         candidates = next(iter(own.values())).candidates
         verb = "answers" if self.answers else f"ranks the key first of {candidates} in"
         numbers = f"{verb} {shares[0]} of {len(both)}, truncation {shares[1]}; p = {chance:.2g}"
-        return Demand(name, len(hits[0]) > len(hits[1]) and chance < SIGNIFICANT, numbers)
+        met = (more > 0 and told_apart) if far else not (more < 0 and told_apart)
+        return Demand(name, met, numbers)
 
     def lines(self) -> list[str]:
         """Return the verdict in five lines: what to do, long texts, far needles, short texts, the choice."""
         original, target = self.lengths
         unmet = [demand.name for demand in self.demands if not demand.met]
-        finds = any(demand.met for demand in self.demands if demand.name.startswith("needles"))
+        finds = any(
+            demand.met for demand in self.demands if demand.name.startswith("needles beyond")
+        )
         if self.extended:
             verdict = f"Extend to {target:,} tokens: {self.winner} meets every demand."
         else:
@@ -256,10 +264,13 @@ class ExtendResult(Result):
             verdict,
             f"Long texts, {documents} documents that did not choose: {met}{perplexity}{_numbers(long)}.",
         ]
-        for word in ("needles", "short"):
-            demands = [demand for demand in self.demands if demand.name.startswith(word)]
-            title = f"Needles beyond {original:,} tokens" if word == "needles" else "Short texts"
-            lines.append(f"{title}: {_met(demands)}{_numbers(demands)}.")
+        needles, short = (
+            [demand for demand in self.demands if demand.name.startswith(word)]
+            for word in ("needles", "short")
+        )
+        found = "; ".join(f"{each.name}: {_met([each])}{each.numbers}" for each in needles)
+        lines.append(f"N{found[1:]}." if found else "Needles: not measured.")
+        lines.append(f"Short texts: {_met(short)}{_numbers(short)}.")
         others = [label for label in self.choice.equal if label != self.winner]
         equal = f"; not told apart from it: {', '.join(others)}" if others else ""
         lines.append(
