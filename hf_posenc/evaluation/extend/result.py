@@ -192,7 +192,7 @@ class ExtendResult(Result):
                 continue  # in the remarks
             yield self._compared(f"long texts against {control}", control, target)
         yield self._retrieved(far=True)
-        if self.needles(self.winner, far=False):  # older results have none
+        if self.needles(TRUNCATION, far=False):  # older results have none
             yield self._retrieved(far=False)
         yield self._compared("short texts", TRUNCATION, original)
 
@@ -238,7 +238,7 @@ class ExtendResult(Result):
         return Demand(name, met, numbers)
 
     def lines(self) -> list[str]:
-        """Return the verdict in five lines: what to do, long texts, far needles, short texts, the choice."""
+        """Return the verdict in five lines: what to do, long texts, needles, short texts, the choice."""
         original, target = self.lengths
         unmet = [demand.name for demand in self.demands if not demand.met]
         finds = any(
