@@ -37,6 +37,7 @@ from scripts.real_model_page import (
     evidence,
     extended,
     headline,
+    longer,
     needles,
     passkeys,
     reasoning,
@@ -305,6 +306,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "gpu.md": {"backends": table, "measured": measured},
     DOCS / "real_model.md": {
         "tails": tails,
+        "longer": longer,
         "shorts": shorts,
         "passkeys": passkeys,
         "needles": needles,

@@ -75,8 +75,18 @@ def headline() -> str:
 
 
 def tails() -> str:
-    """Return tail perplexities at 8,192 and 16,384 tokens, their ratios to truncation, and those of every document."""
-    result = perplexity(REAL_MODEL / "tail-16k.json")
+    """Return tail perplexities at twice the context, and their ratios to truncation and yarn."""
+    return _tails("tail-16k.json", TRUNCATION, "yarn (scale 2)")
+
+
+def longer() -> str:
+    """Return tail perplexities at four times the context, and their ratios to truncation."""
+    return _tails("tail-32k.json", TRUNCATION)
+
+
+def _tails(file: str, *baselines: str) -> str:
+    """Return tail perplexities of a file, their ratios to baselines, and those of every document."""
+    result = perplexity(REAL_MODEL / file)
     lengths, settings = result.settings.lengths, result.settings
     names = [document["name"] for document in result.documents]
     labels = [entry.label for entry in result.candidates]
@@ -97,10 +107,10 @@ def tails() -> str:
     return "\n\n".join(
         [
             intro,
-            _compared(result.records, labels, lengths, TRUNCATION, "yarn (scale 2)"),
+            _compared(result.records, labels, lengths, *baselines),
             f"At {lengths[-1]:,} tokens, by document:",
             markdown_table(["method", *(Path(name).name for name in names)], each, numeric=True),
-            f"{by}. [tail-16k.json](data/real_model/tail-16k.json) has every number.",
+            f"{by}. [{file}](data/real_model/{file}) has every number.",
         ]
     )
 
