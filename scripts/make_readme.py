@@ -37,6 +37,7 @@ from scripts.real_model_page import (
     evidence,
     extended,
     headline,
+    key_tokens,
     longer,
     needles,
     passkeys,
@@ -307,6 +308,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "real_model.md": {
         "tails": tails,
         "longer": longer,
+        "key_tokens": key_tokens,
         "shorts": shorts,
         "passkeys": passkeys,
         "needles": needles,

@@ -28,6 +28,11 @@ from scripts import results
 from scripts.measure_real_model import ADVICE, AGREEMENT, TUNED
 from scripts.results import DEMO, REAL_MODEL, made_with, perplexity, retrieval
 
+RANGES = (
+    "In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their intervals are "
+    "simultaneous over the methods of a table (Bonferroni)."
+)
+
 
 def headline() -> str:
     """Return what README.md says below the picture of `draw_real_model`."""
@@ -87,10 +92,41 @@ def longer() -> str:
 def _tails(file: str, *baselines: str) -> str:
     """Return tail perplexities of a file, their ratios to baselines, and those of every document."""
     result = perplexity(REAL_MODEL / file)
-    lengths, settings = result.settings.lengths, result.settings
+    intro = (
+        f"Tail perplexity of {result.model['name']}: the same last {result.settings.tail_tokens:,} tokens of "
+        f"{len(result.documents)} documents. {RANGES}"
+    )
+    return f"{intro}\n\n{_perplexities(file, 'tail', *baselines)}"
+
+
+def key_tokens() -> str:
+    """Return perplexities of the tokens that need far context, and their ratios to truncation."""
+    file = "longppl-16k.json"
+    result = perplexity(REAL_MODEL / file)
+    evaluator = result.settings.evaluator
+    assert evaluator is not None
+    counts = {
+        r.document: r.tokens
+        for r in result.records
+        if (r.protocol, r.method, r.length) == ("longppl", TRUNCATION, max(result.settings.lengths))
+    }
+    each = ", ".join(f"`{Path(name).name}` {count}" for name, count in counts.items())
+    intro = (
+        f"Perplexity of the key tokens of {len(counts)} documents, all read from their beginning. The evaluator is the "
+        f"same model with `{evaluator['patch']}`; its short context is {evaluator['short']:,} tokens. Key tokens: "
+        f"{each}. {RANGES}"
+    )
+    return f"{intro}\n\n{_perplexities(file, 'longppl', TRUNCATION)}"
+
+
+def _perplexities(file: str, protocol: str, *baselines: str) -> str:
+    """Return the perplexities of a file by a protocol, their ratios to baselines, and those of every document."""
+    result = perplexity(REAL_MODEL / file)
+    lengths = result.settings.lengths
+    records = [record for record in result.records if record.protocol == protocol]
     names = [document["name"] for document in result.documents]
     labels = [entry.label for entry in result.candidates]
-    nats = {(r.method, r.document): r for r in result.records if r.length == lengths[-1]}
+    nats = {(r.method, r.document): r for r in records if r.length == lengths[-1]}
     each = [
         [
             f"`{label}`",
@@ -99,15 +135,9 @@ def _tails(file: str, *baselines: str) -> str:
         for label in labels
     ]
     by = f"{made_with(result.environment)}, {result.model['dtype']}"
-    intro = (
-        f"Tail perplexity of {result.model['name']}: the same last {settings.tail_tokens:,} tokens of {len(names)} "
-        "documents. In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their "
-        "intervals are simultaneous over the methods of a table (Bonferroni)."
-    )
     return "\n\n".join(
         [
-            intro,
-            _compared(result.records, labels, lengths, *baselines),
+            _compared(records, labels, lengths, *baselines),
             f"At {lengths[-1]:,} tokens, by document:",
             markdown_table(["method", *(Path(name).name for name in names)], each, numeric=True),
             f"{by}. [{file}](data/real_model/{file}) has every number.",
