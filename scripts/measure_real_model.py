@@ -5,18 +5,22 @@
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
 Every part but `agreement` and `recommend` is one command, which resumes where it was interrupted: `--patch` adds
-methods to what the folder has. All texts are files of installed packages, so that anyone has them.
+methods to what the folder has. What is committed counts as measured where Python and the packages are the same
+versions. All texts are files of installed packages, so that anyone has them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +33,9 @@ import typer
 from hf_posenc.cli.loading import open_session
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.store import Key, record_line
 from hf_posenc.evaluation.options import ModelOptions
+from hf_posenc.evaluation.perplexity import document_key
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
 
@@ -105,7 +111,7 @@ PARTS = {
     ),
     f"{TUNED}-tail": Part(TAIL, ("none",), TEXTS, TUNED),
     f"{TUNED}-passkey": Part(PASSKEY, ("none",), model=TUNED),
-    "extend": Part("extend --target-length 12k --budget 5h", text=NEW_MODELS),
+    "extend": Part("extend --target-length 12k --budget 390m", text=NEW_MODELS),
     "longppl-16k": Part(
         "perplexity --protocol prefix --lengths 16k --longppl self@dual_chunk", SEEKERS, TEXTS
     ),
@@ -143,6 +149,8 @@ def main(
             flags = " ".join(f"--patch {spec}" for spec in methods)
             line = f"{part.command} {part.model} {text} {flags} --dtype float32 --output {name}"
         print(f"$ {'scripts/finetune.py' if name == TUNED else 'hf-posenc'} {line}", flush=True)
+        if (committed := RESULTS / f"{name}.json").exists():
+            restore(work / name, json.loads(committed.read_text(encoding="utf-8")))
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run([*program, *shlex.split(line)], env=environ, cwd=work, check=True)
         (RESULTS / TUNED).mkdir(parents=True, exist_ok=True)
@@ -150,6 +158,39 @@ def main(
             if file.stem in FILES and file.suffix in (".json", ".png"):
                 kept = f"{name}/{file.name}" if name == TUNED else f"{name}{file.suffix}"
                 shutil.copyfile(file, RESULTS / kept)
+
+
+def restore(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write the records of a result's JSON into a folder, so that its command measures only what the result lacks.
+
+    Nothing is restored of LongPPL and of `extend`, whose results have some of their values as sums alone, and of a
+    result with failures.
+    """
+    sums_alone = result["kind"] == "extend" or result.get("curve", {}).get("methods")
+    if sums_alone or result["failures"]:
+        return
+    methods = {}
+    for entry in result["methods"]:
+        candidate = Candidate.parse(entry["spec"])
+        key = dataclasses.replace(candidate, original=entry["original"]).key
+        methods[entry["label"]] = (key, entry["auto_scale"])
+    values: dict[Key, dict[str, Any]] = {}
+    documents = {entry["name"]: document_key(entry) for entry in result.get("documents", ())}
+    for record in result["records"]:
+        method, auto_scale = methods[record["method"]]
+        if result["kind"] == "retrieval":
+            sample = (record[name] for name in ("task", "length", "depth", "sample"))
+            scores = ("correct", "score", "nats", "rank", "candidates", "distance", "text")
+            values[(method, *sample)] = {name: record[name] for name in scores}
+        else:
+            lengths = [record["length"]] if auto_scale else result["settings"]["lengths"]
+            item = (method, lengths[0], lengths[-1], documents[record["document"]], 0)
+            sums = ("protocol", "length", "nats", "tokens", "bytes", "words", "weighted", "weight")
+            value = values.setdefault(item, {"sums": [], "curve": None})
+            value["sums"].append([record[name] for name in sums])
+    path = folder / "records" / result["fingerprint"] / "shard-restored.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(record_line(*entry) for entry in values.items()))
 
 
 def agreement(file: Path) -> dict[str, Any]:

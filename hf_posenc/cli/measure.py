@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -323,9 +324,16 @@ def extend(
         bool,
         typer.Option(
             "--train",
-            help="Where the verdict is not to extend, fine-tune the embedded model; of another, print how.",
+            help="Where the verdict is not to extend, fine-tune the model: beside --text on --train-text.",
         ),
     ] = False,
+    train_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Files or folders of text that --train reads; may be given several times. --text is measured only.",
+        ),
+    ] = None,
 ) -> None:
     """Extend a model to a longer context and prove it, or say not to.
 
@@ -351,26 +359,29 @@ def extend(
     frame.present(result, result.about["model"])
     print_note(f"Wrote {write_page(frame.output)}")
     if train and not result.extended:
-        _train(
-            result.training,
-            frame.output / "trained",
-            embedded=model.model is None and not documents.text,
-        )
+        _train(result.training, frame.output / "trained", train_text or [])
 
 
-def _train(command: str, output: Path, *, embedded: bool) -> None:
-    """Run the fine-tuning of the embedded model; of another, print its command, which lacks a training text."""
+def _train(command: str, output: Path, texts: Sequence[str]) -> None:
+    """Run the fine-tuning on some texts, or print its command if it lacks one."""
+    from hf_posenc.evaluation.extend import SCORED_TEXT, TRAINING_TEXT
+
     script = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
-    arguments = [*shlex.split(command)[3:], "--output_dir", str(output)]
-    if not embedded or not script.is_file():
-        reason = (
-            "it needs text that is not measured on" if script.is_file() else "it runs in a clone"
-        )
-        out().print(
-            f"Not trained: {reason}. {command} --output_dir {output}", markup=False, soft_wrap=True
-        )
+    words = [*shlex.split(command), "--output_dir", str(output)]
+    if texts and TRAINING_TEXT in words:
+        at = words.index(TRAINING_TEXT)
+        words[at : at + 1] = texts
+    elif texts:
+        words += ["--text", *texts]
+    reason = None if script.is_file() else "it runs in a clone"
+    if TRAINING_TEXT in words:
+        reason = "it needs text that is not measured on (--train-text)"
+    elif SCORED_TEXT in words:
+        reason = f"it needs files to be scored on, in place of {SCORED_TEXT}"
+    if reason is not None:
+        out().print(f"Not trained: {reason}. {shlex.join(words)}", markup=False, soft_wrap=True)
         return
-    done = subprocess.run([sys.executable, str(script), *arguments], check=False)
+    done = subprocess.run([sys.executable, str(script), *words[3:]], check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)
 

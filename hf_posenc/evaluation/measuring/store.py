@@ -174,7 +174,7 @@ class Store(Records):
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value; on return it is in the file. If it cannot be written, all earlier records are intact."""
-        line = _line(key, value)
+        line = record_line(key, value)
         written, end = 0, os.fstat(self._file.fileno()).st_size
         with self._writing():
             try:
@@ -234,7 +234,7 @@ class Store(Records):
             if path.exists():
                 warnings.warn(f"{path} is damaged, and written anew.", stacklevel=3)
             count = torch.get_num_threads()
-            write_atomically(path, _line(("threads",), {"count": count}).decode())
+            write_atomically(path, record_line(("threads",), {"count": count}).decode())
             return count
 
     def _sync(self) -> None:
@@ -252,7 +252,7 @@ class Store(Records):
 _CHECKSUM = b', "crc32": %d}'
 
 
-def _line(key: Key, value: Mapping[str, Any]) -> bytes:
+def record_line(key: Key, value: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON whose last entry is the CRC-32 of everything before it."""
     entry = {"key": list(key), "value": finite(dict(value))}
     body = json.dumps(entry, allow_nan=False).encode()[:-1]

@@ -132,7 +132,7 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
             return tuple(plan(tokens, self.settings, **where, lengths=lengths, most=most))
 
         items, lengths = [], self.settings.lengths
-        keys = [_document_key(document) for document in self.documents]
+        keys = [document_key(document.to_dict()) for document in self.documents]
         for candidate in self.candidates:
             groups = [(length,) for length in lengths] if candidate.auto_scale else [lengths]
             for group, index in itertools.product(groups, range(len(keys))):
@@ -159,7 +159,7 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
         if self._find_key_tokens is None:
             return
         for index in dict.fromkeys(item.order for item in items):
-            key = ("key tokens", _document_key(self.documents[index]))
+            key = ("key tokens", document_key(self.documents[index].to_dict()))
             if (stored := store.get(key)) is None:
                 found = self._find_key_tokens(index)
                 stored = {"tokens": len(found), "key": found.nonzero()[:, 0].tolist()}
@@ -303,11 +303,11 @@ def _without_lost(window: Window, attempt: Attempt) -> Window:
     return dataclasses.replace(window, spans=spans, end=window.end - excess)
 
 
-def _document_key(document: TokenizedDocument) -> str:
+def document_key(document: Mapping[str, Any]) -> str:
+    """Return the key of a document in the records, from its description in a result."""
     # The text too: with unknown tokens or a normalizer, texts of other bytes and words have the same tokens.
-    metadata = document.to_dict()
-    hashes = [metadata[name][:16] for name in ("tokens_sha256", "text_sha256") if metadata[name]]
-    return " ".join([document.name, *hashes])
+    hashes = [document[name][:16] for name in ("tokens_sha256", "text_sha256") if document[name]]
+    return " ".join([document["name"], *hashes])
 
 
 def measure_perplexity(

@@ -11,6 +11,7 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -588,7 +589,9 @@ def test_in_python_the_files_are_written_with_the_verdict_first(
 
 
 @pytest.mark.usefixtures("advised")
-def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_path: Path) -> None:
+def test_the_command_ends_with_the_verdict_and_status_0(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planted.finds = nobody
     folder = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1)
     for number, text in enumerate(TEXTS):
@@ -600,9 +603,25 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
     assert ran.exit_code == 0, ran.output
     text = " ".join(ran.output.split())
     assert "Do not extend to 512 tokens: " in text
-    assert "Not trained: it needs text that is not measured on. accelerate launch" in text
+    assert (
+        "Not trained: it needs text that is not measured on (--train-text). accelerate launch"
+        in text
+    )
     assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
     assert (out / "report.html").is_file()
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        "subprocess.run", lambda words, **_: started.append(words) or CompletedProcess(words, 0)
+    )
+    train = ["--train", "--train-text", "own", "--train-text", "more"]
+    ran = CliRunner().invoke(app, ["extend", *given, *train, "--no-plot", "--output", str(out)])
+    assert ran.exit_code == 0, ran.output
+    (words,) = started
+    assert words[1].endswith("finetune.py")
+    assert words[words.index("--text") :] == [
+        *("--text", "own", "more", "--score_text", str(tmp_path)),
+        *("--output_dir", str(out / "trained")),
+    ]
     refused = CliRunner().invoke(app, ["extend", str(folder), "--target-length", "32"])
     assert refused.exit_code == 2
     dry = CliRunner().invoke(app, ["extend", *given, "--dry-run"])
