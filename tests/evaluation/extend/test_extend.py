@@ -610,9 +610,12 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
     assert (out / "report.html").is_file()
     started: list[list[str]] = []
-    monkeypatch.setattr(
-        "subprocess.run", lambda words, **_: started.append(words) or CompletedProcess(words, 0)
-    )
+
+    def run(words: list[str], **_: Any) -> CompletedProcess[str]:
+        started.append(words)
+        return CompletedProcess(words, 0)
+
+    monkeypatch.setattr("subprocess.run", run)
     train = ["--train", "--train-text", "own", "--train-text", "more"]
     ran = CliRunner().invoke(app, ["extend", *given, *train, "--no-plot", "--output", str(out)])
     assert ran.exit_code == 0, ran.output
