@@ -25,6 +25,7 @@ import yaml
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.page import collect, render
+from hf_posenc.methods import METHODS
 from scripts.site import hooks, links, mathml, navigation, reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,6 +265,8 @@ STRUCTURE = """() => {
     broken: [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
     undescribed: all('svg').filter(svg => !svg.closest(named)).map(svg => svg.outerHTML.slice(0, 80)),
     headless: all('table').filter(table => !table.querySelector('th')).map(table => table.textContent.slice(0, 80)),
+    collapsed: all('pre, pre *').filter(part => !getComputedStyle(part).whiteSpace.startsWith('pre'))
+      .map(part => part.parentElement.textContent.slice(0, 80)),
     language: document.documentElement.lang,
   };
 }"""
@@ -331,14 +334,30 @@ def test_pages_in_a_browser(scheme: str, size: str, browser: Any, address: str) 
     context.close()
 
 
-def _check(page: Any, name: str) -> None:
+def _check_structure(page: Any, name: str) -> None:
     found = page.evaluate(STRUCTURE)
     numbers = {"language": "en", "overflow": 0, "titles": 1}
     assert found == {key: [] for key in found} | numbers, (name, found)
+
+
+def _check(page: Any, name: str) -> None:
+    _check_structure(page, name)
     colours = page.evaluate(COLOURS)
     assert colours, name
     poor = [each for each in colours if each[0] < CONTRAST]
     assert not poor, (name, poor)
+
+
+@pytest.mark.slow
+def test_every_page_fits_a_phone(browser: Any, address: str, site: Path) -> None:
+    width, height = SIZES["phone"]
+    page = browser.new_page(viewport={"width": width, "height": height})
+    names = sorted(file.parent.relative_to(site).as_posix() for file in site.rglob("index.html"))
+    assert len(names) > len(METHODS)
+    for name in names:
+        page.goto(f"{address}{name}/")
+        _check_structure(page, name)
+    page.close()
 
 
 @pytest.mark.slow
