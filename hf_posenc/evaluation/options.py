@@ -174,7 +174,10 @@ class CommonOptions:
             object.__setattr__(self, "lengths", lengths)
 
 
-_TASK_NAMES = "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all"
+_TASK_NAMES = (
+    "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3, "
+    "nolima_tools and nolima_world; or all"
+)
 _METHODS: dict[str, Any] = {
     "name": "patch",
     "metavar": "METHOD",
