@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -19,7 +20,8 @@ from hf_posenc.evaluation.plots import COLOURS, STYLE
 from hf_posenc.evaluation.retrieval.result import Record
 from scripts.results import REAL_MODEL, perplexity, retrieval
 
-PICTURE = REAL_MODEL / "headline.png"
+WIDE, NARROW = REAL_MODEL / "headline.png", REAL_MODEL / "headline-narrow.png"
+"""The picture with panels side by side, and for a phone one below the other."""
 WIDEST = 2.0
 """The largest ratio on the axis; greater ones are written at its end."""
 FOUND, FIRST, MISSED = COLOURS[2], "#a6d8c3", "#e3e3e3"
@@ -34,17 +36,29 @@ def main() -> None:
     cells = summarize(tails.records, baseline=TRUNCATION)
     ratios = {cell.method: cell for cell in cells if cell.length == length}
     order = sorted(ratios, key=lambda label: ratios[label].perplexity)
-    rows = {label: -row for row, label in enumerate(order)}
+    measured = {record.method for record in passkeys.records}
+    few = [label for label in order if label in measured]
     with rc_context({**STYLE, "font.size": 9}):
-        figure = Figure(figsize=(9.6, 1.5 + 0.34 * len(order)), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        _ratios(left, tails, ratios, rows)
-        _passkeys(right, passkeys.records, max(passkeys.settings.lengths), rows)
-        left.set_yticks(list(rows.values()), list(rows))
-        left.set_ylim(-len(order) + 0.4, 0.6)
-        name, trained = tails.model["name"], tails.original
-        figure.suptitle(f"{name}: {trained:,} tokens by its config")
-        figure.savefig(PICTURE, dpi=150, facecolor="white")
+        for file, found in ((WIDE, order), (NARROW, few)):
+            size = (9.6, 1.5 + 0.34 * len(order))
+            grid: dict[str, Any] = {"ncols": 2, "sharey": True}
+            if file is NARROW:
+                size = (4.8, 2.4 + 0.34 * len(order + few))
+                grid = {"nrows": 2, "height_ratios": (len(order), len(few))}
+            figure = Figure(figsize=size, layout="constrained")
+            upper, lower = figure.subplots(**grid)
+            _ratios(upper, tails, ratios, _rows(upper, order))
+            _passkeys(lower, passkeys.records, max(passkeys.settings.lengths), _rows(lower, found))
+            figure.suptitle(f"SmolLM2-135M: {tails.original:,} tokens by its config")
+            figure.savefig(file, dpi=150, facecolor="white")
+
+
+def _rows(axes: Axes, labels: Sequence[str]) -> dict[str, int]:
+    """Return the height of each label, the first at the top, and write them at the axis."""
+    rows = {label: -row for row, label in enumerate(labels)}
+    axes.set_yticks(list(rows.values()), list(rows))
+    axes.set_ylim(-len(rows) + 0.4, 0.6)
+    return rows
 
 
 def _ratios(
@@ -86,9 +100,16 @@ def _passkeys(axes: Axes, records: Sequence[Record], length: int, rows: Mapping[
         axes.annotate(f"{found} of {len(own)}", (1.06, rows[method]), va="center")
     for label in set(rows) - {record.method for record in records}:
         axes.annotate("not measured", (0.0, rows[label]), va="center", color="grey")
-    for colour, meaning in ((FOUND, "answered"), (FIRST, "ranked first of 11"), (MISSED, "missed")):
+    for colour, meaning in ((FOUND, "answered"), (FIRST, "first of 11"), (MISSED, "missed")):
         axes.plot([], [], "s", color=colour, label=meaning)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    axes.legend(
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=3,
+        columnspacing=1,
+        handletextpad=0.2,
+    )
     axes.set_xlim(-0.06, 1.25)
     axes.set_xticks([0, 0.5, 1], ["at the front", "depth", "at the end"])
     axes.set_xlabel(f"passkeys in {length:,} tokens, by their place")

@@ -116,12 +116,15 @@ def test_names_of_functions_are_set_apart_as_in_tex() -> None:
 
 def test_short_code_and_options_stay_on_one_line_and_pictures_open() -> None:
     kept = f'<pre><code>{"-a " * 20}</code></pre><a href="c"><img alt="" src="c.png"></a>'
-    text = f'<code>--text FILES</code><code>hf-posenc perplexity --text FILES -o x</code>{kept}<img src="b.png">'
+    code = "<code>--text FILES</code><code>hf-posenc perplexity --text FILES -o x</code>"
+    text = f'{code}{kept}<img src="b.png"><img src="x/headline.png">'
     page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
     assert hooks.on_page_content(text, page) == (
         '<code class="short">--text FILES</code>'
         f"<code>hf-posenc perplexity <span>--text</span> FILES <span>-o</span> x</code>{kept}"
         '<a href="b.png"><img src="b.png"></a>'
+        '<a href="x/headline.png"><picture><source media="(max-width: 45em)" srcset="x/headline-narrow.png">'
+        '<img src="x/headline.png"></picture></a>'
     )
 
 

@@ -36,6 +36,8 @@ NARROW = re.compile(
     re.S,
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
+FOR_PHONES = {"headline.png": "headline-narrow.png"}
+"""Pictures that have another one beside them for narrow screens."""
 COLOURS = "hf_posenc/evaluation/page/colours.css"
 """The colours of the report page, which are those of the site."""
 
@@ -86,7 +88,14 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
 def _narrow(match: re.Match[str]) -> str:
     """Keep short code and options on one line, and let a picture open in full size."""
     if match["picture"]:
-        return f'<a href="{match["picture"]}">{match[0]}</a>'
+        folder, slash, file = match["picture"].rpartition("/")
+        image = match[0]
+        if file in FOR_PHONES:
+            narrow = (
+                f'<source media="(max-width: 45em)" srcset="{folder}{slash}{FOR_PHONES[file]}">'
+            )
+            image = f"<picture>{narrow}{image}</picture>"
+        return f'<a href="{match["picture"]}">{image}</a>'
     if match["code"] is None:
         return match[0]
     if len(match["code"]) <= SHORT:
