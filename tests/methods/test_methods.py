@@ -482,7 +482,14 @@ def test_a_table_of_another_width_is_refused() -> None:
 # The page that describes them
 
 
-OUTLINE = ["Equation", "When to use it, and when it fails", "Measured", "Example", "Source"]
+OUTLINE = [
+    "When to use it, and when it fails",
+    "Example",
+    "Facts and knobs",
+    "Equation",
+    "Measured",
+    "Source",
+]
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -491,15 +498,15 @@ def test_every_method_has_a_page_with_all_parts(name: str) -> None:
     method, text = get_method(name), (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
     start, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
     assert re.match(rf"# `{name}`\n\n[A-Z].+?\.\n", start, flags=re.DOTALL)
-    assert f"<!-- generated: facts {name} -->\n| " in start
-    in_table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", start, flags=re.MULTILINE))
+    parts = dict(section.split("\n", 1) for section in sections)
+    assert list(parts) == OUTLINE
+    use, example, facts, equation, measured, source = parts.values()
+    assert f"<!-- generated: facts {name} -->\n| " in facts
+    in_table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", facts, flags=re.MULTILINE))
     assert in_table == {
         knob: "must be given" if value is dataclasses.MISSING else f"`{value!r}`".replace("'", '"')
         for knob, value in method.knobs().items()
     }
-    parts = dict(section.split("\n", 1) for section in sections)
-    assert list(parts) == OUTLINE
-    equation, use, measured, example, source = parts.values()
     assert re.search(r"^\$\$\n.+\n\$\$$", equation, flags=re.MULTILINE)
     alternative, picture = re.findall(r"^!\[(.+?)\]\((.+?)\)$", equation, flags=re.MULTILINE)[0]
     assert len(alternative) > 20

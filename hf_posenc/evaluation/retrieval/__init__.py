@@ -26,7 +26,12 @@ from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
-from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, RetrievalSettings, get_task
+from hf_posenc.evaluation.retrieval.tasks import (
+    DECODES,
+    DEFAULT_TASKS,
+    RetrievalSettings,
+    get_task,
+)
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -146,6 +151,7 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
             "model": self.metadata["model"],
             "haystack": {name: haystack[name] for name in haystack if name != "paths"},
             "settings": {name: settings[name] for name in settings if name not in _OF_THE_KEYS},
+            "right": DECODES[self.settings.decode],
             "environment": identity.environment(),
         }
 

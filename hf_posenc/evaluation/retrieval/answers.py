@@ -1,6 +1,7 @@
 """Scores of answers: teacher-forced, in one forward per sample, or generated.
 
 If every token of the answer is the most probable one at its position, greedy decoding would have written this answer.
+A blank in front of it does not count: whether a number or another word comes next is a matter of wording.
 For the rank, its summed log probability is compared with those of the distractors, each read from the prompt's cache.
 If the right answer, read from there first and last, reproduces the forward's own value, the cache is exact and the sums
 count. Otherwise, and where a cache is not exact or cannot be cropped, every distractor gets a forward of its own.
@@ -45,7 +46,7 @@ class Verdict:
     """The scores of one sample.
 
     Attributes:
-        correct: Whether every token of the answer is the most probable one.
+        correct: Whether every token of the answer behind its leading blank is the most probable one.
         score: The share of the answer's parts of which that holds.
         nats: Negative log-likelihood of the whole answer, in nats.
         rank: 1 plus the number of distractors that are at least as probable, or whose `calibrated` value is at least as
@@ -88,6 +89,7 @@ class AnswerScorer:
         predicted = _single(predicted)
         right = _log_likelihood(predicted, answer.ids)
         hits = predicted.argmax(-1).cpu() == torch.tensor(answer.ids)
+        hits[: answer.blank] = True
         if wrong and sums is None:
             sums = [right, *self._alone(prompt, wrong)]
             if prompt.questions:

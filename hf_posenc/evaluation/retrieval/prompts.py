@@ -179,17 +179,25 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as tokens behind the question; `ends`: for each of its parts, the number of tokens up to its end."""
+    """An answer as tokens behind the question.
+
+    Attributes:
+        ends: For each of its parts, the number of tokens up to its end.
+        blank: Leading tokens that are only white space, as a tokenizer has them that separates digits.
+    """
 
     ids: tuple[int, ...]
     ends: tuple[int, ...]
+    blank: int = 0
 
 
 def answer_of(encoder: Encoder, question: str, parts: Sequence[str]) -> Answer:
     """Return the tokens of an answer of one or more parts, each behind a space, as they follow the question."""
     texts = itertools.accumulate(f" {part}" for part in parts)
     ids = [encoder.behind(f"\n{question}", text) for text in texts]
-    return Answer(ids[-1], tuple(map(len, ids)))
+    pieces = (encoder.tokenizer.decode([token]) for token in ids[-1])
+    blank = sum(1 for _ in itertools.takewhile(lambda piece: not piece.strip(), pieces))
+    return Answer(ids[-1], tuple(map(len, ids)), blank)
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,8 @@ def get_task(name: str) -> Task:
 
 
 DECODES = {
-    "teacher-forced": "the answer is right if each of its tokens is the most probable one; nothing is generated",
+    "teacher-forced": "the answer is right if each of its tokens, behind a blank of its own, is the most probable one; "
+    "nothing is generated",
     "generate": "the answer is right if the greedily generated text contains all of it",
 }
 DEFAULT_TASKS = ("passkey", "niah_single_1", "niah_multikey_2")

@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.retrieval import RetrievalRun
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate
-from hf_posenc.evaluation.retrieval.prompts import Answer, Kit, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.prompts import (
+    Answer,
+    Encoder,
+    Kit,
+    Prompt,
+    Sample,
+    answer_of,
+    lay_out,
+)
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -278,6 +288,28 @@ def test_a_part_that_is_right_counts_for_the_score_alone() -> None:
     prompt = Prompt(torch.tensor([3, 2, 1]), answer, (), ("a", "b"), None)
     verdict = scorer_of(Half())(prompt)
     assert (verdict.correct, verdict.score, verdict.rank) == (False, 0.5, None)
+
+
+@pytest.mark.parametrize(("first", "correct"), [(5, True), (9, True), (6, False)])
+def test_a_blank_in_front_of_the_answer_does_not_count(first: int, correct: bool) -> None:
+    """The model continues the question by a word, but a blank by the right answer."""
+    answer = Answer((5, 6, 7), (3,), blank=1)
+
+    class Wordy(Copier):
+        def _next(self, ids: list[int]) -> int:
+            return {1: first, 5: 6 if correct else 0, 6: 7}.get(ids[-1], 0)
+
+    prompt = Prompt(torch.tensor([3, 2, 1]), answer, (), ("a",), None)
+    assert scorer_of(Wordy())(prompt).correct is correct
+
+
+def test_the_blank_of_an_answer_is_counted_by_the_tokenizer() -> None:
+    separate = answer_of(Encoder(byte_tokenizer()), "The pass key is", ["65748"])
+    assert (len(separate.ids), separate.blank) == (6, 1)
+    joined = answer_of(
+        Encoder(AutoTokenizer.from_pretrained(model_path())), "The pass key is", ["65748"]
+    )
+    assert (len(joined.ids), joined.blank) == (5, 0)
 
 
 def test_logits_that_are_not_finite_are_no_verdict() -> None:
