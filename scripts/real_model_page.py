@@ -164,7 +164,7 @@ def shorts() -> str:
             row += ["not measured", ""] if ratio is None else _ratio(ratio)
         rows.append(row)
     head = ["method"]
-    head += [part for length in within for part in (f"at {length:,} tokens", "difference")]
+    head += [part for length in within for part in (f"at {length:,} tokens", "differs?")]
     documents = len(within[2048].documents)
     intro = (
         f"Perplexity divided by that of the unpatched model, on the same tokens of {documents} documents, with paired "
@@ -174,14 +174,16 @@ def shorts() -> str:
 
 
 def evidence() -> str:
-    """Return a row for each method measured without training: on the embedded model at x4, and on SmolLM2 at x2."""
+    """Return a row for each method measured without training: on the embedded model at x4, on SmolLM2 at x2 and x4."""
     demo = perplexity(DEMO)
-    real, short = perplexity(REAL_MODEL / "tail-16k.json"), perplexity(REAL_MODEL / "tail-2k.json")
+    names = ("tail-16k.json", "tail-32k.json", "tail-2k.json")
+    real, longer, short = (perplexity(REAL_MODEL / name) for name in names)
     columns = {
         f"{name}, {length:,} tokens: perplexity / {base}": _shares(result, length, base)
         for name, result, length, base in (
             ("embedded", demo, 4 * (demo.original or 0), TRUNCATION),
             ("SmolLM2", real, real.settings.lengths[-1], TRUNCATION),
+            ("SmolLM2", longer, longer.settings.lengths[-1], TRUNCATION),
             ("SmolLM2", short, short.settings.lengths[-1], UNPATCHED),
         )
     }
@@ -191,9 +193,9 @@ def evidence() -> str:
     rows = [[f"`{m}`", *(column.get(m, "") for column in columns.values())] for m in methods]
     intro = (
         f"The embedded model was trained at {demo.original:,} tokens and is extended to 4 times that; SmolLM2-135M "
-        f"reads {real.original:,} by its config and is extended to twice that ([intervals and documents]"
-        "(real_model.md), [the demo](demo.md)). A ratio below 1 is a gain. An empty cell is not in these "
-        "measurements; the pages of the methods have more."
+        f"reads {real.original:,} by its config and is extended to twice and four times that ([intervals and documents]"
+        "(real_model.md), [the demo](demo.md)). A ratio below 1 is a gain. Empty: not measured here. The methods' own "
+        "pages have more."
     )
     return f"{intro}\n\n{markdown_table(['method', *columns], rows, numeric=True)}"
 
@@ -215,7 +217,7 @@ def classes() -> str:
         for entry in result.candidates
         if entry.method == option["method"] and len(entry.parts) == 1
     ]
-    head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}", "difference"]
+    head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}", "differs?"]
     return markdown_table(head, rows, numeric=[False, False, False, False, True, False])
 
 
@@ -226,12 +228,11 @@ def _shares(result: PerplexityResult, length: int, baseline: str) -> dict[str, s
         for cell in summarize(result.records, baseline=baseline)
         if (cell.protocol, cell.length) == ("tail", length)
     }
-    shares = {_method(label): number(value / cells[baseline]) for label, value in cells.items()}
-    return {
-        method: share
-        for method, share in shares.items()
-        if method != baseline and "(" not in method
+    scale = length // (result.original or length)
+    shares = {
+        _method(label, scale): number(value / cells[baseline]) for label, value in cells.items()
     }
+    return {method: share for method, share in shares.items() if "(" not in method}
 
 
 def _answered() -> dict[str, str]:
@@ -240,9 +241,9 @@ def _answered() -> dict[str, str]:
     return {_method(label): f"{keys.answered} of {keys.samples}" for label, keys in found.items()}
 
 
-def _method(label: str) -> str:
+def _method(label: str, scale: int = 2) -> str:
     """Return a label without its scale, which is that of the length."""
-    return re.sub(r" \((auto|scale 2)\)", "", label)
+    return re.sub(rf" \((auto|scale {max(2, scale)})\)", "", label)
 
 
 def passkeys() -> str:
@@ -250,8 +251,8 @@ def passkeys() -> str:
     depths = len(retrieval(REAL_MODEL / "passkey.json").settings.depths)
     intro = (
         f"Passkeys of five digits in filler text, one prompt at each of {depths} depths. *Answered*: every token of "
-        "the key is the most probable one. *Ranked first*: the key is the most probable of eleven (chance: one in "
-        "eleven). In parentheses: 95 % intervals (Wilson), in percent."
+        "the key is the most probable one, given the blank in front of it. *Ranked first*: the key is the most "
+        "probable of eleven (chance: one in eleven). In parentheses: 95 % intervals (Wilson), in percent."
     )
     file = REAL_MODEL / "passkey.json"
     return f"{intro}\n\n{_answers(file)}\n\n{_pairs(file, 'rerope')}"
@@ -334,11 +335,11 @@ def tuned() -> str:
         if (cell := paired[length]).ratio is not None
     )
     kept = {
-        c.length: _counts(c)[0]
+        c.length: _counts(c)[1]
         for c in retrieval(REAL_MODEL / "passkey.json").cells
         if c.method == first
     }
-    now = {c.length: _counts(c)[0] for c in retrieval(REAL_MODEL / f"{TUNED}-passkey.json").cells}
+    now = {c.length: _counts(c)[1] for c in retrieval(REAL_MODEL / f"{TUNED}-passkey.json").cells}
     keys = "; ".join(f"at {n:,} tokens {kept[n]} before and {now[n]} after" for n in now)
     command = textwrap.fill(
         f"{log.command} --output_dir {TUNED}", 110, subsequent_indent="    ", break_on_hyphens=False
@@ -348,7 +349,7 @@ def tuned() -> str:
             intro,
             f"```bash\n{command}\n```",
             _compared(records, [TRUNCATION, first, last], lengths, TRUNCATION),
-            f"After by before, paired over the documents: {gains}. Passkeys answered: {keys}.",
+            f"After by before, paired over the documents: {gains}. Passkeys ranked first of eleven: {keys}.",
         ]
     )
 
@@ -371,7 +372,7 @@ def _compared(
             row += ["", ""] if label == baseline else _ratio(own[label, lengths[-1]])
         rows.append(row)
     head = ["method", *(f"at {n:,} tokens" for n in lengths)]
-    head += [part for baseline in baselines for part in (f"/ {baseline}", "difference")]
+    head += [part for baseline in baselines for part in (f"/ {baseline}", "differs?")]
     numeric = [
         False,
         *(True for _ in lengths),
@@ -383,7 +384,7 @@ def _compared(
 def _ratio(cell: Cell) -> list[str]:
     """Return a ratio with its interval, and its word."""
     assert cell.ratio is not None
-    word = VERDICTS[cell.differs]
+    word = VERDICTS[cell.differs] if cell.differs else "no"
     if cell.ratio_interval == (1.0, 1.0):
         word = "identical"
     return [f"{number(cell.ratio)}{_range(cell.ratio_interval)}", word]

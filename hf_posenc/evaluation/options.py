@@ -317,7 +317,7 @@ class RetrievalOptions(CommonOptions):
         methods: As in `PerplexityOptions`.
         lengths: Tokens of prompt and answer.
         tasks: Names from `retrieval.TASKS`.
-        depths: Depths of the needle from 0 (front) to 1 (back), ascending.
+        depths: Depths of the needle from 0 (front) to 1 (back), ascending; a number: so many at equal distances.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
     """
 

@@ -98,6 +98,9 @@ class Candidate:
         """
         if unpatched and spec.strip().lower() in (UNPATCHED, TRUNCATION):
             return cls(spec.strip().lower())
+        control, given, _ = spec.strip().lower().partition(":")
+        if unpatched and given and control in (UNPATCHED, TRUNCATION):
+            raise PosencError(f"--patch {spec}: {control} takes no options.")
         named: list[tuple[str, dict[str, Any]]] = []
         beside: dict[str, Any] = {}
         for text in _PLUS.split(spec):

@@ -179,7 +179,7 @@ class Advice:
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs = ["none"]
         if self.needed:
-            specs += ["attention_sinks", *(str(one.spec) for one in self.first)]
+            specs += ["truncation", "attention_sinks", *(str(one.spec) for one in self.first)]
         patches = " ".join(f"--patch {spec}" for spec in specs)
         commands = (
             f"perplexity {self.name} {text} --lengths {lengths} {patches}",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.flags import even_depths
 from hf_posenc.evaluation.retrieval.prompts import (
     NOISE,
     TRIES,
@@ -376,7 +377,7 @@ class RetrievalSettings:
 
     Attributes:
         lengths: Tokens of prompt and answer, special tokens included, ascending.
-        depths: Depths of the needle from 0 to 1, ascending.
+        depths: Depths of the needle from 0 to 1, ascending; a number: so many at equal distances.
         samples: Samples at every depth; tasks without a depth have as many at every length as the others.
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.
         decode: A name from `DECODES`.
@@ -393,6 +394,8 @@ class RetrievalSettings:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.depths, int):
+            object.__setattr__(self, "depths", even_depths(self.depths))
         for name in ("lengths", "tasks", "depths"):
             values = plain(getattr(self, name))
             if not isinstance(values, Iterable):

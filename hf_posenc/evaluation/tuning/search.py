@@ -205,11 +205,11 @@ class SearchResult(TuningResult):
         return search_figure(perplexities, begun, best, self.settings.target, scored)
 
     def notes(self) -> Iterator[str]:
-        settings, count = self.settings, len(self.held_out)
+        settings, searched, count = self.settings, len(self.searched), len(self.held_out)
         table = "table is" if not self.needles else "tables are"
         yield (
-            f"{len(self.steps)} evaluations on {len(self.searched)} documents; the {table} of the other {count}. "
-            f"Ranges: 95 % intervals over documents; {family_note(self.comparisons)}."
+            f"{len(self.steps)} evaluations on {searched} document{'s' * (searched != 1)}; the {table} of the other "
+            f"{count}. Ranges: 95 % intervals over documents; {family_note(self.comparisons)}."
         )
         if self.needles:
             yield (
@@ -240,8 +240,9 @@ class SearchResult(TuningResult):
         beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
         scored = "Needle" if self.needles else "Tail"
         return (
-            f"{scored} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that "
-            f"the search has not read{beside}; {len(self.steps)} evaluations, seed {self.search['seed']}."
+            f"{scored} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
+            f"document{'s' * (row.documents != 1)} that the search has not read{beside}; {len(self.steps)} evaluations, "
+            f"seed {self.search['seed']}."
         )
 
 

@@ -119,6 +119,7 @@ def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
         ("rerpe", "Unknown method 'rerpe'. Did you mean 'rerope'"),
         ("yarn:scale=4+rerpe", "Unknown method 'rerpe'"),
         ("yarn+", "Unknown method 'yarn+'"),
+        ("truncation:window=4", "--patch truncation:window=4: truncation takes no options."),
         ("yarn:target_length=512+log_n", "target_length belongs to one method"),
         ("yarn:layers=all+log_n:layers=full", "layers is given twice, with different values"),
         ("yarn:target_length=1.5k", "target_length: '1.5k' is no length; give a whole number"),

@@ -197,7 +197,7 @@ def test_a_class_shows_three_of_each_kind_and_names_the_others(advice: Advice) -
     assert len(shown[AS_IT_IS, "attention"]) == 3
     assert "Within a class the order is no finding" in said
     specs = re.findall(r"--patch (\w+)", advice.commands()[0])
-    assert specs[:2] == ["none", "attention_sinks"]
+    assert specs[:3] == ["none", "truncation", "attention_sinks"]
     kinds = [by_name(advice)[spec].kind for spec in specs[2:]]
     assert kinds == ["frequencies", "frequencies", "attention", "attention"]
     assert "ntk" not in specs  # a published table has it break at this factor

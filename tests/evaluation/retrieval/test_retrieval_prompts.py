@@ -24,7 +24,7 @@ from hf_posenc.evaluation.retrieval.prompts import (
     Sample,
     lay_out,
 )
-from hf_posenc.evaluation.retrieval.tasks import TASKS
+from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from tests.support.retrieval_models import TOKENIZERS
 from tests.support.selection import covering
 from tests.support.tiny_text import prose
@@ -271,6 +271,10 @@ def test_another_process_makes_the_same_prompts() -> None:
     )
     mine = [(n, make(n, 1500).ids.tolist(), make(n, 1500).distractors) for n in reversed(TASKS)]
     assert done.stdout.strip() == str(mine)
+
+
+def test_a_number_of_depths_is_spread_evenly() -> None:
+    assert RetrievalSettings((400,), depths=3).depths == (0.0, 0.5, 1.0)  # type: ignore[arg-type]
 
 
 def test_draws_are_fixed_for_ever() -> None:
