@@ -241,8 +241,8 @@ class SearchResult(TuningResult):
         scored = "Needle" if self.needles else "Tail"
         return (
             f"{scored} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
-            f"document{'s' * (row.documents != 1)} that the search has not read{beside}; {len(self.steps)} evaluations, "
-            f"seed {self.search['seed']}."
+            f"document{'s' * (row.documents != 1)} that the search has not read{beside}; {len(self.steps)} "
+            f"evaluations, seed {self.search['seed']}."
         )
 
 
