@@ -75,7 +75,7 @@ def demo() -> str:
     plot = "![Perplexity by length](data/demo/perplexity.png)"
     made = f"Measured with {made_with(result['environment'])}"
     link = "[data/demo/](data/demo/) has the intervals and every setting"
-    return f"{intro}\n\n{table}\n\n{verdict}\n{_passkey()} {made}; {link}.\n\n{plot}"
+    return f"{intro}\n\n{table}\n\n- {verdict}\n- {_passkey()}\n- {made}; {link}.\n\n{plot}"
 
 
 def _passkey() -> str:

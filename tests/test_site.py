@@ -137,6 +137,23 @@ def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
     assert r"page.md: unknown \unheardof" in caplog.text
 
 
+PROGRAM = re.compile(r"^ *```(?:bash|python)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
+FITS = 92
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_code_fits_its_box(page: Path) -> None:
+    """At a desktop the box shows about 96 characters, and the end of a longer line is cut off without a sign."""
+    text = GENERATED.sub("", page.read_text(encoding="utf-8"))
+    lines = [line for code in PROGRAM.findall(text) for line in code.splitlines()]
+    assert not [line for line in lines if len(line) > FITS]
+
+
 def test_the_navigation_has_every_page_once_and_methods_by_kind() -> None:
     nav: Any = navigation.expand(_config()["nav"], DOCS)
     pages = navigation.pages_of(nav)
@@ -270,6 +287,8 @@ STRUCTURE = """() => {
     headless: all('table').filter(table => !table.querySelector('th')).map(table => table.textContent.slice(0, 80)),
     collapsed: all('pre, pre *').filter(part => !getComputedStyle(part).whiteSpace.startsWith('pre'))
       .map(part => part.parentElement.textContent.slice(0, 80)),
+    overlapping: all('table:not([class]) tr > :first-child').filter(cell => cell.scrollWidth > cell.clientWidth + 2)
+      .map(cell => cell.textContent),
     language: document.documentElement.lang,
   };
 }"""

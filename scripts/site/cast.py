@@ -103,7 +103,7 @@ def record(kind: str, program: str, folder: Path) -> list[tuple[float, Text]]:
 def svg(lines: list[Line], total: float) -> str:
     """Return the animation: each line appears at its time, and the text moves up where it is longer than the window.
 
-    It begins with its end, so that a reader who only glances sees the result.
+    It begins with its end, so that a reader who only glances sees the result; it plays once and stays there.
     """
     start = f"{REST - total:.1f}s"
     rules, texts = [], []
@@ -115,7 +115,7 @@ def svg(lines: list[Line], total: float) -> str:
         steps = f"steps({max(1, len(line.text))})" if line.typing else "step-end"
         rules.append(
             f"@keyframes k{row}{{0%,{begin:.2f}%{{{hidden}}}{end:.2f}%,100%{{{shown}}}}}"
-            f"#l{row}{{animation:k{row} {total:.1f}s {steps} {start} infinite}}"
+            f"#l{row}{{animation:k{row} {total:.1f}s {steps} {start} 2 forwards}}"
         )
         y = MARGIN + HEIGHT * (row + 0.75)
         texts.append(
@@ -127,7 +127,7 @@ def svg(lines: list[Line], total: float) -> str:
     frames = "".join(f"{at:.2f}%{{transform:translateY({by:.0f}px)}}" for at, by in moves)
     rules.append(
         f"@keyframes up{{{frames}100%{{transform:translateY({last:.0f}px)}}}}"
-        f"#all{{animation:up {total:.1f}s step-end {start} infinite}}"
+        f"#all{{animation:up {total:.1f}s step-end {start} 2 forwards}}"
         "@media (prefers-reduced-motion:reduce){*{animation:none!important}"
         f"#all{{transform:translateY({last:.0f}px)}}}}"
     )

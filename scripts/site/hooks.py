@@ -70,6 +70,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         "tags", None
     )  # a model card's, for the hub: a hit in one would outweigh every title a thousandfold
     filled = reference.with_class(reference.filled(markdown), name)
+    if config.repo_url:
+        filled = filled.replace("git clone REPOSITORY", f"git clone {config.repo_url}")
     return links.for_site(filled, name, titles, config.repo_url or "")
 
 
@@ -95,7 +97,8 @@ def _narrow(match: re.Match[str]) -> str:
                 f'<source media="(max-width: 45em)" srcset="{folder}{slash}{FOR_PHONES[file]}">'
             )
             image = f"<picture>{narrow}{image}</picture>"
-        return f'<a href="{match["picture"]}">{image}</a>'
+        wide = ' class="wide"' if file not in FOR_PHONES and "data" in folder.split("/") else ""
+        return f'<a{wide} href="{match["picture"]}">{image}</a>'
     if match["code"] is None:
         return match[0]
     if len(match["code"]) <= SHORT:

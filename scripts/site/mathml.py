@@ -27,19 +27,36 @@ SAME = {"aligned": "align*", "split": "align*"}
 log = logging.getLogger("mkdocs.hooks.mathml")
 
 
+def split(source: str) -> list[str]:
+    """Return the parts of a displayed formula between wide spaces, which a narrow screen stacks."""
+    parts, depth = [""], 0
+    for piece in re.split(r"(\\qquad|\\begin|\\end|\\[{}]|[{}])", source):
+        depth += (piece in ("{", r"\begin")) - (piece in ("}", r"\end"))
+        if piece == r"\qquad" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return [part.strip() for part in parts]
+
+
 def rendered(html: str, page: str) -> str:
     """Return the HTML of a page with its formulas as MathML; warn about one that cannot be converted."""
 
     def change(match: re.Match[str]) -> str:
         source = entities.unescape(match["inline"] or match["block"]).strip()
+        if match["block"] and len(parts := split(source)) > 1:
+            return f'<div class="formula">{"".join(one(part, "block") for part in parts)}</div>'
+        return one(source, "inline" if match["inline"] else "block")
+
+    def one(source: str, display: str) -> str:
+        given = source
         for name, other in SAME.items():
             source = re.sub(rf"\\(begin|end)\{{{name}\}}", rf"\\\1{{{other}}}", source)
-        display = "inline" if match["inline"] else "block"
         try:
             formula = convert(source, display=display)
         except Exception as error:
             log.warning("%s: cannot convert the formula %s: %r", page, source, error)
-            return match[0]
+            return entities.escape(given)
         if unknown := UNKNOWN.search(formula):
             log.warning("%s: unknown %s in the formula %s", page, unknown[1], source)
         for pattern, spaced in SPACING:
