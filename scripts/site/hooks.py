@@ -21,7 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
-from scripts.site import links, mathml, navigation, reference  # noqa: E402
+from scripts.site import links, mathml, navigation, notebook, reference  # noqa: E402
 
 COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
@@ -51,10 +51,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages and colours that lie beside docs/."""
+    """Add the pages and colours that lie beside docs/, and the notebook as a page."""
     for name in COPIES:
         content = links.from_root((ROOT / name).read_text(encoding="utf-8"))
         files.append(File.generated(config, name.lower(), content=content))
+    content = notebook.page(Path(config.docs_dir))
+    files.append(File.generated(config, notebook.PAGE, content=content))
     files.append(File.generated(config, "assets/colours.css", abs_src_path=str(ROOT / COLOURS)))
     return files
 
@@ -70,6 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         "tags", None
     )  # a model card's, for the hub: a hit in one would outweigh every title a thousandfold
     filled = reference.with_class(reference.filled(markdown), name)
+    filled = filled.replace(f"]({notebook.NOTEBOOK})", f"]({notebook.PAGE})")
     if config.repo_url:
         filled = filled.replace("git clone REPOSITORY", f"git clone {config.repo_url}")
     return links.for_site(filled, name, titles, config.repo_url or "")
