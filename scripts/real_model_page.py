@@ -30,7 +30,7 @@ from scripts.results import DEMO, REAL_MODEL, made_with, perplexity, retrieval
 
 RANGES = (
     "In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their intervals are "
-    "simultaneous over the methods of a table (Bonferroni)."
+    "simultaneous over the methods of a column (Bonferroni)."
 )
 
 
@@ -137,7 +137,7 @@ def _perplexities(file: str, protocol: str, *baselines: str) -> str:
     by = f"{made_with(result.environment)}, {result.model['dtype']}"
     return "\n\n".join(
         [
-            _compared(records, labels, lengths, *baselines),
+            _compared(records, labels, lengths if protocol == "tail" else lengths[-1:], *baselines),
             f"At {lengths[-1]:,} tokens, by document:",
             markdown_table(["method", *(Path(name).name for name in names)], each, numeric=True),
             f"{by}. [{file}](data/real_model/{file}) has every number.",
@@ -471,7 +471,7 @@ def extended() -> str:
 
 
 def _strictness(result: ExtendResult) -> str:
-    """Return how often a method that is truly worse than truncation meets the demand on long texts, in a sentence."""
+    """Return how often the demand on long texts is met by a worse method, and missed by an equal one, in a sentence."""
     assert result.perplexity is not None
     worse, allowed = 1.05, 1 + result.settings["max_regression"]
     records = [r for r in result.perplexity.records if r.length == result.lengths[1]]
@@ -482,11 +482,16 @@ def _strictness(result: ExtendResult) -> str:
         if method == result.winner
     ]
     spread = statistics.stdev(logs)
-    mean = statistics.NormalDist(math.log(worse), spread / math.sqrt(len(logs)))
+    error = spread / math.sqrt(len(logs))
+    met, equal = (
+        100 * statistics.NormalDist(math.log(truly), error).cdf(math.log(allowed))
+        for truly in (worse, 1.0)
+    )
     return (
         f"The winner's log ratios have a standard deviation of {number(spread, 2)} over the documents. With that, a "
         f"method whose perplexity is truly {100 * (worse - 1):.0f} % above truncation's would have a ratio of at most "
-        f"{allowed:g} in {100 * mean.cdf(math.log(allowed)):.0f} % of such sets of {len(logs)} (normal distribution)."
+        f"{allowed:g} in {met:.0f} % of such sets of {len(logs)} (normal distribution), and one that truly equals "
+        f"truncation a ratio above it in {100 - equal:.0f} %."
     )
 
 

@@ -248,7 +248,9 @@ class ExtendResult(Result):
             verdict = f"Extend to {target:,} tokens: {self.winner} meets every demand."
         else:
             reason = (
-                f"{self.winner} fails on {', '.join(unmet)}" if unmet else "no method gave numbers"
+                f"{self.winner} does not meet the demands on {', '.join(unmet)}"
+                if unmet
+                else "no method gave numbers"
             )
             although = ", although it finds needles that truncation cannot" * finds
             verdict = (
