@@ -6,6 +6,7 @@ names another path). With `SCREENSHOTS=DIR` they keep pictures of the whole page
 
 from __future__ import annotations
 
+import ast
 import functools
 import http.server
 import importlib
@@ -26,7 +27,7 @@ import yaml
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.page import collect, render
 from hf_posenc.methods import METHODS
-from scripts.site import hooks, links, mathml, navigation, reference
+from scripts.site import hooks, links, mathml, navigation, notebook, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -64,6 +65,25 @@ QUESTIONS = {
     "does it work with Qwen3": "does-it-work-with-qwen3-gemma-mamba-bert-or-t5",
     "what does scale mean": "what-does-the-scale-mean",
     "does it work with my LoRA": "can-i-use-a-lora-that-was-trained-without-a-patch",
+    "do I need a gpu": "do-i-need-a-gpu",
+    "does it run on windows or mac": "does-it-run-on-windows-a-mac-or-google-colab",
+    "google colab notebook": "does-it-run-on-windows-a-mac-or-google-colab",
+    "how long does it take": "how-long-does-a-measurement-take",
+    "license": "what-is-the-license",
+    "compare to transformers rope_scaling": "how-is-this-different-from-rope_scaling-in-transformers",
+    "needle in a haystack": "what-is-a-passkey-a-needle-in-a-haystack-tail-perplexity",
+    "which method for qwen2.5": "which-method-for-qwen25-llama-3-or-another-checkpoint",
+    "measure if it got better on my files": (
+        "how-do-i-measure-the-perplexity-of-my-own-model-on-my-own-text"
+    ),
+    "go back to the original model": "how-do-i-go-back-to-the-original-model-after-saving",
+    "ValueError model already patched": "this-model-is-already-patched-how-do-i-patch-it-again",
+    "how much training data do I need": "how-much-training-data-do-i-need",
+    "bitsandbytes 4bit": "can-i-patch-a-quantized-model-bitsandbytes-gptq-awq",
+    "can I use gguf files": "can-i-use-a-gguf-file-ollama-or-lm-studio",
+    "batch with padding": "is-the-patch-exact-with-a-kv-cache-padding-and-beam-search",
+    "error: No document can be used": "no-document-can-be-used",
+    "GPT2LMHeadModel has no rotary embedding": "has-no-rotary-embedding",
 }
 """Questions of newcomers, and the section of the first page that the search finds."""
 
@@ -137,6 +157,25 @@ def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
     assert r"page.md: unknown \unheardof" in caplog.text
 
 
+def test_a_wide_formula_is_cut_at_its_wide_spaces_alone() -> None:
+    cases = r"\begin{cases} b \qquad c \end{cases}"
+    assert mathml.split(rf"a \qquad {cases} \qquad \left\{{ d_{{e \qquad f}} \right\}}") == [
+        "a",
+        cases,
+        r"\left\{ d_{e \qquad f} \right\}",
+    ]
+    html = mathml.rendered(r'<div class="arithmatex">\[a \qquad b\]</div>', "page.md")
+    assert re.sub(r"<(/?\w+).*?>", r"<\1>", html).count("<math>") == 2
+    assert html.startswith('<div class="formula"><math ')
+
+
+def test_the_notebook_is_a_page_with_its_outputs() -> None:
+    text = notebook.page(DOCS)
+    assert text.startswith("# Quickstart")
+    assert text.count('src="data:image/png;base64,') == 3
+    assert "```text\nTrue\n```" in text
+
+
 PROGRAM = re.compile(r"^ *```(?:bash|python)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 FITS = 92
@@ -169,6 +208,31 @@ def test_the_navigation_has_every_page_once_and_methods_by_kind() -> None:
     }
     assert {"yarn": "methods/yarn.md"} in kinds["Frequencies"]
     assert {"rerope": "methods/rerope.md"} in kinds["Rotary bands"]
+
+
+def test_the_messages_of_the_page_about_errors_are_in_the_source() -> None:
+    """A heading quotes what is constant in a message, with `...` between its parts."""
+    headings = re.findall(r"^### .*$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.M)
+    quoted = [re.match(r'### "(.+?)"', heading) for heading in headings]
+    assert len(quoted) > 10
+    assert all(quoted), headings
+    messages: set[str] = set()
+    for file in (ROOT / "hf_posenc").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        messages |= {_constant_parts(node) for node in nodes if node not in docstrings}
+    for match in filter(None, quoted):
+        parts = re.compile(".*".join(map(re.escape, match[1].split("..."))), re.S)
+        assert any(map(parts.search, messages)), match[1]
+
+
+def _constant_parts(node: ast.AST) -> str:
+    """Return a string with a NUL for each value in it; of anything else an empty string."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_constant_parts(part) or "\0" for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ""
 
 
 def _config() -> dict[str, Any]:
