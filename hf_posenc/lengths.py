@@ -9,6 +9,9 @@ from hf_posenc.errors import PosencError
 
 _MOST_DIGITS = 15
 
+MOST_LENGTHS = 1000
+"""The most lengths that a range may stand for, and the most depths."""
+
 
 def plain(value: Any) -> Any:
     """Return numbers and arrays of numpy and torch as numbers and lists of Python; others as they are."""
@@ -38,3 +41,10 @@ def read_length(value: Any, name: str) -> int:
             f"{name}: {value!r} is no length; give a whole number of tokens, such as 4096 or 32k."
         )
     return length
+
+
+def even_depths(count: int) -> tuple[float, ...]:
+    """Return so many depths from 0 to 1 at equal distances; a single one lies in the middle."""
+    if count > MOST_LENGTHS:
+        raise PosencError(f"--depths {count}: at most {MOST_LENGTHS:,} depths are measured.")
+    return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.lengths import read_length
+from hf_posenc.lengths import MOST_LENGTHS, read_length
 
 T = TypeVar("T")
 
@@ -26,8 +26,6 @@ DOCUMENTS = "Documents"
 MODEL = "The model"
 MEMORY = "Memory and speed"
 OUTPUT = "Output"
-MOST_LENGTHS = 1000
-"""The most lengths that a range may stand for, and the most depths."""
 PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
 """Panels of `--help`, in their order; the first has no title of its own."""
 
@@ -190,13 +188,6 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
         else:
             raise PosencError(f"{given}: {part!r} is no range; give first:last:step.")
     return tuple(sorted(lengths))
-
-
-def even_depths(count: int) -> tuple[float, ...]:
-    """Return so many depths from 0 to 1 at equal distances; a single one lies in the middle."""
-    if count > MOST_LENGTHS:
-        raise PosencError(f"--depths {count}: at most {MOST_LENGTHS:,} depths are measured.")
-    return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
 
 
 def parse_scales(text: str) -> tuple[float, ...]:

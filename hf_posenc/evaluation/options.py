@@ -18,7 +18,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import (
     check_texts,
     document_option,
-    even_depths,
     memory_option,
     model_option,
     option,
@@ -35,7 +34,7 @@ from hf_posenc.evaluation.flags import (
     read_values,
     read_whole,
 )
-from hf_posenc.lengths import read_length
+from hf_posenc.lengths import even_depths, read_length
 
 # The second and the third are the controls: the end of the text alone, and a window behind the first tokens.
 PERPLEXITY_METHODS = (

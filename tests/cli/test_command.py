@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
 from hf_posenc.cli.command import expand
-from hf_posenc.evaluation.flags import MODEL, even_depths, option, parse_lengths
+from hf_posenc.evaluation.flags import MODEL, option, parse_lengths
 from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions
+from hf_posenc.lengths import even_depths
 
 RUNNER = CliRunner()
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import even_depths
 from hf_posenc.evaluation.retrieval.prompts import (
     NOISE,
     TRIES,
@@ -27,7 +26,7 @@ from hf_posenc.evaluation.retrieval.prompts import (
     word_key,
 )
 from hf_posenc.evaluation.retrieval.reasoning import Associations, Whereabouts
-from hf_posenc.lengths import plain
+from hf_posenc.lengths import even_depths, plain
 
 MOST_PROMPTS = 100_000
 MOST_DISTRACTORS = 10_000

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import even_depths
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import collected, execute, write_timings
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
@@ -29,6 +28,7 @@ from hf_posenc.evaluation.retrieval.result import (
 )
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from hf_posenc.files import to_json
+from hf_posenc.lengths import even_depths
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
