@@ -287,7 +287,7 @@ def _pairs(file: Path, first: str) -> str:
 
 
 def needles() -> str:
-    """Return the answers of other tasks that methods rank first, by length."""
+    """Return the answers of other tasks that methods give, and those that they rank first, by length."""
     result = retrieval(REAL_MODEL / "needles.json")
     chances = {cell.task: cell.chance for cell in result.cells if cell.chance is not None}
     intro = (
@@ -295,11 +295,11 @@ def needles() -> str:
         + ", ".join(f"`{task}` {100 * chance:.0f} %" for task, chance in chances.items())
         + ". In parentheses: 95 % intervals (Wilson), in percent."
     )
-    return f"{intro}\n\n{_answers(REAL_MODEL / 'needles.json', ('ranked first',))}"
+    return f"{intro}\n\n{_answers(REAL_MODEL / 'needles.json')}"
 
 
-def _answers(file: Path, kinds: Sequence[str] = ("answered", "ranked first")) -> str:
-    """Return a table of each task under each method, by length: the answers given, those ranked first, or both."""
+def _answers(file: Path) -> str:
+    """Return a table of the answers of each task under each method, by length."""
     result = retrieval(file)
     lengths = result.settings.lengths
     cells = {(c.task, c.method, c.length): c for c in result.cells}
@@ -310,17 +310,12 @@ def _answers(file: Path, kinds: Sequence[str] = ("answered", "ranked first")) ->
             row = [f"`{task}`"] * (len(tasks) > 1) + [f"`{label}`"]
             for length in lengths:
                 cell = cells.get((task, label, length))
-                counts = (
-                    dict(zip(("answered", "ranked first"), _counts(cell), strict=True))
-                    if cell
-                    else {}
-                )
-                row += [counts.get(kind, "not measured") for kind in kinds]
+                row += ["not measured"] * 2 if cell is None else [*_counts(cell)]
             rows.append(row)
     names = ["task"] * (len(tasks) > 1) + ["method"]
-    heads = [f"{n:,}: {kind}" for n in lengths for kind in kinds]
-    numeric = [False] * len(names) + [True] * len(heads)
-    return markdown_table([*names, *heads], rows, numeric=numeric)
+    counts = [f"{n:,}: {what}" for n in lengths for what in ("answered", "ranked first")]
+    numeric = [False] * len(names) + [True] * len(counts)
+    return markdown_table([*names, *counts], rows, numeric=numeric)
 
 
 def tuned() -> str:
