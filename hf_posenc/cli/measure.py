@@ -324,7 +324,7 @@ def extend(
         bool,
         typer.Option(
             "--train",
-            help="Where the verdict is not to extend, fine-tune the model: beside --text on --train-text.",
+            help="Where the verdict is not to extend, fine-tune the model; if --text is given, on --train-text.",
         ),
     ] = False,
     train_text: Annotated[
@@ -344,6 +344,8 @@ def extend(
     """
     from hf_posenc.evaluation.extend import prepare, write_page
 
+    if train_text and not train:
+        raise PosencError("--train-text is what --train reads: add --train, or leave it out.")
     frame = Frame(context, run)
     job = frame.prepare(prepare, model, documents, options)
     job.say = print_note

@@ -609,6 +609,9 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     )
     assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
     assert (out / "report.html").is_file()
+    alone = CliRunner().invoke(app, ["extend", *given, "--train-text", "own"])
+    assert alone.exit_code == 2
+    assert "add --train" in alone.output
     started: list[list[str]] = []
 
     def run(words: list[str], **_: Any) -> CompletedProcess[str]:

@@ -528,4 +528,11 @@ def test_the_page_has_the_numbers_of_the_committed_run() -> None:
             named.remove(method)
     assert not named
     assert f"and {measured['none']:.0f} at 2,048" in page
-    assert "which is that of truncation at 2,048" in page
+    (trained,) = (
+        cell["perplexity"]
+        for cell in values["summary"]
+        if (cell["method"], cell["length"]) == ("none", 256)
+    )
+    assert f"has {trained:.1f} at 256, which is that of truncation at 2,048" in " ".join(
+        page.split()
+    )
