@@ -113,12 +113,17 @@ class TokenizedDocument:
         """Return the largest token id, -1 without tokens."""
         return max((int(block.max()) for block in self.blocks()), default=-1)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that a result stores, enough to decide whether two results read the same tokens."""
-        count = len(self.ids)
+    @property
+    def content(self) -> str:
+        """Hash of the tokens."""
         digest = hashlib.sha256()
         for block in self.blocks():
             digest.update(block.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that a result stores, enough to decide whether two results read the same tokens."""
+        count = len(self.ids)
         hashed = "all" if self.hashed_bytes is None else f"the first {self.hashed_bytes} bytes"
         return {
             "name": self.name,
@@ -127,7 +132,7 @@ class TokenizedDocument:
             "words": self.words_between(0, count),
             "text_sha256": self.sha256,
             "text_sha256_of": None if self.sha256 is None else hashed,
-            "tokens_sha256": digest.hexdigest(),
+            "tokens_sha256": self.content,
         }
 
 

@@ -176,7 +176,8 @@ def load_documents(
         cache: Stores tokens from run to run.
 
     Returns:
-        The usable documents and the skipped ones, in the order of the source, no two of the same name.
+        The usable documents and the skipped ones, in the order of the source, no two of the same name. A copy is
+        skipped: intervals take documents as independent, and what is chosen on one must not be judged on its copy.
 
     Raises:
         PosencError: No document is usable.
@@ -193,6 +194,7 @@ def load_documents(
     spool, vocabulary, longest = Spool(), None, 0
     usable: list[_Text | TokenizedDocument] = []
     skipped: list[Skipped] = []
+    names: dict[str, str] = {}  # by content
     for entry in source:
         seen(entry.name)
         if isinstance(entry, Skipped):
@@ -218,6 +220,9 @@ def load_documents(
                 raise UnreadableError(
                     f"too short: {len(document):,} tokens, {min_tokens:,} are needed"
                 )
+            if document.content in names:
+                raise UnreadableError(f"the same text as {names[document.content]}")
+            names[document.content] = entry.name
         except UnreadableError as error:
             skipped.append(Skipped(entry.name, str(error)))
             continue
@@ -270,6 +275,11 @@ class _Text:
 
     def __len__(self) -> int:
         return self.stored.count
+
+    @property
+    def content(self) -> str:
+        """The same for copies."""
+        return self.digest.hexdigest()
 
     def add(self, chunk: str) -> None:
         try:

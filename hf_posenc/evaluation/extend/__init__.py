@@ -49,6 +49,8 @@ from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
 from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
+from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
+from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.verification import require, verify_export
@@ -479,6 +481,7 @@ def prepare(
             f"two to judge it, and with {2 * FEW_DOCUMENTS} differences can be told from chance. One document is not "
             "split: its halves are not independent. Give more --text, or a shorter --target-length."
         )
+    _check_needles(tokenizer, whole.special.tolist(), original, target)
     return ExtendJob(
         whole=whole,
         tokenizer=tokenizer,
@@ -488,6 +491,32 @@ def prepare(
         controls=controls,
         remarks=remarks,
     )
+
+
+def _check_needles(tokenizer: Any, special: Sequence[int], original: int, target: int) -> None:
+    """Raise if texts of the target length have too few passkeys farther back than the original length."""
+    kit, task = Kit(tokenizer, 0, None), get_task("passkey")
+    needed = DEPTHS // 2 * SAMPLES[0]
+
+    def far(length: int) -> int:
+        settings = RetrievalSettings((length,), (task.name,), depths(original, length), SAMPLES[0])
+        try:
+            prompts = [
+                lay_out(task.scene(sample, kit), length, special, 0)
+                for sample in settings.samples_of(task.name, length)
+            ]
+        except PosencError:  # not even the prompt
+            return 0
+        return sum((prompt.distance or 0) > original for prompt in prompts)
+
+    enough = target
+    while far(enough) < needed:
+        enough += max(1, original // 8)
+    if enough > target:
+        raise PosencError(
+            f"--target-length {target:,}: fewer than {needed} passkeys lie beyond the original length of "
+            f"{original:,} tokens, and so many are asked for. Give at least {enough:,}."
+        )
 
 
 def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:

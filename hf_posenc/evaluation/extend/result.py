@@ -40,7 +40,7 @@ TABLE, ATTENTION = "table", "attention"
 """Kinds of methods: those that change the rotary table alone cost nothing, and engines can have them."""
 SIGNIFICANT = 0.05
 CAN_ANSWER = 0.5
-"""Answers count if the unpatched model writes out at least this share of them at its original length; else ranks do."""
+"""Answers count if the unpatched model gives at least this share of them at its original length; else ranks do."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class ExtendResult(Result):
 
     @property
     def answers(self) -> bool:
-        """True if the unpatched model writes out passkeys at its original length: else ranks are compared."""
+        """True if the unpatched model answers passkeys at its original length: else ranks are compared."""
         # truncation leaves texts of this length as they are
         part = self.retrieval and self.retrieval.cell(TRUNCATION, "passkey", self.lengths[0])
         return bool(part) and part.accuracy >= CAN_ANSWER  # type: ignore[union-attr]

@@ -357,8 +357,23 @@ def checked_candidates(
     model: nn.Module, specs: Sequence[str] | None
 ) -> tuple[list[Candidate], int | None]:
     """Return the `checked` candidates, by default the model as loaded, and the length that it was trained on."""
-    candidates = [c.checked(model) for c in parse_candidates(specs or (UNPATCHED,))]
+    candidates = agreed([c.checked(model) for c in parse_candidates(specs or (UNPATCHED,))])
     return candidates, original_length(model, candidates)
+
+
+def agreed(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the checked candidates, truncation with the original length that options of others give; raise for two."""
+    named = (c for c in candidates if "original_max_position_embeddings" in c.beside)
+    given = {c.original for c in named if c.original is not None}
+    if not given or not any(candidate.truncates for candidate in candidates):
+        return list(candidates)
+    if len(given) > 1:
+        raise PosencError(
+            f"--patch {TRUNCATION} needs one original length, and options give {', '.join(map(str, sorted(given)))}. "
+            f"Measure these in commands of their own, or leave {TRUNCATION} out."
+        )
+    original = given.pop()
+    return [dataclasses.replace(c, original=original) if c.truncates else c for c in candidates]
 
 
 def check_unique(candidates: Sequence[Candidate]) -> None:
@@ -392,8 +407,8 @@ def _moves(model: nn.Module, table: RotaryTable) -> bool:
 
 
 def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | None:
-    """Return the context length that the model was trained on: that of the first patch, or the config's."""
-    original = next((c.original for c in candidates if c.original is not None), None)
+    """Return the context length that the model was trained on: the longest of the patches, or the config's."""
+    original = max((c.original for c in candidates if c.original is not None), default=None)
     patch = get_patch(model)
     if original is None and patch is not None:
         original = patch.original_max_position_embeddings

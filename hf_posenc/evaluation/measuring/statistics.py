@@ -259,7 +259,7 @@ def _cell(
         tokens=sum(row.tokens for row in rows),
         bytes=size,
         words=words,
-        documents=len(rows),
+        documents=sum(row.weight > 0 for row in rows),
     )
 
 

@@ -380,12 +380,13 @@ def prepare(
         comparable(get_table(table), settings)
     special = special_tokens(tokenizer, policy)
     needed = max(1, settings.shortest_document - len(special))
+    windows = settings.windows_per_document or 1
     documents, skipped, about = source.load(
         tokenizer,
         options,
         min_tokens=needed,
         embedded_limit=EMBEDDED_DOCUMENTS,
-        embedded_tokens=max(needed, settings.lengths[-1] - len(special)),
+        embedded_tokens=max(needed, windows * settings.lengths[-1] - len(special)),
     )
     key_tokens = None
     if options.longppl is not None:

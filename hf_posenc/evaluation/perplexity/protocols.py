@@ -180,7 +180,8 @@ class Settings:
         """Return the tokens that a protocol scores, in one sentence."""
         text = DEFINITIONS[protocol].format(tail=f"{self.tail_tokens:,}", stride=f"{self.stride:,}")
         if self.windows_per_document is not None and protocol in ("tail", "sliding"):
-            windows = f"{self.windows_per_document:,} evenly spaced window{'s' * (self.windows_per_document > 1)}"
+            count = self.windows_per_document
+            windows = f"up to {count:,} evenly spaced windows" if count > 1 else "one window"
             text += f"; {windows} of each document"
             text += ", the first one left out" if protocol == "sliding" else ""
         if self.joined and protocol != "stream":

@@ -177,14 +177,17 @@ class Advice:
         """Return the commands to run next, on the user's own text."""
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
-        specs = ["none"]
+        specs, own = ["none"], [str(one.spec) for one in self.first]
         if self.needed:
-            specs += ["truncation", "attention_sinks", *(str(one.spec) for one in self.first)]
-        patches = " ".join(f"--patch {spec}" for spec in specs)
+            specs += ["truncation", "attention_sinks", *own]
+        patches, swept = (
+            " ".join(f"--patch {spec}" for spec in each)
+            for each in (specs, own if self.carried.scaled else ())
+        )
         commands = (
             f"perplexity {self.name} {text} --lengths {lengths} {patches}",
             f"retrieval {self.name} --lengths {lengths} {patches}",
-            f"sweep {self.name} {text} --target-length {self.target}",
+            f"sweep {self.name} {text} --target-length {self.target} {swept}",
         )
         shown = commands if self.needed else commands[:1]
         return tuple(f"hf-posenc {' '.join(command.split())}" for command in shown)

@@ -143,7 +143,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 def mcnemar(won: int, lost: int) -> float:
     """Return the exact two-sided p of pairs of which one side alone has `won` or `lost` (McNemar 1947)."""
     tail = sum(math.comb(won + lost, count) for count in range(min(won, lost) + 1))
-    return min(1.0, math.ldexp(2 * tail, -(won + lost)))
+    return min(1.0, 2 * tail / (1 << (won + lost)))
 
 
 def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:

@@ -410,6 +410,8 @@ class RetrievalSettings:
                 raise PosencError(
                     f"Give at least one of the {name}, each once{order}, not {list(values)}."
                 )
+        # A needle is drawn by its depth's text: 0 and 0.0 would be two.
+        object.__setattr__(self, "depths", tuple(map(float, self.depths)))
         for task in self.tasks:
             get_task(task)
         if self.depths[0] < 0 or self.depths[-1] > 1:

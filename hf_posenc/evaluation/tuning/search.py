@@ -51,6 +51,7 @@ from hf_posenc.evaluation.tuning.results import (
     family_note,
     on_short,
 )
+from hf_posenc.evaluation.tuning.sweep import tried
 from hf_posenc.model.discovery import original_length, read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.rope import RopeSpec
@@ -407,9 +408,9 @@ class SearchJob(TailJob[SearchResult]):
             board = Board(losses, settings, plain.key)
             return [board.score(each.key, scored, searched) for each in candidates]
 
-        controls = (Candidate.parse(spec) for spec in CONTROLS)
+        controls = tried(self.model, [(Candidate.parse(spec), True) for spec in CONTROLS])
         original = settings.original  # as many tokens as truncation reads
-        compared = [(dataclasses.replace(each, original=original), True) for each in controls]
+        compared = [(dataclasses.replace(each, original=original), True) for each, _ in controls]
         scored = self._scored(searched)
         if own.algorithm == "dcis":
             steps = divide(begin, own.budget, score)

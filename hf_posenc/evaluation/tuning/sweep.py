@@ -20,6 +20,7 @@ from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import (
     Candidate,
     Part,
+    agreed,
     check_unique,
     original_length,
 )
@@ -43,7 +44,11 @@ LEAST = 2
 """Least number of methods in the last round, so that the best one is compared on every document."""
 
 
-def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candidate, bool]]:
+Scales = Sequence[float] | Callable[[Candidate], Sequence[float]]
+"""Scales of all methods, or of each."""
+
+
+def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]]:
     """Cross methods with scales; a method without a scale, or with a given one, is listed once.
 
     Returns:
@@ -61,9 +66,11 @@ def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candida
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
 
 
-def at_scales(spec: str, scales: Sequence[float]) -> list[Candidate]:
+def at_scales(spec: str, scales: Scales) -> list[Candidate]:
     """Return the candidates of one value of `--patch`."""
     candidate = Candidate.parse(spec)
+    if callable(scales):
+        scales = scales(candidate)
     takers = [part for part in candidate.parts if part.auto]
     takers = takers or [part for part in candidate.parts if _has_default_scale(part)]
     if "target_length" in candidate.beside or not takers:
@@ -101,7 +108,7 @@ def tried(
             errors += [] if control else [error]
     if errors and len(errors) == sum(not control for _, control in candidates):
         raise errors[0]
-    return checked
+    return list(zip(agreed([each for each, _ in checked]), (c for _, c in checked), strict=True))
 
 
 @dataclass(frozen=True)
@@ -333,6 +340,13 @@ def prepare_sweep(
     original = original_length(model, [candidate for candidate, _ in candidates])
     fields = prepared(model, tokenizer, source, options, original, embedded_limit=20, **about)
     if options.scales is None:
-        scale = fields["settings"].scale
-        candidates = tried(model, crossed(methods, (scale, 2 * scale)))
+        settings = fields["settings"]
+        originals = {repr(c.beside): c.original for c, _ in candidates if c.patches}
+
+        def scales(candidate: Candidate) -> tuple[float, float]:
+            """The scale that extends the original length of its options to the target, and twice that."""
+            scale = settings.target / (originals.get(repr(candidate.beside)) or settings.original)
+            return scale, 2 * scale
+
+        candidates = tried(model, crossed(methods, scales))
     return SweepJob(**fields, candidates=candidates, first_documents=options.first_documents)

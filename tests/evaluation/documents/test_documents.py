@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +140,17 @@ def test_unusable_documents_are_counted_and_reading_stops_at_the_limit() -> None
         Skipped("gone", "no such file"),
     ]
     assert seen == ["short", "empty", "gone", "long 0", "long 1"]
+
+
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_a_copy_is_no_document_of_its_own(tokenized: bool) -> None:
+    """What chooses a method would judge it too, and intervals would be too narrow."""
+    source: list[Any] = [Document(name, prose(100, int(name[0]))) for name in ("1", "2", "1 again")]
+    if tokenized:
+        source = [tokenize(document, byte_tokenizer()) for document in source]
+    usable, skipped = load_documents(source, byte_tokenizer(), min_tokens=64, limit=3)
+    assert [document.name for document in usable] == ["1", "2"]
+    assert skipped == [Skipped("1 again", "the same text as 1")]
 
 
 def test_no_usable_document_is_an_error_that_says_what_to_do() -> None:

@@ -104,9 +104,9 @@ NAMES = (
 
 def test_names_can_be_printed_on_one_line(tmp_path: Path) -> None:
     (tmp_path / "[").mkdir()
-    for name in NAMES:
+    for index, name in enumerate(NAMES):
         with open(os.path.join(os.fsencode(tmp_path), name), "wb") as file:  # noqa: PTH118, PTH123
-            file.write(GOOD.encode())
+            file.write(f"{GOOD}{index}".encode())
     usable, skipped = load_documents(read_paths([str(tmp_path)]), byte_tokenizer(), min_tokens=1)
     assert not skipped
     shown = {document.name.removeprefix(f"{tmp_path}/") for document in usable}

@@ -571,6 +571,14 @@ def test_half_of_the_depths_are_farther_back_than_the_original_length(target: in
     assert distances[-1] == 0
 
 
+def test_a_target_with_too_few_needles_beyond_the_original_length_is_refused() -> None:
+    """Else the verdict would be known, and only after hours of measuring."""
+    said = "--target-length {}: fewer than 12 passkeys lie beyond the original length of 64 tokens"
+    for target in (160, 260):  # it has no passkey, and two of them
+        with pytest.raises(PosencError, match=said.format(target)):
+            job_of(tiny(), target_length=target)
+
+
 @pytest.mark.usefixtures("advised")
 def test_in_python_the_files_are_written_with_the_verdict_first(
     planted: Planted, tmp_path: Path

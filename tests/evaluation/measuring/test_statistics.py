@@ -169,6 +169,15 @@ def test_fewer_than_five_documents_give_no_arrow() -> None:
         assert cell.differs == arrow
 
 
+def test_documents_without_a_key_token_do_not_count_for_an_arrow() -> None:
+    base = [*((100.0 + index, 50) for index in range(4)), (0.0, 0), (0.0, 0)]
+    lower = [(nats * 0.9, tokens) for nats, tokens in base]
+    cell = summarize(records("none", base) + records("lower", lower))[1]
+    assert cell.ratio_interval is not None
+    assert cell.ratio_interval[1] < 1
+    assert (cell.documents, cell.differs) == (4, 0)
+
+
 def test_twenty_thousand_documents_take_no_memory_to_speak_of() -> None:
     rows = records("none", [(100.0 + index % 7, 50) for index in range(20_000)])
     tracemalloc.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.page import collect
-from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
+from hf_posenc.evaluation.retrieval.result import (
+    Failure,
+    LeftOut,
+    Record,
+    RetrievalResult,
+    mcnemar,
+)
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.page_results import CURVES, Page, exact, page, result, write
 
@@ -292,6 +299,9 @@ def test_retrieval_is_judged_by_the_same_prompts(tmp_path: Path) -> None:
     (said,) = verdicts(page(write(tmp_path / "b", few, "retrieval")))
     assert "no method is significantly better; pi answers 5, none 0" in said
     assert said.endswith("not significantly different (exact McNemar test, p = 0.062).")
+    assert mcnemar(700, 700) == 1
+    normal = math.erfc(199 / math.sqrt(2 * 1400))  # with its correction for continuity
+    assert mcnemar(600, 800) == pytest.approx(normal, rel=0.05)
     # 6 of 12 more than the control's: p = 0.03, but the best of two
     data = retrieval({"none": (0.0, 0.0, 0.0), "pi": (0.0, 0.5, 1.0), "ntk": (0.0, 0.0, 0.0)})
     data["settings"]["lengths"] = [256, 512]

@@ -11,13 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
+from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.measuring.candidates import (
+    Candidate,
+    checked_candidates,
+    original_length,
+    parse_candidates,
+)
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
+from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.perplexity import prepare
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import LogN, PositionInterpolation
@@ -341,3 +351,30 @@ def test_the_original_length_is_the_patches_or_the_configs() -> None:
     assert original_length(model, [Candidate.parse("none")]) == 64
     model.config.max_position_embeddings = 1024
     assert original_length(model, [Candidate.parse("none")]) == 1024
+
+
+def test_truncation_takes_the_original_length_that_is_given() -> None:
+    model, given = tiny(), "yarn:original_max_position_embeddings=32"
+    for specs in (["truncation", given], [given, "none", "truncation"]):
+        candidates, original = checked_candidates(model, specs)
+        assert original == 32
+        assert {candidate.most for candidate in candidates if candidate.truncates} == {32}
+    other = "pi:original_max_position_embeddings=16"
+    with pytest.raises(
+        PosencError, match="truncation needs one original length, and options give 16, 32"
+    ):
+        checked_candidates(model, ["truncation", given, other])
+    assert (
+        checked_candidates(model, [other, given])[1] == checked_candidates(model, [given, other])[1]
+    )
+
+
+def test_several_windows_need_longer_documents_by_default() -> None:
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model_path()),
+        AutoTokenizer.from_pretrained(model_path()),
+    )
+    options = PerplexityOptions(protocols=("tail",), lengths=(64,), windows_per_document=4, limit=2)
+    run = prepare(model, tokenizer, Source(), options)
+    assert [len(document) for document in run.documents] == [4 * 64, 4 * 64]
+    assert "up to 4 evenly spaced windows of each document" in run.settings.definition("tail")

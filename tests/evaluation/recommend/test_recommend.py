@@ -295,6 +295,10 @@ def test_a_checkpoint_that_is_scaled_already() -> None:
     assert by_name(advice)["pi"].trial
     assert by_name(advice)["abf"].options is not None
     assert by_name(advice)["abf"].options["replace"] is True  # type: ignore[index]
+    swept = next(command for command in advice.commands() if "sweep" in command)
+    assert [f"--patch {option.spec}" in swept for option in advice.first] == [True] * len(
+        advice.first
+    )
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     advice = recommend(on_meta(zoo.tiny_config("llama", rope_parameters=dynamic)), TRAINED * 2)

@@ -277,6 +277,11 @@ def test_a_number_of_depths_is_spread_evenly() -> None:
     assert RetrievalSettings((400,), depths=3).depths == (0.0, 0.5, 1.0)  # type: ignore[arg-type]
 
 
+def test_a_whole_number_is_the_same_depth() -> None:
+    """Records are found by the number, and needles drawn by its text."""
+    assert list(map(repr, RetrievalSettings((400,), depths=(0, 1)).depths)) == ["0.0", "1.0"]
+
+
 def test_draws_are_fixed_for_ever() -> None:
     """Prompts must not change from one version of this package, or of Python, to the next."""
     draws = Draws("needle", 0, "passkey", 0.5, 3)

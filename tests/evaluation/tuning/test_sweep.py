@@ -16,11 +16,13 @@ from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.grid import to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.measuring.statistics import estimate
+from hf_posenc.evaluation.options import SweepOptions
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.tuning import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, verdict
@@ -31,6 +33,7 @@ from hf_posenc.evaluation.tuning.sweep import (
     crossed,
     kept_of,
     planned,
+    prepare_sweep,
     run_rungs,
     rung_sizes,
     tried,
@@ -38,6 +41,7 @@ from hf_posenc.evaluation.tuning.sweep import (
 from hf_posenc.methods import LogN, YaRN
 from tests.support import zoo
 from tests.support.sweep_cases import SETTINGS, finished, planted, reference, sweep_of, texts, tiny
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 PATCHES = ("yarn", "pi", "ntk:scale=3", "dynamic_yarn", "yarn+log_n")
 NAN = math.nan
@@ -474,3 +478,21 @@ def test_committed_results_load_and_have_a_short_name(name: str, kind: Any) -> N
     docs = Path(__file__).parents[3] / "docs"
     result = kind.from_dict(json.loads((docs / "data" / "benchmarks" / f"{name}.json").read_text()))
     assert len(repr(result)) < 200
+
+
+def test_default_scales_reach_the_target_from_the_original_length_of_the_options() -> None:
+    scaled = {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }
+    model = zoo.build("llama", vocab_size=VOCABULARY, rope_parameters=scaled)
+    specs = ("yarn:replace=true", "yarn:compose=true")
+    options = SweepOptions(methods=specs, target_length=128, limit=2)
+    texts = [prose(200, seed) for seed in range(2)]
+    job = prepare_sweep(model, byte_tokenizer(), Source.of(texts), options)
+    scales = [c.parts[0].options["scale"] for c, control in job.candidates if not control]
+    assert scales == [8, 16, 2, 4]  # of 16 tokens, and of the 64 that llama3 reaches

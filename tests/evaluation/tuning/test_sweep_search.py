@@ -22,6 +22,7 @@ from hf_posenc.evaluation.tuning.search import SearchJob, SearchResult, rope_of,
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
 from tests.support.sweep_cases import ABOUT, SETTINGS, finished, reference, search_of, texts, tiny
+from tests.support.tiny_text import VOCABULARY
 
 ROPE = RopeSpec(32, 10000.0, 256)
 GOAL = (1, 1, 1, 1.1, 1.3, 1.5, 1.8, 2.2, 2.6, 3, 3.2, 3.4, 3.5, 3.8, 4.5, 4.9)
@@ -137,6 +138,20 @@ def test_a_scaled_checkpoint_wants_replace() -> None:
     with pytest.raises(PosencError, match="--replace"):
         rope_of(model, replace=False)
     assert rope_of(model, replace=True).theta == 10000.0
+
+
+def test_controls_of_a_dynamic_checkpoint_read_with_its_first_table() -> None:
+    """A long text makes the table grow for good; then truncation would no longer be the unpatched model."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2, rope_parameters=rope)
+    settings = TailSettings(64, 160)
+    result = finished(
+        search_of(model, 4, dataclasses.replace(OWN, replace=True, budget=8), settings)
+    )
+    held_out = [document for document in range(4) if document not in result.searched]
+    short = result.board.compare("truncation", "none", 64, held_out)
+    assert short is not None
+    assert short.ratio == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(
