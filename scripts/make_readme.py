@@ -34,8 +34,10 @@ from scripts.method_pages import pages as method_pages
 from scripts.real_model_page import (
     agreement,
     classes,
+    copies,
     evidence,
     extended,
+    generated,
     headline,
     key_tokens,
     longer,
@@ -45,6 +47,7 @@ from scripts.real_model_page import (
     shorts,
     tails,
     tuned,
+    whole,
 )
 from scripts.results import BENCHMARKS, DEMO, DOCS, ROOT, UPDATES, made_with, read
 
@@ -307,10 +310,13 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "gpu.md": {"backends": table, "measured": measured},
     DOCS / "real_model.md": {
         "tails": tails,
+        "whole": whole,
+        "copies": copies,
         "longer": longer,
         "key_tokens": key_tokens,
         "shorts": shorts,
         "passkeys": passkeys,
+        "generated": generated,
         "needles": needles,
         "tuned": tuned,
         "agreement": agreement,

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -69,10 +69,11 @@ AT_16K = (
     *("yarn:scale=2", "self_extend:scale=2", "rerope", "dual_chunk", "dynamic_yarn"),
     *("sliding_window", "dynamic_ntk:scale=2", "ntk:scale=2", "ntk_by_parts:scale=2", "pi:scale=2"),
     *("leaky_rerope:scale=2", "yarn:scale=2+log_n"),
+    *("self_extend:scale=4", "rerope+log_n", "ntk:scale=2.93"),
 )
 AT_32K = (
     *("truncation", "dual_chunk", "yarn:scale=4", "self_extend:scale=4"),
-    *("rerope", "dynamic_yarn", "attention_sinks", "none"),
+    *("rerope", "attention_sinks", "dynamic_yarn", "none"),
 )
 SEEKERS = ("truncation", "yarn:scale=2", "self_extend:scale=2", "dual_chunk", "rerope", "none")
 """Methods of retrieval and LongPPL: a control first, what has the lowest perplexity, and the unpatched model."""
@@ -93,6 +94,10 @@ PASSKEY = "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1"
 PARTS = {
     "tail-16k": Part(TAIL, (*CONTROLS, *AT_16K), TEXTS),
     "passkey": Part(PASSKEY, SEEKERS),
+    "generated": Part(
+        "retrieval --tasks passkey --lengths 4k,12k --depths 6 --samples 1 --decode generate",
+        SEEKERS,
+    ),
     "needles": Part(
         "retrieval --tasks niah_single_1,niah_multikey_2,vt --lengths 2k,12k --depths 5 --samples 1",
         SEEKERS,
@@ -118,10 +123,13 @@ PARTS = {
     "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", AT_32K, TEXTS),
 }
 FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")
-"""Names of the results that are kept."""
-AGREEMENT, ADVICE = "agreement", "recommend"
+"""Names of the results that are kept: as JSON, and for these parts as a picture."""
+PICTURES = ("passkey", "needles", TUNED)
+AGREEMENT, ADVICE, COPIED = "agreement", "recommend", "copied"
 CHARACTERS, WINDOW = 16_000, 2048
 """Of the text that lm-evaluation-harness reads too, and the tokens of its windows."""
+RUN = 8
+"""Tokens of a run that counts as copied if it occurs before."""
 
 
 def main(
@@ -132,10 +140,14 @@ def main(
 ) -> None:
     """Write the documents, run the parts, and copy their results."""
     write_texts(work)
-    for name in only.split(",") if only else (*PARTS, AGREEMENT, ADVICE):
-        if name in (AGREEMENT, ADVICE):
-            values = agreement(work / TEXTS / "python_1.txt") if name == AGREEMENT else advice()
-            write_atomically(RESULTS / f"{name}.json", to_json(values))
+    computed: dict[str, Callable[[], dict[str, Any]]] = {
+        AGREEMENT: lambda: agreement(work / TEXTS / "python_1.txt"),
+        ADVICE: advice,
+        COPIED: lambda: copied(work / TEXTS),
+    }
+    for name in only.split(",") if only else (*PARTS, *computed):
+        if name in computed:
+            write_atomically(RESULTS / f"{name}.json", to_json(computed[name]()))
             continue
         part = PARTS[name]
         methods = (*part.methods[:first], *(patch or ()))
@@ -155,7 +167,8 @@ def main(
         subprocess.run([*program, *shlex.split(line)], env=environ, cwd=work, check=True)
         (RESULTS / TUNED).mkdir(parents=True, exist_ok=True)
         for file in (work / name).glob("*.*"):
-            if file.stem in FILES and file.suffix in (".json", ".png"):
+            kinds = (".json", ".png") if name in PICTURES else (".json",)
+            if file.stem in FILES and file.suffix in kinds:
                 kept = f"{name}/{file.name}" if name == TUNED else f"{name}{file.suffix}"
                 shutil.copyfile(file, RESULTS / kept)
 
@@ -235,6 +248,34 @@ def advice() -> dict[str, Any]:
     """Return what `recommend` says about the model and the longest texts of the first part."""
     model, _, _ = open_session(ModelOptions(model=MODEL, dtype="float32"))
     return recommend(model, 16_384).to_dict()
+
+
+def copied(folder: Path) -> dict[str, Any]:
+    """Return the share of tokens that end a run which occurs farther back than the model reads, and not nearer.
+
+    Of the scored tokens of each document: its tail with 16,384 and with 32,768 tokens, and the second half of its first
+    16,384.
+    """
+    model, tokenizer, name = open_session(ModelOptions(model=MODEL, dtype="float32"))
+    reach, rows = model.config.max_position_embeddings, []
+    for file in sorted(folder.iterdir()):
+        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+        parts = {f"tail of {n * reach:,}": (ids[-n * reach :], n * reach - 1024) for n in (2, 4)}
+        parts["whole text"] = (ids[: 2 * reach], reach)
+        shares = {part: copied_share(*about, reach) for part, about in parts.items()}
+        rows.append({"document": file.name, **shares})
+    return {"kind": "copied", "model": name, "run": RUN, "reach": reach, "rows": rows}
+
+
+def copied_share(ids: Sequence[int], begin: int, reach: int) -> float:
+    """Return the share of tokens from `begin` on that end a run which stands `reach` or more before, and not nearer."""
+    last: dict[tuple[int, ...], int] = {}
+    copied = 0
+    for end in range(RUN, len(ids) + 1):
+        run = tuple(ids[end - RUN : end])
+        copied += end > begin and run in last and end - last[run] >= reach
+        last[run] = end
+    return copied / (len(ids) - begin)
 
 
 def write_texts(work: Path) -> None:

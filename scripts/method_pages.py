@@ -99,14 +99,14 @@ def _embedded(method: type[Method]) -> Iterator[str]:
 
 
 def _retrieval(method: type[Method]) -> Iterator[str]:
-    """Passkeys that are ranked first and that are written out, in the longest prompts of the embedded model."""
+    """Passkeys that are ranked first and that are answered, in the longest prompts of the embedded model."""
     longest, found = passkeys(BENCHMARKS / "retrieval.csv")
     control = found[TRUNCATION]
     for label, keys in found.items():
         if _of(label, method):
             yield (
                 f"**Embedded model, passkeys** at {longest:,} tokens: {keys.first} of {keys.samples} ranked first "
-                f"among {1 / keys.chance:.0f} candidates, {keys.answered or 'none'} written out "
+                f"among {1 / keys.chance:.0f} candidates, {keys.answered or 'none'} answered "
                 f"(truncation {control.first} and {control.answered or 'none'})."
             )
 
@@ -178,7 +178,7 @@ def _real_tail(file: Path, method: type[Method]) -> Iterator[tuple[str, str]]:
 
 
 def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
-    """Yield label and numbers of passkeys that are written out and ranked first, in the longest prompts."""
+    """Yield label and numbers of passkeys that are answered and ranked first, in the longest prompts."""
     file = REAL_MODEL / "passkey.json"
     if not file.exists():
         return
@@ -187,9 +187,7 @@ def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
     control = "" if cut is None else f" (truncation {cut.answered} and {cut.first})"
     for label, keys in found.items():
         if _of(label, method):
-            answered = (
-                f"{keys.answered} of {keys.samples} passkeys at {longest:,} tokens written out"
-            )
+            answered = f"{keys.answered} of {keys.samples} passkeys at {longest:,} tokens answered"
             yield label, f"{answered}, {keys.first} ranked first{control}"
 
 

@@ -23,9 +23,10 @@ from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell, Interval, 
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Cell as Passkeys
 from hf_posenc.evaluation.retrieval.result import mcnemar
+from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.training.log import TrainingLog
 from scripts import results
-from scripts.measure_real_model import ADVICE, AGREEMENT, TUNED
+from scripts.measure_real_model import ADVICE, AGREEMENT, COPIED, TUNED
 from scripts.results import DEMO, REAL_MODEL, made_with, perplexity, retrieval
 
 RANGES = (
@@ -41,6 +42,10 @@ SHOWN = (
 """The methods in README.md: the controls, and those that it recommends, with one that does not work."""
 
 
+WHOLE = "longppl-16k.json"
+"""The measurement of whole texts, and of their key tokens."""
+
+
 def headline() -> str:
     """Return what README.md says below the picture of `draw_real_model`."""
     result, keys = perplexity(REAL_MODEL / "tail-16k.json"), retrieval(REAL_MODEL / "passkey.json")
@@ -50,19 +55,32 @@ def headline() -> str:
     assert not lower, f"README.md would say that none is significantly lower: {lower}"
     places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
     cut = sum(distance > (keys.original or 0) for distance in places.values())
-    extended = " ".join(
-        ExtendResult.from_dict(results.read(REAL_MODEL / "extend.json")).lines()[:3]
-    )
+    extended = ExtendResult.from_dict(results.read(REAL_MODEL / "extend.json"))
+    verdict = f"{' '.join(extended.lines()[:3])} {_without_one(extended)}"
     columns = _real_columns()
     rows = [[f"`{m}`", *(column.get(m, "") for column in columns.values())] for m in SHOWN]
     intro = (
         f"SmolLM2-135M-Instruct reads {result.original:,} tokens by its config; no weights are changed. The control is "
-        f"`{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens. Ratios of perplexities, and "
-        "passkeys (numbers hidden in the text); empty: not measured."
+        f"`{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens. Ratios of tail perplexities "
+        f"(of the last {result.settings.tail_tokens:,} tokens of each document), and passkeys (numbers hidden in the "
+        "text); empty: not measured."
     )
-    documents = (
-        f"- On {len(result.documents)} documents of different kinds, no perplexity is significantly below the "
-        f"control's. Of the passkeys in {longest:,} tokens, {cut} of {len(places)} are cut off by truncation."
+    shorter, longer = _halves()
+    far = ", ".join(
+        f"`{cell.method}` {number(cell.ratio)}{_range(cell.ratio_interval)}"
+        for cell in summarize(_far(), baseline=TRUNCATION)
+        if cell.method != TRUNCATION and cell.ratio is not None
+    )
+    where = "docs/real_model.md#where-the-gain-comes-from"
+    gain = (
+        f"On {len(result.documents)} documents of different kinds, no perplexity is significantly below the control's. "
+        f"For all tokens from {shorter + 1:,} to {longer:,}, and not the ends alone, the ratios are nearer to 1: {far} "
+        f"([where the gain comes from]({where}))."
+    )
+    points = (
+        gain,
+        f"Of the passkeys in {longest:,} tokens, {cut} of {len(places)} are cut off by truncation.",
+        f"[`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict}",
     )
     return "\n".join(
         [
@@ -70,11 +88,37 @@ def headline() -> str:
             "",
             markdown_table(["method", *columns], rows, numeric=True),
             "",
-            documents,
-            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {extended}",
+            *(f"- {point}" for point in points),
             "",
             "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
         ]
+    )
+
+
+def _without_one(result: ExtendResult) -> str:
+    """Return how far the winner's ratio to truncation hangs on one of the documents that judged it."""
+    assert result.perplexity is not None
+    length = result.lengths[1]
+    loss = {
+        (r.method, r.document): r.nats / r.tokens
+        for r in result.perplexity.records
+        if r.length == length
+    }
+    gains = {
+        name: loss[result.winner, name] - own  # type: ignore[index]
+        for (method, name), own in loss.items()
+        if method == TRUNCATION
+    }
+    ratios = {
+        name: math.exp((sum(gains.values()) - own) / (len(gains) - 1))
+        for name, own in gains.items()
+    }
+    name, highest = max(ratios.items(), key=lambda item: item[1])
+    bound = 1 + result.bound
+    met = "" if highest <= bound else "not "
+    return (
+        f"Without `{Path(name).name}` the ratio to truncation would be {highest:.3f}, and the demand (at most "
+        f"{bound:g}) {met}met."
     )
 
 
@@ -98,9 +142,99 @@ def _tails(file: str, *baselines: str) -> str:
     return f"{intro}\n\n{_perplexities(file, 'tail', *baselines)}"
 
 
+def whole() -> str:
+    """Return perplexities of the first 16,384 tokens, and of their second half alone, and ratios to truncation."""
+    result = perplexity(REAL_MODEL / WHOLE)
+    shorter, length = _halves()
+    records = [r for r in result.records if r.protocol == "prefix" and r.length == length]
+    cells = {
+        name: summarize(own, baseline=TRUNCATION)
+        for name, own in (("all", records), ("far", _far()))
+    }
+    rows = [
+        [
+            f"`{every.method}`",
+            number(every.perplexity),
+            *_by(every),
+            number(far.perplexity),
+            *_by(far),
+        ]
+        for every, far in zip(cells["all"], cells["far"], strict=True)
+    ]
+    head = ["method"]
+    for what in (f"tokens 1 to {length:,}", f"tokens {shorter + 1:,} to {length:,}"):
+        head += [what, "/ truncation", "differs?"]
+    intro = (
+        f"Perplexity of the first {length:,} tokens of the same {len(result.documents)} documents (`prefix`), and of "
+        f"their second half alone. `{TRUNCATION}` reads at most {shorter:,} tokens up to each. Ratios are paired, with "
+        "intervals as above."
+    )
+    table = markdown_table(head, rows, numeric=[False, *2 * (True, True, False)])
+    return f"{intro}\n\n{table}\n\n[{WHOLE}](data/real_model/{WHOLE}) has every number."
+
+
+def copies() -> str:
+    """Return what part of the scored tokens is copied from far back, beside the ratio of a method to truncation."""
+    method, values = "dual_chunk", results.read(REAL_MODEL / f"{COPIED}.json")
+    measured = {
+        part: perplexity(REAL_MODEL / file).records
+        for part, file in (("tail of 16,384", "tail-16k.json"), ("tail of 32,768", "tail-32k.json"))
+    }
+    loss = {
+        (part, r.method, Path(r.document).name): r.nats / r.tokens
+        for part, records in (*measured.items(), ("whole text", _far()))
+        for r in records
+        if part == "whole text" or part.endswith(f"{r.length:,}")
+    }
+    parts = [part for part in values["rows"][0] if part != "document"]
+    rows = []
+    for row in values["rows"]:
+        own = [f"`{row['document']}`"]
+        for part in parts:
+            gain = loss[part, method, row["document"]] - loss[part, TRUNCATION, row["document"]]
+            own += [f"{100 * row[part]:.1f} %", number(math.exp(gain), 3)]
+        rows.append(own)
+    head = [
+        text
+        for part in parts
+        for text in (
+            f"{part.replace('whole text', 'second half')}: copied",
+            f"`{method}` / {TRUNCATION}",
+        )
+    ]
+    intro = (
+        f"*Copied*: the token ends a run of {values['run']} tokens that also stands {values['reach']:,} tokens or more "
+        f"before it, and not nearer. `{TRUNCATION}` cannot see the first one."
+    )
+    return f"{intro}\n\n{markdown_table(['document', *head], rows, numeric=True)}"
+
+
+def _halves() -> tuple[int, int]:
+    """Return the context length and the longest length of the measurement of whole texts."""
+    lengths = {r.length for r in perplexity(REAL_MODEL / WHOLE).records if r.protocol == "prefix"}
+    return min(lengths), max(lengths)
+
+
+def _far() -> list[Record]:
+    """Return the records of tokens behind the context length: those of the longest texts less the first tokens."""
+    shorter, length = _halves()
+    records = [r for r in perplexity(REAL_MODEL / WHOLE).records if r.protocol == "prefix"]
+    first = {(r.method, r.document): r for r in records if r.length == shorter}
+    sums = ("nats", "tokens", "weighted", "weight")
+    return [
+        replace(r, **{s: getattr(r, s) - getattr(first[r.method, r.document], s) for s in sums})
+        for r in records
+        if r.length == length
+    ]
+
+
+def _by(cell: Cell) -> list[str]:
+    return ["", ""] if cell.method == TRUNCATION else _ratio(cell)
+
+
 def key_tokens() -> str:
     """Return perplexities of the tokens that need far context, and their ratios to truncation."""
-    file = "longppl-16k.json"
+    file = WHOLE
     result = perplexity(REAL_MODEL / file)
     evaluator = result.settings.evaluator
     assert evaluator is not None
@@ -213,18 +347,14 @@ def classes() -> str:
     file = REAL_MODEL / "tail-16k.json"
     result, cells = perplexity(file), results.tails(file)
     length = result.settings.lengths[-1]
-    rows = [
-        [
-            f"`{option['spec']}`",
-            option["works"],
-            "attention" if option["attention"] else "frequencies",
-            f"`{entry.label}`",
-            *_ratio(cells[entry.label, length]),
-        ]
-        for option in results.read(REAL_MODEL / f"{ADVICE}.json")["options"]
-        for entry in result.candidates
-        if entry.method == option["method"] and len(entry.parts) == 1
-    ]
+    rows = []
+    for option in results.read(REAL_MODEL / f"{ADVICE}.json")["options"]:
+        own = [e for e in result.candidates if e.method == option["method"] and len(e.parts) == 1]
+        if own:
+            entry = next((e for e in own if e.spec == option["spec"]), own[0])
+            kind = "attention" if option["attention"] else "frequencies"
+            row = [f"`{option['spec']}`", option["works"], kind, f"`{entry.label}`"]
+            rows.append([*row, *_ratio(cells[entry.label, length])])
     head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}", "differs?"]
     return markdown_table(head, rows, numeric=[False, False, False, False, True, False])
 
@@ -264,6 +394,31 @@ def passkeys() -> str:
     )
     file = REAL_MODEL / "passkey.json"
     return f"{intro}\n\n{_answers(file)}\n\n{_pairs(file, 'rerope')}"
+
+
+def generated() -> str:
+    """Return the passkeys that methods generate, and how many of the same prompts they answer teacher-forced."""
+    written, forced = (retrieval(REAL_MODEL / f"{name}.json") for name in ("generated", "passkey"))
+    answered = {(r.method, r.length, r.depth): r.correct for r in forced.records}
+    lengths = written.settings.lengths
+    rows = []
+    for label in (entry.label for entry in written.candidates):
+        row = [f"`{label}`"]
+        for length in lengths:
+            own = [r for r in written.records if (r.method, r.length) == (label, length)]
+            for found in (
+                [r.correct for r in own],
+                [answered[label, length, r.depth] for r in own],
+            ):
+                row.append(f"{sum(found)} of {len(found)}")
+        rows.append(row)
+    head = [f"{n:,}: {what}" for n in lengths for what in ("generated", "answered, blank given")]
+    intro = (
+        f"The prompts of {len(written.settings.depths)} of these depths, answered by greedy decoding of at most "
+        f"{TASKS['passkey'].new_tokens} tokens; the first number in the text is taken. Beside it, how many of the same "
+        "prompts are answered above."
+    )
+    return f"{intro}\n\n{markdown_table(['method', *head], rows, numeric=True)}"
 
 
 def _pairs(file: Path, first: str) -> str:

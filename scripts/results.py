@@ -49,7 +49,7 @@ def tails(file: Path, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
 
 @dataclass(frozen=True)
 class Passkeys:
-    """So many prompts, and in how many the passkey is written out (`answered`) or the most probable (`first`).
+    """So many prompts, and in how many the passkey is answered, or the most probable candidate (`first`).
 
     `chance` is the share of prompts in which a random candidate is the passkey.
     """

@@ -22,7 +22,7 @@ from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.perplexity import PerplexityRun, joined
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
-from scripts.measure_real_model import restore
+from scripts.measure_real_model import copied_share, restore
 from tests.support import zoo
 from tests.support.processes import PATIENCE, running, start
 from tests.support.selection import late
@@ -243,3 +243,13 @@ def test_a_committed_result_is_not_measured_again(kind: str, tmp_path: Path) -> 
     assert {json.loads(line)["key"][0] for line in new.read_text().splitlines()} == {
         Candidate.parse("rerope:window=24").checked(model).key
     }
+
+
+def test_copies_count_where_truncation_has_cut_off_the_first() -> None:
+    first, second, rest = range(100, 110), range(200, 212), list(range(300, 360))
+    ids = [*first, *second, *rest, *second, *first]  # first again 92 tokens behind, second 72
+    begin = len(ids) - 22
+    # a run of 8 ends three times in the ten tokens of the first, five times in the twelve of the second
+    assert copied_share(ids, begin, reach=92) == 3 / 22
+    assert copied_share(ids, begin, reach=72) == 8 / 22
+    assert copied_share([*ids[:begin], *first, *ids[begin:]], begin + 10, reach=92) == 0
