@@ -15,6 +15,13 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 
+WEIGHT_FILES = tuple(
+    f"*model{name}"
+    for kind in ("safetensors", "bin")
+    for name in (f".{kind}", f"-*-of-*.{kind}", f".{kind}.index.json")
+)
+"""Patterns of the names of files with weights, and of their indexes."""
+
 
 def cache_folder() -> Path:
     """Return the folder of the cache: HF_POSENC_CACHE, or `hf_posenc` in the user's cache folder (XDG_CACHE_HOME)."""

@@ -57,10 +57,13 @@ class Frame:
         shard: This process's place among those of the run.
         output: Folder of the results.
         plots: Draw the plots.
+        methods: Methods that are measured by default, unless the model carries a patch.
         command: The command line that gives the same result again.
     """
 
-    def __init__(self, context: typer.Context, options: OutputOptions) -> None:
+    def __init__(
+        self, context: typer.Context, options: OutputOptions, methods: Sequence[str] = ()
+    ) -> None:
         from hf_posenc.evaluation.grid import check_trackers
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
@@ -77,7 +80,7 @@ class Frame:
                 raise PosencError(f"--output {self.output} is a file: give a folder.")
             with disk_errors(f"--output {self.output} cannot be written to"):
                 self.output.mkdir(parents=True, exist_ok=True)
-        self.command = command_line(context)
+        self.methods, self.command = methods, command_line(context)
 
     def prepare(
         self,
@@ -89,11 +92,14 @@ class Frame:
     ) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from hf_posenc.evaluation.documents.source import refuse_ignored, source_of
+        from hf_posenc.patch.patching import get_patch
 
         if documents is not None:
             refuse_ignored(documents)
         source = None if documents is None else source_of(documents)
         (loaded, tokenizer, name), console = open_session(model), err()
+        if get_patch(loaded) is None:  # else it is measured as it is
+            options = tuple(self._with_methods(one) for one in options)
         more |= {"name": name, "command": self.command}
         if source is None:
             return prepare(loaded, tokenizer, *options, **more)
@@ -104,6 +110,12 @@ class Frame:
                 source, seen=lambda name: status.update(f"Reading {escape(name)}")
             )
             return prepare(loaded, tokenizer, shown, *options, **more)
+
+    def _with_methods(self, options: Any) -> Any:
+        """Return options with the default methods where they name none."""
+        if not self.methods or getattr(options, "methods", True):
+            return options
+        return dataclasses.replace(options, methods=self.methods)
 
     def announce(self, settings: Settings, skipped: Sequence[Skipped]) -> None:
         """Print, before the run, the documents that it leaves out and the tokens that it scores."""

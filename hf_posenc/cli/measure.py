@@ -65,9 +65,8 @@ def perplexity(
     from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import prepare
 
-    options = dataclasses.replace(options, methods=options.methods or PERPLEXITY_METHODS)
     _check(options)
-    frame = Frame(context, run)
+    frame = Frame(context, run, PERPLEXITY_METHODS)
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
@@ -118,7 +117,6 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    options = dataclasses.replace(options, methods=options.methods or RETRIEVAL_METHODS)
     _check(options)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
@@ -126,7 +124,7 @@ def retrieval(
             f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
             "leave it out."
         )
-    frame = Frame(context, output)
+    frame = Frame(context, output, RETRIEVAL_METHODS)
     text = _read(haystack) if haystack else None
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
     result = frame.measure(job, lambda: print_cost(job))

@@ -23,7 +23,7 @@ from hf_posenc.engines.llama_cpp import GGUFCheck, LlamaCpp, check_gguf, write_g
 from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5, tokenizer_length
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.files import disk_errors
+from hf_posenc.files import WEIGHT_FILES, disk_errors
 from hf_posenc.gguf_file import find_gguf
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
 from hf_posenc.patch.export import config_parts, reloaded
@@ -331,6 +331,12 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
             for path in sorted(source.iterdir())
             if path.is_file() and path.name not in _LEFT_OUT and path.suffix in _PARTS
         ]
+    if (
+        weights != "none"
+    ):  # those of an earlier export may be in other files, which transformers would read first
+        old = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)} - set(written)
+        for path in old:
+            path.unlink()
     written += _adapt_tokenizer(export, folder)
     config = dict(export.config)
     if export.is_adapter and merged_dtype(export.path) != "auto":

@@ -120,6 +120,9 @@ class LlamaCpp(Engine):
                 return f"it reads no table from a GGUF file of the architecture {architecture}"
             tensors = dict(divisors.tensors(architecture))
             keys.update(divisors.keys(architecture))
+        scaled = {"rope.scaling.factor", "rope.scaling.attn_factor"} & keys.keys()
+        if architecture.startswith("deepseek") and scaled:
+            return "its DeepSeek classes compute a factor of the scores of their own from a scaling"
         return runtime(keys, tensors, dim, setup.source.reach, flags=setup.draft.flags)
 
 

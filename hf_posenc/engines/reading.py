@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_posenc.diagnosis import reason_of
 from hf_posenc.engines.in_force import BLOCKS, OWN_KEYS
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.lengths import read_length
 from hf_posenc.patch.export import config_parts
 
@@ -179,6 +179,17 @@ def _number(values: Mapping[str, str], name: str, default: float) -> float:
     return number
 
 
+def _set(config: Any, key: str, value: Any) -> None:
+    """Set an attribute of a config; raise for a value that transformers refuses, or a block that is none."""
+    none = value is None and key != "rope_parameters"
+    if key in BLOCKS and not none and not isinstance(value, dict):
+        raise PosencError(f"{key} is an object with a rope_type, not {json.dumps(value):.80}.")
+    try:
+        setattr(config, key, value)
+    except Exception as error:
+        raise PosencError(f"{key} cannot be {json.dumps(value):.80}: {one_line(error)}") from error
+
+
 # What each engine makes of its flags.
 
 
@@ -196,7 +207,7 @@ def _vllm(reading: Reading, values: Mapping[str, str]) -> Reading:
                 "transformers adds an empty rope_theta to this rope_scaling, with which vLLM makes no table. Name the "
                 "block rope_parameters, with the folder's rope_theta in it."
             )
-        setattr(config, key, value)
+        _set(config, key, value)
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None)
     for entry in _entries(rope):
@@ -218,13 +229,13 @@ def _sglang(reading: Reading, values: Mapping[str, str]) -> Reading:
         part = getattr(config, key, None)
         if isinstance(value, dict) and _is_config(part):
             for inner, new in value.items():
-                setattr(part, inner, new)
+                _set(part, inner, new)
         elif key in BLOCKS and isinstance(value, dict):
             if _is_part(config):
                 notes.append(_beside(config, key))
             config.rope_parameters = {**(getattr(config, "rope_parameters", None) or {}), **value}
         else:
-            setattr(config, key, value)
+            _set(config, key, value)
     text = config.get_text_config(decoder=True)
     for entry in _entries(getattr(text, "rope_parameters", None)):
         if "rope_type" in entry:
@@ -312,10 +323,15 @@ def _llama_cpp(reading: Reading, values: Mapping[str, str]) -> Reading:
         if "--rope-scaling" in values:
             raise PosencError(f"llama.cpp has no --rope-scaling {kind}: none, linear, yarn.")
         return reading
+    for name in ("--rope-scale", "--rope-freq-scale", "--rope-freq-base"):
+        number = _number(values, name, 1.0)
+        if number < 0 or (number == 0 and name == "--rope-scale"):
+            raise PosencError(f"{name} {values[name]}: give a positive number.")
+    # 0 of these two means: that of the file.
+    frequency = _number(values, "--rope-freq-scale", 0.0)
+    theta = _number(values, "--rope-freq-base", 0.0) or float(entry["rope_theta"])
     scale = _number(values, "--rope-scale", float(entry.get("factor") or 1.0))
-    if "--rope-freq-scale" in values:
-        scale = 1 / _number(values, "--rope-freq-scale", 1.0)
-    theta = _number(values, "--rope-freq-base", float(entry["rope_theta"]))
+    scale = 1 / frequency if frequency else scale
     if kind == "default" and scale != 1:
         kind = "linear"  # what it takes where a file names no type
     if kind == "yarn" and _number(values, "--yarn-ext-factor", 1.0) == 0:

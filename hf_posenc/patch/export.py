@@ -208,11 +208,11 @@ def _longrope(patched: PatchedTable, method: RopeScaling) -> dict[str, Any]:
     # A proportional table covers the whole head; longrope would shorten it by the partial factor.
     dropped = ("partial_rotary_factor",) if patched.table.rope_type == "proportional" else ()
     return {
-        **_kept(patched, dropped),
+        "factor": float(getattr(method, "scale", 1.0)),
+        **_kept(patched, dropped),  # its factor is read by DeepSeek's attention
         "rope_type": "longrope",
         "short_factor": divisors,
         "long_factor": divisors,
-        "factor": float(getattr(method, "scale", 1.0)),
         "attention_factor": factor,
         "original_max_position_embeddings": spec.original_max_position_embeddings,
     }

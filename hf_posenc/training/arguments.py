@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,8 @@ from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents import Entry
-from hf_posenc.evaluation.documents.source import Source, source_of
+from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
+from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.lengths import read_length
 from hf_posenc.patch.report import Patch
@@ -193,6 +195,22 @@ class FinetuneArguments(TrainingArguments):
         _check_trackers(self.report_to)
 
 
+def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments) -> None:
+    """Refuse options that nothing would use, and workers that a stream cannot have."""
+    for name in ("lora_rank", "lora_alpha", "lora_dropout"):
+        value = getattr(choice, name)
+        if choice.train != "lora" and value != getattr(PatchArguments, name):
+            raise PosencError(f"--{name} {value} is for --train lora: leave it out.")
+    context = arguments.dataloader_multiprocessing_context or multiprocessing.get_start_method()
+    if data.stream_blocks and arguments.dataloader_num_workers and context != "fork":
+        raise PosencError(
+            f"--stream_blocks: a worker that is started by {context} cannot read the documents. Give "
+            "--dataloader_num_workers 0, or leave --stream_blocks out."
+        )
+    if arguments.output_dir == "":
+        raise PosencError("--output_dir is empty: give a folder.")
+
+
 def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
     """Refuse a checkpoint of other parameters: the Trainer would refuse it after everything is read and scored."""
     checkpoint = Path(arguments.resume_from_checkpoint or "true")
@@ -253,6 +271,7 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
         raise
     except (ValueError, ImportError) as error:  # unknown or mutually exclusive options
         raise PosencError(f"{one_line(error).rstrip('.')}. {_HELP}") from error
+    _check(*parsed)
     _check_resumption(parsed[0], parsed[2])
     return cast(Arguments, tuple(parsed))
 
@@ -277,6 +296,10 @@ def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
             raise PosencError(f"The recipe {path} sets {name}: write `{name[3:]}: false`.")
     if unknown := sorted(set(values) - options):
         raise PosencError(f"The recipe {path} sets {unknown[0]}, which is no option. {_HELP}")
+    if empty := sorted(name for name, value in values.items() if value is None):
+        raise PosencError(
+            f"The recipe {path} gives {empty[0]} no value: give one, or leave it out."
+        )
     lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     # argparse converts only defaults that are strings, and makes no list of one value.
     values = {
@@ -335,9 +358,11 @@ def training_blocks(
 ) -> tuple[Blocks, dict[str, Any]]:
     """Return the blocks to train on, by default of the standard library, and the description that results store."""
     parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
+    if data.mixture is None and not data.score_text and data.score_dataset is None:
+        _refuse_ignored(data)
     for part, weight in _mixture(data):
-        if part.documents is not None and part.documents < 1:
-            raise PosencError(f"documents {part.documents}: at least 1 is needed.")
+        if part.documents is not None:
+            read_whole(part.documents, "documents")
         source = _source(part, part.text, part.dataset, part.split)
         if source.embedded:
             source = Source(read_standard_library, STANDARD_LIBRARY)
@@ -357,6 +382,18 @@ def training_blocks(
     if data.mixture is None:
         return parts[0][0], {k: v for k, v in about[0].items() if k != "weight"}
     return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
+
+
+def _refuse_ignored(data: DataArguments) -> None:
+    """Raise for an option of documents that is given and that the documents to train on would not use."""
+    given = _documents(data, data.text, data.dataset, data.split)
+    names = {"config": "dataset_config"}
+    defaults = {
+        name: getattr(DocumentOptions, name)
+        for name in ("config", "split", "column", "streaming")
+        if getattr(given, name) == getattr(DataArguments, names.get(name, name))
+    }
+    refuse_ignored(replace(given, **defaults))
 
 
 def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
@@ -399,14 +436,18 @@ def held_out_text(data: DataArguments) -> Iterable[Entry]:
 
 
 def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
-    return source_of(
-        DocumentOptions(
-            text=text,
-            dataset=dataset,
-            config=data.dataset_config,
-            split=split,
-            column=data.column,
-            streaming=data.streaming,
-            tokenized=data.tokenized,
-        )
+    return source_of(_documents(data, text, dataset, split))
+
+
+def _documents(
+    data: DataArguments, text: Sequence[str], dataset: str | None, split: str
+) -> DocumentOptions:
+    return DocumentOptions(
+        text=text,
+        dataset=dataset,
+        config=data.dataset_config,
+        split=split,
+        column=data.column,
+        streaming=data.streaming,
+        tokenized=data.tokenized,
     )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
-from hf_posenc.files import disk_errors, to_json, write_atomically
+from hf_posenc.files import WEIGHT_FILES, disk_errors, to_json, write_atomically
 from hf_posenc.training.ranks import barrier
 
 MANIFEST = "complete.json"
@@ -32,11 +32,6 @@ LOST_PEER = "another process of the run ended"
 _FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".saving"
-_WEIGHTS = tuple(
-    f"*model{name}"
-    for kind in ("safetensors", "bin")
-    for name in (f".{kind}", f"-*-of-*.{kind}", f".{kind}.index.json")
-)
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
@@ -241,7 +236,7 @@ def _move_into_place(unfinished: Path, folder: Path) -> None:
     for name in CONFIGS:
         (folder / name).unlink(missing_ok=True)
     _sync(folder)
-    for path in [path for pattern in _WEIGHTS for path in folder.glob(pattern)]:
+    for path in [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]:
         if path.name not in names:
             path.unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name in CONFIGS):

@@ -41,7 +41,7 @@ COMMANDS = [
     "bench {model} --text {texts} --suite smoke --lengths 64,128 --dry-run",
     "sweep {model} --patch pi --patch yarn " + TAIL,
     "search {model} --budget 8 " + TAIL,
-    "extend {model} --text {texts} --target-length 128 --output {out}",
+    "extend {model} --text {texts} --target-length 304 --output {out}",
     "report {run} --output {out}.html",
     "export {model} --to vllm --patch yarn:scale=4 --output {out}",
     "export {model} --to vllm --patch yarn:scale=4 --dry-run",
@@ -55,7 +55,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("terminals")
     (folder / "texts").mkdir()
     for index in range(6):
-        (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
+        (folder / "texts" / f"{index}.txt").write_text(prose(310, index))
     names = {"model": tiny_checkpoint(folder / "model"), "texts": folder / "texts"}
     names["run"] = folder / "run"
     line = "perplexity {model} --text {texts} --lengths 32,64 --patch none --output {run} --no-plot"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_posenc import PosencError, from_pretrained, patch_model
 from hf_posenc.engines import export, write_export
@@ -49,6 +50,22 @@ class TestWriting:
         assert record["errors"][0]["frequency"] < 1e-6
         write_export(export(saved, "vllm"), folder, weights="copy")  # again, into the same folder
         assert not (folder / "model.safetensors").samefile(saved / "model.safetensors")
+
+    def test_newer_weights_in_other_files_replace_the_old_ones(self, tmp_path: Path) -> None:
+        source, folder, model = tmp_path / "model", tmp_path / "out", zoo.build("llama")
+        model.save_pretrained(source)
+        write_export(
+            export(source, "transformers5", method="yarn", scale=2), folder, weights="copy"
+        )
+        with torch.no_grad():
+            model.lm_head.weight += 1
+        (source / "model.safetensors").unlink()
+        model.save_pretrained(source, max_shard_size="100KB")
+        write_export(
+            export(source, "transformers5", method="yarn", scale=2), folder, weights="copy"
+        )
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
     def test_transformers5_keeps_the_block(self, saved: Path, tmp_path: Path) -> None:
         write_export(export(saved, "transformers5"), tmp_path, weights="none")
@@ -118,3 +135,20 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(PosencError, match="names no base model"):
         export(tmp_path, "vllm")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite"])
+def test_deepseeks_classes_take_only_their_own_yarn(model_type: str, tmp_path: Path) -> None:
+    """They compute any rope_type as YaRN, whose factor the scores have too."""
+    zoo.build(model_type).save_pretrained(tmp_path)
+    for engine in ("vllm", "sglang"):
+        assert export(tmp_path, engine, method="yarn", scale=2.0).possible
+        assert export(
+            tmp_path, engine, method="ntk", scale=2.0
+        ).possible  # another rope_theta alone
+        refused = export(tmp_path, engine, method="llama3", scale=2.0)
+        assert not refused.possible
+        assert "DeepSeek classes compute every scaling as YaRN" in str(refused.reason)
+    refused = export(tmp_path, "llama.cpp", method="pi", scale=2.0)
+    assert "DeepSeek classes compute a factor of the scores" in str(refused.reason)
+    assert export(tmp_path, "llama.cpp", method="ntk", scale=2.0).possible

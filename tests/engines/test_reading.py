@@ -114,6 +114,7 @@ def test_the_option_is_the_patch(llama: Path) -> None:
         ("--rope-freq-scale 0.25", "pi:scale=4"),
         ("--rope-scaling yarn --rope-scale 4 --yarn-ext-factor 0", "pi:scale=4"),
         ("--rope-freq-base 80000", "abf:rope_theta=80000"),
+        ("--rope-freq-base 0 --rope-freq-scale 0 --rope-scale 4", "pi:scale=4"),  # 0: the file's
     ],
 )
 def test_llama_cpps_flags(flags: str, option: str) -> None:
@@ -128,6 +129,21 @@ def test_llama_cpps_flags(flags: str, option: str) -> None:
         theirs = runtime(keys, {}, 16, reading.length or 64, words)
         torch.testing.assert_close(table.in_force(1).inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
         assert table.in_force(1).factor == pytest.approx(theirs.factor)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama-server", "-m", "x.gguf", "--rope-scale", "0"], "--rope-scale 0: give a positive"),
+        (["llama-server", "-m", "x.gguf", "--rope-freq-base", "-1"], "--rope-freq-base -1: give a"),
+        (["--hf-overrides", '{"rope_parameters": "yarn"}'], "rope_parameters is an object with a"),
+        (["--hf-overrides", '{"rope_parameters": null}'], "rope_parameters is an object with a"),
+        (["--hf-overrides", '{"max_position_embeddings": "4k"}'], "max_position_embeddings cannot"),
+    ],
+)
+def test_values_that_no_engine_can_take(words: list[str], said: str) -> None:
+    with pytest.raises(PosencError, match=said):
+        read(*words)
 
 
 def test_trainers_flags() -> None:

@@ -82,6 +82,22 @@ def test_plain_transformers_loads_what_save_pretrained_wrote(
     assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"])
+@pytest.mark.parametrize("method", ["yarn", "ntk"])
+def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
+    model_type: str, method: str, tmp_path: Path
+) -> None:
+    """Its attention reads `factor` beside `mscale_all_dim`, whatever the table."""
+    rope = {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        **{"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }
+    model = zoo.build(model_type, rope_parameters=rope)
+    patch_model(model, method, scale=2.0, compose=True)
+    model.save_pretrained(tmp_path)
+    assert torch.allclose(logits(plain(tmp_path)), logits(model), atol=1e-4)
+
+
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
 

@@ -312,7 +312,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
-    "no documents": (("--documents", "0"), "documents 0: at least 1"),
+    "no documents": (("--documents", "0"), "documents is a whole number of at least 1, not 0"),
     "no rank": (("--train", "lora", "--lora_rank", "0"), "lora_rank=0.*at least 1"),
     "no probability": (("--train", "lora", "--lora_dropout", "2"), "lora_dropout=2.*below 1"),
     "a best model by a loss that is not measured": (

@@ -27,6 +27,7 @@ from hf_posenc.evaluation.page.collect import (
 )
 from hf_posenc.evaluation.page.perplexity import (
     missing_field,
+    model_of,
     number_field,
     range_spans,
     ratio_field,
@@ -254,15 +255,24 @@ def _retrieval(sources: Sequence[Source]) -> list[dict[str, Any]]:
 
 
 def _found(group: Sequence[Source]) -> str:
-    """Compare the method that finds most to the control, at the longest length, by McNemar's exact test.
+    """Compare, for each model, the method that finds most to the control."""
+    models: dict[str, list[Source]] = {}
+    for source in group:
+        models.setdefault(model_of(source.data), []).append(source)
+    return " ".join(_found_by(own, marked=len(group) > 1) for own in models.values())
+
+
+def _found_by(sources: Sequence[Source], *, marked: bool) -> str:
+    """Compare the method that finds most to the control, at the longest common length, by McNemar's exact test.
 
     Its p is multiplied by the number of methods of which it is the best (Bonferroni).
     """
     right: dict[str, dict[tuple[Any, ...], tuple[bool, bool]]] = {}
     methods: dict[str, str | None] = {}
-    length = max(max(source.data["settings"]["lengths"]) for source in group)
-    for source in group:
-        mark = f" [{source.number}]" if len(group) > 1 else ""
+    lengths = [set(source.data["settings"]["lengths"]) for source in sources]
+    length = max(set.intersection(*lengths) or set.union(*lengths))
+    for source in sources:
+        mark = f" [{source.number}]" if marked else ""
         methods |= {entry["label"] + mark: entry["method"] for entry in source.data["methods"]}
         for record in source.data["records"]:
             if record["length"] == length:
@@ -272,6 +282,7 @@ def _found(group: Sequence[Source]) -> str:
     where = f"{length:,} tokens"
     control = next((label for label in right if methods[label] == CONTROL), next(iter(right), None))
     rivals = [label for label in right if methods[label] not in (None, CONTROL)]
+    rivals = [label for label in rivals if label != control]
     if control is None or not rivals:
         return f"{where}: no method has answers to compare."
     ranked = not any(correct for found in right.values() for correct, _ in found.values())

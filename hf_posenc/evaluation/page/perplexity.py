@@ -114,10 +114,7 @@ class Line:
     @property
     def model(self) -> str:
         """The model of the result. A ratio between two models would not be a method's."""
-        model = self.source.data["model"]
-        names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
-        values = [model.get(name) for name in names]
-        return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
+        return model_of(self.source.data)
 
 
 @dataclass
@@ -209,6 +206,14 @@ def _same(one: Line, two: Line) -> bool:
     )
     named = one.name == two.name and one.model == two.model
     return named and bool(second) and second.items() <= first.items()
+
+
+def model_of(data: Mapping[str, Any]) -> str:
+    """Return what identifies the model of a result."""
+    model = data["model"]
+    names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
+    values = [model.get(name) for name in names]
+    return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
 
 
 def _by_model(lines: Sequence[Line]) -> list[list[Line]]:

@@ -299,6 +299,7 @@ def test_retrieval_is_judged_by_the_same_prompts(tmp_path: Path) -> None:
     (said,) = verdicts(page(write(tmp_path / "b", few, "retrieval")))
     assert "no method is significantly better; pi answers 5, none 0" in said
     assert said.endswith("not significantly different (exact McNemar test, p = 0.062).")
+    assert "times" not in said  # the control is no rival
     assert mcnemar(700, 700) == 1
     normal = math.erfc(199 / math.sqrt(2 * 1400))  # with its correction for continuity
     assert mcnemar(600, 800) == pytest.approx(normal, rel=0.05)
@@ -309,6 +310,25 @@ def test_retrieval_is_judged_by_the_same_prompts(tmp_path: Path) -> None:
     assert said.endswith(
         "not significantly different (exact McNemar test, times 2 methods, p = 0.062)."
     )
+
+
+def test_retrieval_of_two_models_is_judged_by_model(tmp_path: Path) -> None:
+    equal: dict[str, Sequence[float]] = {"truncation": (0.0, 0.0, 0.0), "pi": (0.0, 0.0, 0.0)}
+    first = retrieval(equal)
+    able = retrieval(dict.fromkeys(equal, (1.0, 1.0, 1.0)))
+    able["model"] = {**able["model"], "weights_sha256": "another"}
+    longer = retrieval({"none": (0.0, 0.0, 0.0)})
+    longer["model"] = first["model"]
+    for data, lengths in ((first, [256, 512]), (able, [256, 512]), (longer, [256, 512, 1024])):
+        data["settings"]["lengths"] = lengths
+    folders = [
+        write(tmp_path / name, data, "retrieval")
+        for name, data in (("a", first), ("b", able), ("c", longer))
+    ]
+    (said,) = verdicts(page(*folders))
+    assert said.count("512 tokens, truncation") == 2
+    assert said.count("p = 1)") == 2
+    assert "times" not in said
 
 
 @pytest.mark.parametrize(
