@@ -85,7 +85,7 @@ def _ratios(
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(0.55, WIDEST * 1.03)
-    axes.set_xlabel(f"perplexity at {length:,} tokens / truncation's\n(left is better)")
+    axes.set_xlabel(f"tail perplexity at {length:,} tokens / truncation's\n(left is better)")
 
 
 def _passkeys(axes: Axes, records: Sequence[Record], length: int, rows: Mapping[str, int]) -> None:

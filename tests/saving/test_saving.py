@@ -89,8 +89,12 @@ def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
 ) -> None:
     """Its attention reads `factor` beside `mscale_all_dim`, whatever the table."""
     rope = {
-        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        **{"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
     }
     model = zoo.build(model_type, rope_parameters=rope)
     patch_model(model, method, scale=2.0, compose=True)
