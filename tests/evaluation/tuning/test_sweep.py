@@ -341,7 +341,7 @@ def test_the_page_compares_the_committed_winner_to_truncation() -> None:
     difference, interval = estimate(*sums[0], sums[1])
     assert interval is not None
     ratio, low, high = (math.exp(value) for value in (difference, *interval))
-    said = f"{ratio:.3f} times that, with a paired 95 % interval of {low:.3f} to {high:.3f}"
+    said = f"{ratio:.3f} times that of truncation, with a paired 95 % interval of {low:.3f} to {high:.3f}"
     assert said in " ".join((docs / "sweep.md").read_text().split())
     assert low < 1 < high  # the page: not told apart
 
