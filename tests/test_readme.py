@@ -48,7 +48,7 @@ GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 LAUNCHER = re.compile(
     r"(accelerate launch( --(?!no_)\w+ \S+)*( --no_python)?|torchrun --nproc-per-node \d+( --no-python)?|python) "
 )
-SMALLER = 64
+SMALLER = 32
 EXPORTED = [ROOT / "docs" / "methods" / f"{m.name}.md" for m in METHODS if m.kind == "frequencies"]
 EXPORTED += [ROOT / "docs" / "shipping.md"]
 COMMANDS: Any = get_command(app)
@@ -89,7 +89,7 @@ def pages_with(language: str) -> list[Any]:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that the pages name: models, texts and runs."""
     place = tmp_path_factory.mktemp("pages")
-    model = tiny_checkpoint(place / "MODEL", num_hidden_layers=4)
+    model = tiny_checkpoint(place / "MODEL", num_hidden_layers=4, max_position_embeddings=128)
     shutil.copytree(model, place / "meta-llama/Llama-2-7b-hf")
     shutil.copytree(model, place / "DIR")
     sizes: dict[str, Any] = {"vocab_size": 99, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -102,16 +102,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     XGLMForCausalLM(sines).save_pretrained(place / "facebook/xglm-564M")
     shutil.copytree(ROOT / "docs/data/demo", place / "runs/demo")
-    text = prose(4000)
-    for name in (
+    names = [
         "book.txt",
         "huge.txt",
         *(f"{d}/{i}.txt" for d in ("books", "essays") for i in range(6)),
-    ):
+    ]
+    for seed, name in enumerate(names):
         (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_text(text)
+        (place / name).write_text(prose(4000, seed))
     with gzip.open(place / "notes.txt.gz", "wt") as file:
-        file.write(text)
+        file.write(prose(4000, len(names)))
     return place
 
 

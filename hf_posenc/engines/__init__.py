@@ -331,9 +331,8 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
             for path in sorted(source.iterdir())
             if path.is_file() and path.name not in _LEFT_OUT and path.suffix in _PARTS
         ]
-    if (
-        weights != "none"
-    ):  # those of an earlier export may be in other files, which transformers would read first
+    if weights != "none":
+        # Those of an earlier export may be in other files, which transformers would read first.
         old = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)} - set(written)
         for path in old:
             path.unlink()

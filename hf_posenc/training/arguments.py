@@ -358,7 +358,7 @@ def training_blocks(
 ) -> tuple[Blocks, dict[str, Any]]:
     """Return the blocks to train on, by default of the standard library, and the description that results store."""
     parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
-    if data.mixture is None and not data.score_text and data.score_dataset is None:
+    if data.mixture is None:
         _refuse_ignored(data)
     for part, weight in _mixture(data):
         if part.documents is not None:
@@ -385,15 +385,25 @@ def training_blocks(
 
 
 def _refuse_ignored(data: DataArguments) -> None:
-    """Raise for an option of documents that is given and that the documents to train on would not use."""
-    given = _documents(data, data.text, data.dataset, data.split)
-    names = {"config": "dataset_config"}
-    defaults = {
-        name: getattr(DocumentOptions, name)
-        for name in ("config", "split", "column", "streaming")
-        if getattr(given, name) == getattr(DataArguments, names.get(name, name))
-    }
-    refuse_ignored(replace(given, **defaults))
+    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
+
+    `split` is of those to train on alone.
+    """
+    sources = [(data.text, data.dataset, data.split)]
+    if data.score_text or data.score_dataset is not None:
+        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
+    errors = []
+    for source in sources:
+        given = _documents(data, *source)
+        for name in ("split", "streaming"):  # whose defaults are others there
+            if getattr(given, name) == getattr(DataArguments, name):
+                given = replace(given, **{name: getattr(DocumentOptions, name)})
+        try:
+            refuse_ignored(given)
+        except PosencError as error:
+            errors.append(error)
+    if len(errors) == len(sources):
+        raise errors[0]
 
 
 def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
