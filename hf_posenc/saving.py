@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, UntrainedWarning, unknown
+from hf_posenc.errors import PosencError, UntrainedWarning, one_line, unknown
 from hf_posenc.files import disk_errors
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
@@ -33,7 +34,7 @@ from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.patching import get_patch, patch_model
+from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
 
 FILE = "posenc_config.json"
@@ -184,10 +185,18 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
         raise PosencError(
             f"This model is already patched with {patch.config}. Call unpatch_model(model) first."
         )
-    apply_config(model, config, trained=beside.is_file())
-    trained = trained_parameters(unwrap(model))
-    if trained and beside.is_file():
-        _fill(trained, load_file(beside), beside)
+    if not beside.is_file():
+        return apply_config(model, config)
+    try:
+        loaded = load_file(beside)
+    except (OSError, SafetensorError) as error:
+        raise PosencError(f"{beside} cannot be read: {one_line(error)}.") from error
+    apply_config(model, config, trained=True)
+    try:
+        _fill(trained_parameters(unwrap(model)), loaded, beside)
+    except PosencError:
+        unpatch_model(model)
+        raise
     return model
 
 
@@ -263,7 +272,8 @@ def from_pretrained(
         kwargs["allow_missing_weights"] = allow_missing_weights
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
     options = _some(kwargs, (*_HUB, "trust_remote_code"))
-    config = kwargs.pop("config", None) or read_config(path_or_id, **options)
+    given = kwargs.pop("config", None)  # the caller's keeps its patch
+    config = read_config(path_or_id, **options) if given is None else copy.deepcopy(given)
     if not hasattr(config, "get_text_config"):
         raise PosencError(f"config is one of transformers, not {config!r:.80}.")
     if auto_class is None:
@@ -602,6 +612,16 @@ def _fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: s
         raise PosencError(
             f"{source} has no {missing[0]} ({len(missing)} of {len(trained)} parameters of the patch are missing)."
         )
+    if others := sorted(set(loaded) - set(trained)):
+        raise PosencError(
+            f"{source} has {others[0]}, which this model has not ({len(others)} such)."
+        )
+    for name, parameter in trained.items():
+        if loaded[name].shape != parameter.shape:
+            raise PosencError(
+                f"{source} has {name} of shape {tuple(loaded[name].shape)}, and this model's has "
+                f"{tuple(parameter.shape)}."
+            )
     for name, parameter in trained.items():
         parameter.data.copy_(loaded[name])
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.errors import PosencError
 from hf_posenc.model.masks import HANDLE, described, visible
+from hf_posenc.model.repositioned import ENGINE, refuse_another
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
@@ -84,13 +85,18 @@ def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | No
 
 
 class PositionCounter:
-    """A forward pre-hook of a model without rotation: counts positions and hands them to its attention modules."""
+    """A forward pre-hook of a model without rotation: counts positions and hands them to its attention modules.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = list(modules)
+    With a `config`, whose attention implementation is the engine, another one is refused.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], config: Any = None) -> None:
+        self.modules, self.config = list(modules), config
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the decoder's arguments: `position_ids`, or else the mask and the cache."""
+        if self.config is not None:
+            refuse_another(self.config, ENGINE)
         if len(args) > 1:  # by their names
             args, kwargs = (), named_arguments(module, args, kwargs)
         tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
@@ -164,8 +170,17 @@ class CacheWatch:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the decoder's arguments, and refuse positions that leave a gap."""
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_compiling():
+            self._watch(args, kwargs)
+        elif self.lengths:  # they are read from the cache, which a graph would keep as it was
+            self._watch_outside(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch_outside(self, args: Any, kwargs: Any) -> None:
+        """Leave the graph that is being compiled, and watch."""
+        self._watch(args, kwargs)
+
+    def _watch(self, args: Any, kwargs: Any) -> None:
         cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
         masks = kwargs.get("attention_mask")
         forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
@@ -186,8 +201,23 @@ class CacheWatch:
             positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
         positions = positions.reshape(-1, *positions.shape[-2:])[0]
         _refuse_gaps(cache, seen, positions)
+        if seen and _all_shown(masks, seen, queries) and bool((positions.diff(dim=1) != 1).any()):
+            raise PosencError(
+                "position_ids restart or repeat and there are cached tokens, from whose order the methods that compute "
+                "attention themselves derive the position of a key. Pass contiguous positions, or use_cache=False."
+            )
         for length in self.lengths.values():
             length.follow(cache, seen, positions.expand(batch, -1))
+
+
+def _all_shown(mask: Any, seen: int, queries: int) -> bool:
+    """Return whether no query of a forward is padding, as far as its mask says."""
+    if mask is None:
+        return True
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
+        return False
+    shown = mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
+    return bool(shown[:, seen : seen + queries].all())
 
 
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:

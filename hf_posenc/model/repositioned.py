@@ -23,6 +23,16 @@ SCORES = f"{ENGINE}-scores"
 _POSITIONS = "_hf_posenc_positions"
 
 
+def refuse_another(config: Any, implementation: str) -> None:
+    """Raise if the attention implementation was changed after the patch, which the new one would not compute."""
+    chosen = config._attn_implementation
+    if chosen not in (implementation, ENGINE, SCORES):  # the engine computes scaled queries too
+        raise PosencError(
+            f"This model is patched with a method that computes attention itself, but its attention implementation "
+            f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."
+        )
+
+
 class RepositionedRotary(RotaryWrapper):
     """Rotates queries and keys to the position at which an encoding caches keys; the attention function does the rest.
 
@@ -46,16 +56,7 @@ class RepositionedRotary(RotaryWrapper):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
-        chosen = self.seam_config._attn_implementation
-        if chosen not in (
-            self.implementation,
-            ENGINE,
-            SCORES,
-        ):  # the engine computes scaled queries too
-            raise PosencError(
-                f"This model is patched with a method that computes attention itself, but its attention implementation "
-                f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."
-            )
+        refuse_another(self.seam_config, self.implementation)
         label = kwargs.get("layer_type", args[0] if args else None) or ""
         cached = position_ids
         if label in self.labels and self.encoding is not None:

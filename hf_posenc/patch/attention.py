@@ -151,7 +151,8 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
     base = Encoding.of(state.in_attention, state.original)
     with trial(model):
         layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention)
-        counter = PositionCounter([layer.module for layer in layers])
+        called = owner.config if owner.config._attn_implementation == ENGINE else None
+        counter = PositionCounter([layer.module for layer in layers], called)
         owner.register_forward_pre_hook(counter, with_kwargs=True)
         verify(subject, ids, expected, layers, {}, engine=True)
         for layer in layers:

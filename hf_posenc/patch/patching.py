@@ -276,9 +276,12 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers
 
+        block = vars(model.config).get(
+            export.BLOCK
+        )  # of a checkpoint that plain transformers has loaded
         install_attention(model, state, every, tables)
         state.export = None
-        if export.BLOCK not in vars(model.config):
+        if vars(model.config).get(export.BLOCK) == block:
             state.write_config(model, [])
     elif any(
         method.length_dependent for method in scalings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import PosencError, UnsupportedModelError, patch_model, patched, unpatch_model
 from hf_posenc.model import masks
@@ -228,6 +228,18 @@ def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
 
 
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_compiled_steps_with_a_pinned_length(model: PreTrainedModel, bucket: int) -> None:
+    """The pin is the cache's, which a graph would keep as it was: the step leaves the graph there."""
+    patch_model(
+        model, "dynamic_ntk", update="request", bucket=bucket, original_max_position_embeddings=24
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    ids = zoo.tokens(44)
+    assert_close(decoded(model, compiled, ids), decoded(model, model, ids), "request")
+
+
 @pytest.mark.slow
 def test_a_compiled_forward_by_blocks(model: PreTrainedModel) -> None:
     """Blocks of queries that share frequencies begin where positions say, which no single graph can hold."""
@@ -306,9 +318,14 @@ def test_the_chosen_implementation_comes_back(model: PreTrainedModel, chosen: st
         assert torch.equal(zoo.logits(model, ids), first)
 
 
-def test_another_implementation_after_the_patch_is_refused(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("llama", "rerope"), ("bert", "alibi"), ("gpt2", "alibi"), ("opt", "alibi")],
+)
+def test_another_implementation_after_the_patch_is_refused(model_type: str, method: str) -> None:
+    model = zoo.build(model_type)
     before = zoo.logits(model, zoo.tokens(30))
-    patch_model(model, "rerope", window=8)
+    patch_model(model, method, **({"window": 8} if method == "rerope" else {}))
     model.set_attn_implementation("eager")
     with pytest.raises(PosencError, match=r"'eager' afterwards.*unpatch_model"):
         zoo.logits(model, zoo.tokens(30))
@@ -322,3 +339,18 @@ def test_prefix_tuning_is_refused(model: PreTrainedModel) -> None:
     wrapped = peft.get_peft_model(model, config)
     with pytest.raises(UnsupportedModelError, match="PREFIX_TUNING"):
         patch_model(wrapped, "rerope")
+
+
+def test_positions_that_repeat_behind_cached_tokens_are_refused(model: PreTrainedModel) -> None:
+    """As of two answers to one prompt in one forward: the position of a cached key is its place in the cache."""
+    patch_model(model, "rerope", window=16)
+    ids, branches = zoo.tokens(20), zoo.tokens(8, seed=1)
+    cache = DynamicCache(config=model.config)
+    seen = torch.ones(8, 28, dtype=torch.bool).tril(20)
+    seen[4:, 20:24] = False
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        places = torch.arange(20, 24).repeat(2)[None]
+        with pytest.raises(PosencError, match="restart or repeat and there are cached tokens"):
+            model(branches, past_key_values=cache, attention_mask=mask, position_ids=places)

@@ -102,6 +102,55 @@ def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
     assert torch.allclose(logits(plain(tmp_path)), logits(model), atol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["rerope", "alibi", "log_n"])
+def test_a_patch_on_what_plain_transformers_loaded_is_saved(
+    model: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    """The config has the block of the first patch, which is not the one in force."""
+    patch_model(model, "abf", rope_theta=4e4)
+    saved(model, tmp_path / "first")
+    second: Any = plain(tmp_path / "first")
+    patch_model(second, method, **({"window": 16} if method == "rerope" else {}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(second, tmp_path / "second")
+    again = from_pretrained(tmp_path / "second")
+    assert get_patch(again).method == method
+    assert torch.equal(logits(again), logits(second))
+
+
+def test_a_config_that_is_passed_keeps_its_patch(model: PreTrainedModel, tmp_path: Path) -> None:
+    patch_model(model, "rerope", window=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(model, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    for _ in range(2):
+        assert get_patch(from_pretrained(tmp_path, config=config)) is not None
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 6}, {"num_hidden_layers": 2}, "heads", "damaged"]
+)
+def test_parameters_of_another_model_leave_it_as_it_was(
+    change: dict[str, Any] | str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    patch_model(model, "fire")
+    save_patch(model, tmp_path)
+    given = {
+        "heads": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8},
+        "damaged": {},
+    }
+    other = zoo.build("llama", **(change if isinstance(change, dict) else given[change]))
+    if change == "damaged":
+        (tmp_path / "posenc.safetensors").write_bytes(b"no tensors")
+    before = logits(other)
+    with pytest.raises(PosencError, match=r"posenc\.safetensors"):
+        load_patch(other, tmp_path)
+    assert get_patch(other) is None
+    assert torch.equal(logits(other), before)
+
+
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
 
