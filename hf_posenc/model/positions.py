@@ -200,35 +200,36 @@ class CacheWatch:
         if positions is None:
             positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
         positions = positions.reshape(-1, *positions.shape[-2:])[0]
-        _refuse_gaps(cache, seen, positions)
-        if seen and _all_shown(masks, seen, queries) and bool((positions.diff(dim=1) != 1).any()):
-            raise PosencError(
-                "position_ids restart or repeat and there are cached tokens, from whose order the methods that compute "
-                "attention themselves derive the position of a key. Pass contiguous positions, or use_cache=False."
-            )
+        _refuse_gaps(cache, seen, positions, masks)
         for length in self.lengths.values():
             length.follow(cache, seen, positions.expand(batch, -1))
 
 
-def _all_shown(mask: Any, seen: int, queries: int) -> bool:
-    """Return whether no query of a forward is padding, as far as its mask says."""
+def _shown(mask: Any, seen: int, queries: int) -> Tensor | None:
+    """Return whether no query of a forward is padding, as its mask says; `None`: there is no telling."""
     if mask is None:
-        return True
+        return torch.tensor(True)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
-        return False
+        return None
     shown = mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
-    return bool(shown[:, seen : seen + queries].all())
+    return shown[:, seen : seen + queries].all()
 
 
-def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:
+def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     counted = positions.new_full((len(positions), 1), seen - 1)
     length, last = getattr(cache, _LAST, (seen, counted))
     if length != seen or len(last) != len(positions):  # cropped or repeated since
         last = counted
     setattr(cache, _LAST, (seen + positions.shape[1], positions[:, -1:]))
     text = torch.cat((last, positions), 1) if seen else positions
-    if bool((text.diff(dim=1) > 1).any()):
+    wrong = (text.diff(dim=1) > 1).any()
+    branches = seen > 0 and positions.shape[1] > 1
+    shown = _shown(mask, seen, positions.shape[1]) if branches else None
+    if shown is not None:  # padding has any position
+        wrong |= shown.to(wrong.device) & (positions.diff(dim=1) < 1).any()
+    if bool(wrong):  # the one wait of a forward
         raise PosencError(
-            "position_ids leaves a gap and there is a cache, from whose order the methods that compute attention "
-            "themselves derive the position of a key. Pass contiguous positions, or use_cache=False."
+            "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
+            "order the methods that compute attention themselves derive the position of a key. Pass contiguous "
+            "positions, or use_cache=False."
         )

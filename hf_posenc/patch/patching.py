@@ -260,6 +260,8 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         install_parts(model, state, every)
         state.write_config(model, [])
         return
+    # Of a checkpoint that plain transformers loaded, as an attribute like any other.
+    block = vars(model.config).get(export.BLOCK)
     others = state.in_attention
     scalings = [method for method in state.methods if isinstance(method, RopeScaling)]
     rotated = not needs_no_rotation(state.methods)
@@ -276,9 +278,6 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers
 
-        block = vars(model.config).get(
-            export.BLOCK
-        )  # of a checkpoint that plain transformers has loaded
         install_attention(model, state, every, tables)
         state.export = None
         if vars(model.config).get(export.BLOCK) == block:

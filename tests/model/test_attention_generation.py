@@ -352,5 +352,5 @@ def test_positions_that_repeat_behind_cached_tokens_are_refused(model: PreTraine
     with torch.no_grad():
         model(ids, past_key_values=cache)
         places = torch.arange(20, 24).repeat(2)[None]
-        with pytest.raises(PosencError, match="restart or repeat and there are cached tokens"):
+        with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
             model(branches, past_key_values=cache, attention_mask=mask, position_ids=places)
