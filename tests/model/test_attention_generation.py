@@ -325,7 +325,8 @@ def test_the_chosen_implementation_comes_back(model: PreTrainedModel, chosen: st
 def test_another_implementation_after_the_patch_is_refused(model_type: str, method: str) -> None:
     model = zoo.build(model_type)
     before = zoo.logits(model, zoo.tokens(30))
-    patch_model(model, method, **({"window": 8} if method == "rerope" else {}))
+    options: dict[str, Any] = {"window": 8} if method == "rerope" else {}
+    patch_model(model, method, **options)
     model.set_attn_implementation("eager")
     with pytest.raises(PosencError, match=r"'eager' afterwards.*unpatch_model"):
         zoo.logits(model, zoo.tokens(30))

@@ -110,12 +110,15 @@ def test_a_patch_on_what_plain_transformers_loaded_is_saved(
     patch_model(model, "abf", rope_theta=4e4)
     saved(model, tmp_path / "first")
     second: Any = plain(tmp_path / "first")
-    patch_model(second, method, **({"window": 16} if method == "rerope" else {}))
+    options: dict[str, Any] = {"window": 16} if method == "rerope" else {}
+    patch_model(second, method, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved(second, tmp_path / "second")
     again = from_pretrained(tmp_path / "second")
-    assert get_patch(again).method == method
+    patch = get_patch(again)
+    assert patch is not None
+    assert patch.method == method
     assert torch.equal(logits(again), logits(second))
 
 
