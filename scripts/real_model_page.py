@@ -147,19 +147,13 @@ def whole() -> str:
     result = perplexity(REAL_MODEL / WHOLE)
     shorter, length = _halves()
     records = [r for r in result.records if r.protocol == "prefix" and r.length == length]
-    cells = {
-        name: summarize(own, baseline=TRUNCATION)
-        for name, own in (("all", records), ("far", _far()))
-    }
+    cells, behind = (summarize(own, baseline=TRUNCATION) for own in (records, _far()))
     rows = [
         [
-            f"`{every.method}`",
-            number(every.perplexity),
-            *_by(every),
-            number(far.perplexity),
-            *_by(far),
+            f"`{cell.method}`",
+            *(field for one in (cell, rest) for field in (number(one.perplexity), *_by(one))),
         ]
-        for every, far in zip(cells["all"], cells["far"], strict=True)
+        for cell, rest in zip(cells, behind, strict=True)
     ]
     head = ["method"]
     for what in (f"tokens 1 to {length:,}", f"tokens {shorter + 1:,} to {length:,}"):

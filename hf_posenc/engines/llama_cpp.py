@@ -121,8 +121,10 @@ class LlamaCpp(Engine):
             tensors = dict(divisors.tensors(architecture))
             keys.update(divisors.keys(architecture))
         scaled = {"rope.scaling.factor", "rope.scaling.attn_factor"} & keys.keys()
-        if architecture.startswith("deepseek") and scaled:
-            return "its DeepSeek classes compute a factor of the scores of their own from a scaling"
+        if scaled and architecture in known_names("llama.cpp")["own_factor"]:
+            return (
+                "its class for this model computes a factor of the scores of its own from a scaling"
+            )
         return runtime(keys, tensors, dim, setup.source.reach, flags=setup.draft.flags)
 
 

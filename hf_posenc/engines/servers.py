@@ -161,9 +161,11 @@ class VLLM(Engine):
         config, table = setup.config, setup.table
         rope = entry_of(config["rope_parameters"], table.label)
         theta, dim, kind = float(rope["rope_theta"]), table.dim, rope["rope_type"]
-        deepseek = setup.source.text_config.model_type in known_names("vllm")["deepseek"]
-        if deepseek and kind != "default" and (kind != "yarn" or "attention_factor" in rope):
-            return "its DeepSeek classes compute every scaling as YaRN with a factor of their own"
+        own_yarn = setup.source.text_config.model_type in known_names("vllm")["own_yarn"]
+        if own_yarn and kind != "default" and (kind != "yarn" or "attention_factor" in rope):
+            return (
+                "its class for this model computes every scaling as YaRN with a factor of its own"
+            )
         if kind == "dynamic":
             return Table(self._dynamic(theta, dim, float(rope["factor"])))
         original = int(config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config[_LENGTH])

@@ -23,11 +23,11 @@ from hf_posenc.evaluation.page.collect import (
     collect,
     grouped,
     interval_of,
+    model_of,
     settings_differ,
 )
 from hf_posenc.evaluation.page.perplexity import (
     missing_field,
-    model_of,
     number_field,
     range_spans,
     ratio_field,

@@ -179,3 +179,11 @@ def interval_of(values: Sequence[float | None] | None) -> Interval | None:
     """Return an interval of a JSON file; `None` if an end is missing."""
     low, high = values or (None, None)
     return None if low is None or high is None else (low, high)
+
+
+def model_of(data: Mapping[str, Any]) -> str:
+    """Return what identifies the model of a result."""
+    model = data["model"]
+    names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
+    values = [model.get(name) for name in names]
+    return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])

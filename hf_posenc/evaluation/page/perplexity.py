@@ -29,7 +29,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     side_of_one,
     summarize,
 )
-from hf_posenc.evaluation.page.collect import Source, grouped, settings_differ
+from hf_posenc.evaluation.page.collect import Source, grouped, model_of, settings_differ
 from hf_posenc.evaluation.perplexity.protocols import READERS
 from hf_posenc.evaluation.perplexity.result import record_of
 
@@ -206,14 +206,6 @@ def _same(one: Line, two: Line) -> bool:
     )
     named = one.name == two.name and one.model == two.model
     return named and bool(second) and second.items() <= first.items()
-
-
-def model_of(data: Mapping[str, Any]) -> str:
-    """Return what identifies the model of a result."""
-    model = data["model"]
-    names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
-    values = [model.get(name) for name in names]
-    return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
 
 
 def _by_model(lines: Sequence[Line]) -> list[list[Line]]:

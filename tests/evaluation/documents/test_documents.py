@@ -144,7 +144,7 @@ def test_unusable_documents_are_counted_and_reading_stops_at_the_limit() -> None
 
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_a_copy_is_no_document_of_its_own(tokenized: bool) -> None:
-    """What chooses a method would judge it too, and intervals would be too narrow."""
+    """With copies, the same text could choose a method and judge it, and intervals would be too narrow."""
     source: list[Any] = [Document(name, prose(100, int(name[0]))) for name in ("1", "2", "1 again")]
     if tokenized:
         source = [tokenize(document, byte_tokenizer()) for document in source]
