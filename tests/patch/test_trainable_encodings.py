@@ -27,6 +27,8 @@ TRAINABLE = [name for name in available_methods() if get_method(name).trainable]
 DELAY = dict.fromkeys(TRAINABLE, 2) | naive.LEARNS
 WORDS, FEATURES, LENGTH = 24, 64, 20
 CONSTANT, ANSWER = WORDS, FEATURES // 2
+# FIRE's defaults are for texts of 512 tokens: of 20, all distances are nearly one input of its network.
+KNOBS: dict[str, dict[str, Any]] = {"fire": {"threshold": LENGTH, "c": 1.0}}
 
 
 def reader() -> PreTrainedModel:
@@ -75,13 +77,20 @@ def loss_of(model: PreTrainedModel, ids: Tensor, delay: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, : LENGTH - delay].flatten())
 
 
-def trained(model: PreTrainedModel, delay: int, steps: int = 80) -> PreTrainedModel:
+def trained(model: PreTrainedModel, delay: int, steps: int = 160) -> PreTrainedModel:
+    """Train what requires gradients.
+
+    With this schedule, twelve seeds of every method end below 0.19 of their first loss, with one and two threads and
+    with ATEN_CPU_CAPABILITY=default, avx2 and avx512. A constant rate leaves some seeds of FIRE above 0.8.
+    """
     chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(chosen, lr=0.1)
+    optimizer = torch.optim.Adam(chosen)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=steps)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, batch(step), delay).backward()
         optimizer.step()
+        schedule.step()
     return model
 
 
@@ -134,7 +143,7 @@ def test_loading_reports_no_key_but_those_that_matter(
 @pytest.mark.parametrize("method", TRAINABLE)
 def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = patch_model(reader(), method)
+    model = patch_model(reader(), method, **KNOBS.get(method, {}))
     frozen = {
         name: value.clone() for name, value in model.state_dict().items() if ".posenc." not in name
     }
