@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -95,11 +96,14 @@ class Rotation:
 
     def kept(self, question: Hashable, compute: Callable[[], Answer]) -> Answer:
         """Return what was computed for a question before, by any layer with these frequencies, and compute it else."""
-        if question not in self._kept:
+        found: Answer | None = self._kept.get(question)
+        if found is None:  # no answer is
             if len(self._kept) >= KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[question] = compute()
-        found: Answer = self._kept[question]
+                with contextlib.suppress(
+                    StopIteration, RuntimeError
+                ):  # another thread makes room too
+                    self._kept.pop(next(iter(self._kept)), None)
+            found = self._kept[question] = compute()
         return found
 
     def tables(

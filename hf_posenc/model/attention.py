@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.call import Beside, Call, Mask, RotatedKeys, shared
+from hf_posenc.attention.call import Beside, Call, Mask, shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
+from hf_posenc.model.forward import KEYWORD, Forward, carried, running
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
@@ -35,14 +36,8 @@ from hf_posenc.model.masks import (
     visible,
 )
 from hf_posenc.model.parameters import parameters_in_force
-from hf_posenc.model.positions import LAYER, PinnedLength, named_arguments
-from hf_posenc.model.repositioned import (
-    ENGINE,
-    SCORES,
-    RepositionedRotary,
-    carried_positions,
-    text_positions,
-)
+from hf_posenc.model.positions import LAYER, named_arguments, request_length
+from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
 
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -53,7 +48,7 @@ KNOWN = frozenset(
         "return_dict", "is_causal", "num_items_in_batch", "logits_to_keep", "softcap", "s_aux",
         "sliding_window", "output_router_logits", "past_key_values", "cache",
         "encoder_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-        "deterministic", "indices",
+        "deterministic", "indices", KEYWORD,
     }
 )  # fmt: skip
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
@@ -62,32 +57,31 @@ KNOWN = frozenset(
 
 @dataclass(eq=False)
 class Layer:
-    """The patch of one attention module; a layer that is not `patched` computes what it did before."""
+    """The patch of one attention module, which no forward changes.
+
+    A layer that is not `patched` computes what it did before.
+    """
 
     encoding: Encoding
     patched: bool = False
-    rotary: RepositionedRotary | None = None  # inside the attention module
-    length: PinnedLength | None = None  # of a method with update="request"
-    rotated: RotatedKeys | None = None
+    causal: Any = None  # the module's `is_causal`
+    request: tuple[int, int] | None = None  # bucket and original length, with update="request"
+    index: int | None = None  # in the cache, of a layer that keeps rotated keys
     native: str | None = None  # the implementation that computes attention with scaled queries
     turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """What brings queries and keys, at positions m and n, from the model's rotation to that of the encoding."""
     beside: str | None = None  # the argument with the states of another text, whose keys come last
-    # Of the current call, where the module does not pass them to attention itself.
-    positions: Tensor | None = field(default=None, repr=False)
-    # Of the queries and the keys of the current call, where a seam has counted them.
-    counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    shown: Mask | None = field(default=None, repr=False)
-    others: int = 0  # keys of the other text
 
-    def follow_adapter(self, module: nn.Module) -> None:
-        """Read the trained parameters in force: another adapter of PEFT's may be active by now, or merged."""
+    def attach(self, module: nn.Module) -> None:
+        """Let a module compute attention so."""
+        self.causal = getattr(module, "is_causal", None)
+        setattr(module, LAYER, self)
+
+    def encoding_of(self, module: nn.Module) -> Encoding:
+        """Return the encoding with the parameters in force: another adapter of PEFT's may be active, or merged."""
         trained: Any = parameters_in_force(module)
-        if trained is not self.encoding.parameters:
-            self.encoding = self.encoding.with_parameters(trained)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "positions": None, "counted": None, "shown": None}
+        same = trained is self.encoding.parameters
+        return self.encoding if same else self.encoding.with_parameters(trained)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -101,7 +95,8 @@ _PLAIN = Encoding(original=1)  # of a layer without a patch, whose length it doe
 
 def register() -> None:
     """Register the attention function in transformers; models that do not choose it are as before."""
-    AttentionInterface.register(ENGINE, posenc_attention)
+    for name in (ENGINE, SCORES):  # a model may be built from the config of a patched one
+        AttentionInterface.register(name, posenc_attention)
     AttentionMaskInterface.register(ENGINE, posenc_mask)
     AttentionMaskInterface.register(SCORES, scores_mask)
 
@@ -121,26 +116,33 @@ def native_implementation(name: str) -> str:
     return name.removeprefix(_SCALED)
 
 
-def catch_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Store the positions of a call: a forward pre-hook for modules that do not pass `position_ids` to attention."""
-    layer: Layer | None = module.__dict__.get(LAYER)
-    if layer is None:
-        return
-    given = [*args, *kwargs.values()]
-    # By the name of a rotation, where a module gets several.
-    given += (each for value in given if isinstance(value, dict) for each in value.values())
-    carried = map(carried_positions, given)
-    layer.positions = next((positions for positions in carried if positions is not None), None)
-    if layer.beside is not None:
-        layer.others = named_arguments(module, args, kwargs)[layer.beside].shape[1]
+def hand_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Hand the positions of a call on: a forward pre-hook for modules that do not pass `position_ids` to attention.
 
-
-def catch_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Replace the handle of a mask by the mask: a forward pre-hook for modules with an indexer, which reads it.
-
-    The mask is stored too, since a module may leave in it the chosen keys alone.
+    They are an argument of the module, or its rotation carries them.
     """
     layer: Layer | None = module.__dict__.get(LAYER)
+    if layer is None:
+        return None
+    found, positions = carried((*args, *kwargs.values())), kwargs.get("position_ids")
+    if found is not None:
+        positions = found.positions
+    elif positions is None:
+        positions = named_arguments(module, args, kwargs).get("position_ids")
+    forward = replace(kwargs.get(KEYWORD) or Forward(), positions=positions)
+    if layer.beside is not None:
+        others: Tensor = named_arguments(module, args, kwargs)[layer.beside]
+        forward = replace(forward, others=others.shape[1])
+    return args, {**kwargs, KEYWORD: forward}
+
+
+def hand_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Replace the handle of a mask by the mask: a forward pre-hook for modules with an indexer, which reads it.
+
+    The mask is handed on too, since a module may leave in it the chosen keys alone.
+    """
+    layer: Layer | None = module.__dict__.get(LAYER)
+    shown: list[Mask] = []
 
     def written(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() != 4 or value.is_complex():
@@ -151,11 +153,14 @@ def catch_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             value = lazy.decided("written", lambda: lazy.rows(0, value.shape[2]))
         else:
             mask = shared(value, value.shape[2:], lambda: WrittenMask.copied(value))
-        if layer is not None:
-            layer.shown = mask
+        shown.append(mask)
         return value
 
-    return tuple(map(written, args)), {name: written(value) for name, value in kwargs.items()}
+    args = tuple(map(written, args))
+    kwargs = {name: written(value) for name, value in kwargs.items()}
+    if layer is not None and shown:
+        kwargs[KEYWORD] = replace(kwargs.get(KEYWORD) or Forward(), mask=shown[-1])
+    return args, kwargs
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +220,7 @@ def posenc_attention(
     """
     if is_recording():
         return _recorded(module, query, key, value, attention_mask, kwargs)
+    forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
     untouched = layer is not None and layer.encoding.bidirectional and layer.encoding.plain
     untouched = untouched and layer is not None and layer.turn is None
@@ -223,8 +229,9 @@ def posenc_attention(
     ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
-    query_position = _query_position(module, layer, kwargs, query.shape[2])
-    layer.follow_adapter(module)
+    _refuse_direction(module, layer)
+    query_position = _query_position(module, forward, kwargs, query)
+    encoding = layer.encoding_of(module)
     if kwargs.get("cache") is not None:
         raise PosencError(
             "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
@@ -232,14 +239,14 @@ def posenc_attention(
         )
     queries, keys, beside = query.shape[2], key.shape[2], None
     if layer.beside is not None and attention_mask is not None:
-        keys -= layer.others
+        keys -= forward.others
         beside = Beside(key[:, :, keys:], WrittenMask.read(attention_mask[..., keys:]))
         key = key[:, :, :keys]
-    if attention_mask is None and queries > 1 and not layer.encoding.bidirectional:
+    if attention_mask is None and queries > 1 and not encoding.bidirectional:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
     size, given = (queries, keys), attention_mask
     mask: Mask
-    if given is None and layer.encoding.bidirectional:
+    if given is None and encoding.bidirectional:
         mask = shared(query_position, "all", Mask)
     elif given is None:
         mask = shared(query_position, size, lambda: CausalMask(*size, query.device))
@@ -249,12 +256,16 @@ def posenc_attention(
         mask = shared(given, size, lambda: WrittenMask.copied(given[..., :keys]))
     indices = kwargs.get("indices")  # of the keys that an indexer has chosen
     key_position = query_position  # without a past, the keys are the queries
-    if layer.counted is not None:
-        key_position = layer.counted[1][:, :keys]
+    if forward.key_positions is not None:
+        key_position = forward.key_positions[:, :keys]
     elif keys != queries:
-        text = layer.shown or mask
-        layer.shown = None
+        text = forward.mask or mask
         key_position = text.decided("keys", lambda: _key_position(query_position, text, keys))
+    lengths = None
+    if layer.request is not None:
+        lengths = forward.lengths.get(layer.request)
+        if lengths is None:
+            lengths = request_length(query_position, layer.request[1], len(query))
     if layer.turn is not None:
         query, key = layer.turn(query, key, query_position, key_position)
     call = Call(
@@ -269,11 +280,11 @@ def posenc_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout if module.training else 0.0,
         weights=bool(kwargs.get("output_attentions")),
-        lengths=None if layer.length is None else layer.length.of(query_position, len(query)),
-        rotated=layer.rotated,
+        lengths=lengths,
+        rotated=None if layer.index is None else forward.rotated.get(layer.index),
         beside=beside,
     )
-    out, weights = attend(call, layer.encoding)
+    out, weights = attend(call, encoding)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -345,10 +356,11 @@ def scaled_attention(
     """Scale queries and call the attention implementation `native`; arguments and mask are that one's."""
     if is_recording():
         return _recorded(module, query, key, value, attention_mask, kwargs)
+    forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
-        layer.follow_adapter(module)
-        query = layer.encoding.scaled(query, _query_position(module, layer, kwargs, query.shape[2]))
+        positions = _query_position(module, forward, kwargs, query)
+        query = layer.encoding_of(module).scaled(query, positions)
     indices = kwargs.get("indices")
     if indices is not None and native in ("eager", "sdpa"):
         # Under these two names the module writes the choice of its indexer into the mask, and under others it does not.
@@ -408,18 +420,39 @@ def _recorded(
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
+_NOTHING = Forward()
+
+
+def _running() -> Forward:
+    """Return the record of the running forward, for layers that get no keyword."""
+    if torch.compiler.is_compiling():
+        return _NOTHING
+    return running() or _NOTHING
+
+
+def _refuse_direction(module: nn.Module, layer: Layer) -> None:
+    """Raise if a module was told since the patch to read keys after a query, or no longer to."""
+    if getattr(module, "is_causal", None) != layer.causal:
+        raise PosencError(
+            f"{type(module).__name__}.is_causal was {layer.causal} when the model was patched, and is "
+            f"{module.is_causal} now. Call unpatch_model(model), set it, and patch again."
+        )
+
+
 def _query_position(
-    module: nn.Module, layer: Layer, kwargs: Mapping[str, Any], queries: int
+    module: nn.Module, forward: Forward, kwargs: Mapping[str, Any], query: Tensor
 ) -> Tensor:
-    if layer.counted is not None:
-        return layer.counted[0]
-    positions = kwargs.get("position_ids")
+    if forward.key_positions is not None and forward.positions is not None:
+        return forward.positions  # of a seam, which counted both
+    positions, queries = forward.positions, query.shape[2]
     if positions is None:
-        positions = layer.positions if layer.rotary is None else layer.rotary.latest
+        positions = kwargs.get("position_ids")
     if positions is None:
         raise PosencError(
-            f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
+            f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model; with "
+            "gradient checkpointing, pass use_reentrant=False."
         )
+    positions = positions.to(query.device)
     if positions.shape[-1] > queries:  # of the cached tokens too, for an indexer
         positions = positions[..., -queries:]
     if positions.dim() < 3:

@@ -27,11 +27,11 @@ from hf_posenc.model.attention import (
     KNOWN,
     Layer,
     Recorded,
-    catch_positions,
+    hand_positions,
     recording,
 )
 from hf_posenc.model.discovery import RotaryTable, layer_type
-from hf_posenc.model.positions import LAYER, named_arguments
+from hf_posenc.model.positions import named_arguments
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.unwrapping import trial
@@ -55,7 +55,6 @@ class CalibratedLayer:
     recorded: Recorded  # its first call
     rotation: Rotation | None  # `None`: it has none, or that need not be known
     table: RotaryTable | None  # `None`: it does not rotate
-    rotary: RepositionedRotary | None  # inside the module
     calls: int  # in one forward
     bidirectional: bool  # it reads the keys after a query too
     beside: str | None = (
@@ -239,10 +238,9 @@ def calibrate(
                 if needed:
                     raise
                 index = 0  # it rotates, in a way that need not be known
-        if inner is not None:
-            inner.inside_attention = True
-        elif module in beside or (tables and first.kwargs.get("position_ids") is None):
-            module.register_forward_pre_hook(catch_positions, with_kwargs=True)
+        unknown = tables and first.kwargs.get("position_ids") is None
+        if inner is not None or module in beside or unknown:
+            module.register_forward_pre_hook(hand_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
         if rotation is not None and rotation.norm is None:
             # One object for all layers, which then share its angles.
@@ -254,7 +252,6 @@ def calibrate(
                 first,
                 rotation,
                 table,
-                inner,
                 len(calls),
                 bidirectional,
                 beside.get(module),
@@ -371,7 +368,7 @@ def verify(
         encoding = Encoding(1, heads, layer.rotation, bidirectional=layer.bidirectional)
         if known and layer.rotation is not None:
             encoding = replace(encoding, cached_by=_UNROTATED)
-        setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary, beside=layer.beside))
+        Layer(encoding, beside=layer.beside).attach(layer.module)
     with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
         computed = run(subject, text)
     dtype = next(subject.parameters()).dtype

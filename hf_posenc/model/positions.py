@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.errors import PosencError
+from hf_posenc.model.forward import KEYWORD, Entering, Forward
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import ENGINE, refuse_another
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
+# Attributes of a cache.
 _PINNED = "_hf_posenc_lengths"
+_ROTATED = "_hf_posenc_rotated"
+_FILLED = "_hf_posenc_filled_by"
 _LAST = "_hf_posenc_last_positions"
 
 
@@ -84,125 +88,147 @@ def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | No
     return positions.index_select(1, torch.arange(queries, device=shown.device) + seen)
 
 
-class PositionCounter:
-    """A forward pre-hook of a model without rotation: counts positions and hands them to its attention modules.
+class DecoderWatch(Entering):
+    """Hooks of a decoder, which make the `Forward` of each call before the layers run and write to the cache.
 
-    With a `config`, whose attention implementation is the engine, another one is refused.
+    Positions that leave gaps are refused, since the position of a key is its place in the cache. So is a cache that
+    another patch has filled, or none: its keys are at other positions.
+
+    Attributes:
+        filled_by: The patch, in words.
+        counts: Of a model whose layers get no positions: `"tokens"`, which a mask shows, or `"places"`, padding too.
+        config: Of which another attention implementation is refused; `None`: any is fine.
+        lengths: Bucket and original length of the layers with `update="request"`.
+        rotated: Layers that keep rotated keys, by their index in the cache.
+        passes: True if the layers hand keywords on to the attention function.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], config: Any = None) -> None:
-        self.modules, self.config = list(modules), config
+    def __init__(
+        self, owner: nn.Module, filled_by: str, counts: Literal["", "tokens", "places"] = ""
+    ) -> None:
+        self.filled_by, self.counts = filled_by, counts
+        self.config: Any = None
+        self.lengths: set[tuple[int, int]] = set()
+        self.rotated: set[int] = set()
+        parameters = inspect.signature(owner.forward).parameters.values()
+        self.passes = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the decoder's arguments: `position_ids`, or else the mask and the cache."""
+    @property
+    def breaks(self) -> bool:  # type: ignore[override]
+        """True if even a compiled forward enters its record, which no keyword carries."""
+        return bool(self.counts) and not self.passes
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Read the decoder's arguments, and add the record to them."""
         if self.config is not None:
             refuse_another(self.config, ENGINE)
         if len(args) > 1:  # by their names
             args, kwargs = (), named_arguments(module, args, kwargs)
-        tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-        inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
-        if inputs is None:
-            return
-        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
-        seen, queries = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
-        if positions is None:
-            positions = _shown_positions(kwargs.get("attention_mask"), seen, queries)
-        if positions is None:
-            positions = (torch.arange(queries, device=inputs.device) + seen)[None]
-        for attention in self.modules:
-            attention.__dict__[LAYER].positions = positions.to(inputs.device)
-
-
-# The cache, which the attention function does not see.
-
-
-class PinnedLength:
-    """The length in force for each row of a batch with `update="request"`, pinned while its cache lives.
-
-    It is that of the row's first forward, or the original one if that is longer. Where generation outgrows it, it
-    grows by whole buckets.
-    """
-
-    def __init__(self, bucket: int, original: int) -> None:
-        self.bucket, self.original = bucket, original
-        self.current: Tensor | None = None
-
-    def follow(self, cache: Any, seen: int, positions: Tensor) -> None:
-        """Read the positions of a forward, (batch, queries), after as many cached tokens as were `seen`."""
-        pins: Mapping[tuple[int, int], Tensor] = getattr(cache, _PINNED, {})
-        key, needed = (self.bucket, self.original), positions.amax(-1) + 1
-        pinned = pins.get(key)
-        if not seen:
-            pinned = needed.clamp(min=self.original)
-        elif pinned is None or pinned.shape != needed.shape:  # filled before, or repeated
-            pinned = positions[:, 0].clamp(min=self.original)
-        beyond = (needed - pinned).clamp(min=0)
-        self.current = pinned + (beyond + self.bucket - 1) // self.bucket * self.bucket
-        setattr(cache, _PINNED, {**pins, key: self.current})
-
-    def of(self, positions: Tensor, batch: int) -> Tensor:
-        """Return the length in force for each row, shape (batch,); without a cache, that of the row itself."""
-        if self.current is not None and len(self.current) == batch:
-            return self.current
-        return (positions.amax(-1) + 1).clamp(min=self.original).expand(batch)
-
-
-class CacheWatch:
-    """A forward pre-hook of the decoder, which sees the cache before the layers write to it.
-
-    It refuses positions that leave gaps, since the position of a key is its place in the cache. Where frequencies move
-    with the length, it drops rotated keys that are no longer those of the cache, and pins the lengths of the layers.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[int, RotatedKeys]] = []
-        self.lengths: dict[tuple[int, int], PinnedLength] = {}
-
-    def keep(self, index: int) -> RotatedKeys:
-        """Return a store for the rotated keys of one layer, by its index in the cache."""
-        keys = RotatedKeys()
-        self.kept.append((index, keys))
-        return keys
-
-    def pinned(self, bucket: int, original: int) -> PinnedLength:
-        """Return the length of the layers whose methods have this bucket and original length, in tokens."""
-        return self.lengths.setdefault((bucket, original), PinnedLength(bucket, original))
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the decoder's arguments, and refuse positions that leave a gap."""
-        if not torch.compiler.is_compiling():
-            self._watch(args, kwargs)
-        elif self.lengths:  # they are read from the cache, which a graph would keep as it was
-            self._watch_outside(args, kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch_outside(self, args: Any, kwargs: Any) -> None:
-        """Leave the graph that is being compiled, and watch."""
-        self._watch(args, kwargs)
-
-    def _watch(self, args: Any, kwargs: Any) -> None:
-        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
-        masks = kwargs.get("attention_mask")
-        forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
-        layers = getattr(cache, "layers", [])
-        for index, keys in self.kept:
-            keys.check(getattr(layers[index], "keys", None) if index < len(layers) else None)
-        for length in self.lengths.values():
-            length.current = None
-        if cache is None:
-            return
-        seen = int(cache.get_seq_length())
         candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
         inputs = next((value for value in candidates if isinstance(value, Tensor)), None)
         if inputs is None:
-            return
+            return None
+        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        if self.counts:
+            seen = 0 if cache is None else cache.get_seq_length()
+            if positions is None and self.counts == "tokens":
+                positions = _shown_positions(kwargs.get("attention_mask"), seen, inputs.shape[1])
+            if positions is None:
+                positions = (torch.arange(inputs.shape[1], device=inputs.device) + seen)[None]
+            positions = positions.to(inputs.device)
+        forward = Forward(positions if self.counts else None)
+        if not torch.compiler.is_compiling():
+            forward = self._watched(forward, inputs, positions, kwargs)
+        elif self.lengths:  # they are read from the cache, which a graph would keep as it was
+            forward = self._watched_outside(forward, inputs, positions, kwargs)
+        if not self.counts and not self.lengths and not self.rotated:
+            return None
+        self.enter(forward)
+        return (args, {**kwargs, KEYWORD: forward}) if self.passes else None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note in the cache, which the forward may have made, by which patch it was filled."""
+        super().after(module, args, output)
+        caches = (
+            output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+        )
+        for cache in caches:
+            if hasattr(cache, "get_seq_length"):
+                setattr(cache, _FILLED, self.filled_by)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watched_outside(self, *arguments: Any) -> Forward:
+        """Leave the graph that is being compiled, and watch."""
+        return self._watched(*arguments)
+
+    def _watched(
+        self, forward: Forward, inputs: Tensor, positions: Tensor | None, kwargs: Any
+    ) -> Forward:
+        """Return the record with what the cache holds, or raise for a cache or positions that cannot be."""
+        cache, masks = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
         batch, queries = inputs.shape[:2]
+        if positions is not None:
+            positions = torch.atleast_2d(positions)
+            positions = positions if positions.dim() == 2 else positions[0]  # of several axes
+        if cache is None:
+            if self.lengths and positions is not None and bool((positions.diff(dim=1) < 0).any()):
+                raise PosencError(
+                    'position_ids has several texts in one row, which with update="request" would get the length of '
+                    'the longest. Patch with update="row", or run one text a row.'
+                )
+            return forward
+        seen = int(cache.get_seq_length())
+        if seen and getattr(cache, _FILLED, None) != self.filled_by:
+            raise PosencError(
+                f"The cache holds {seen} tokens that this patch ({self.filled_by}) has not computed: the model was "
+                "patched since, or they are learned keys, as of PEFT's prefix tuning, which have no position. Start "
+                "with an empty cache; with prefix tuning, use a frequency method (yarn, ntk_by_parts, ...)."
+            )
         if positions is None:
             positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
-        positions = positions.reshape(-1, *positions.shape[-2:])[0]
         _refuse_gaps(cache, seen, positions, masks)
-        for length in self.lengths.values():
-            length.follow(cache, seen, positions.expand(batch, -1))
+        if not self.lengths and not self.rotated:
+            return forward
+        rotated: dict[int, RotatedKeys] = getattr(cache, _ROTATED, {})
+        layers = getattr(cache, "layers", [])
+        for index in self.rotated:
+            keys = getattr(layers[index], "keys", None) if index < len(layers) else None
+            rotated.setdefault(index, RotatedKeys()).check(keys)
+        setattr(cache, _ROTATED, rotated)
+        lengths = self._lengths(cache, seen, positions.expand(batch, -1)) if self.lengths else {}
+        return Forward(forward.positions, lengths=lengths, rotated=rotated)
+
+    def _lengths(self, cache: Any, seen: int, positions: Tensor) -> dict[tuple[int, int], Tensor]:
+        """Return the length in force for each row: that of its first forward, or the original one if that is longer.
+
+        Where generation outgrows it, it grows by whole buckets. The first length stays with the cache.
+        """
+        needed, queries = positions.amax(-1) + 1, positions.shape[1]
+        # Without one, the forward before made the cache. The tokens of a cache are known without a wait for the device.
+        first, tokens = (
+            getattr(cache, _PINNED, (positions[:, 0], seen)) if seen else (needed, queries)
+        )
+        if len(first) != len(needed) and bool((first == first[0]).all()):
+            first = first[:1].expand(len(needed))  # rows of one length were repeated, or some left
+        if len(first) != len(needed) or 0 < seen < tokens:
+            raise PosencError(
+                'update="request" pins the length of each row at its first forward, and this cache was cropped into '
+                "the text of that forward, or has other rows since. Run the text again with an empty cache, or patch "
+                'with update="row".'
+            )
+        setattr(cache, _PINNED, (first, tokens))
+        lengths = {}
+        for bucket, original in self.lengths:
+            pinned = first.clamp(min=original)
+            beyond = (needed - pinned).clamp(min=0)
+            lengths[bucket, original] = pinned + (beyond + bucket - 1) // bucket * bucket
+        return lengths
+
+
+def request_length(positions: Tensor, original: int, batch: int) -> Tensor:
+    """Return the length in force for each row, shape (batch,), with `update="request"` and no cache."""
+    return (positions.amax(-1) + 1).clamp(min=original).expand(batch)
 
 
 def _shown(mask: Any, seen: int, queries: int) -> Tensor | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import by_pair
 from hf_posenc.errors import PosencError
 from hf_posenc.model.discovery import SinCosTable
+from hf_posenc.model.forward import Forward, carry
 from hf_posenc.model.rotary import RotaryWrapper
 
 ENGINE = "hf_posenc"
 """The name under which the attention and the mask function are registered."""
 SCORES = f"{ENGINE}-scores"
 """The name of the mask function for attention in code of a model's own, while that runs."""
-_POSITIONS = "_hf_posenc_positions"
 
 
 def refuse_another(config: Any, implementation: str) -> None:
@@ -48,11 +47,8 @@ class RepositionedRotary(RotaryWrapper):
         # Determines where keys are cached; `None`: at their own positions.
         self.encoding: Encoding | None = None
         self.labels = frozenset(labels)
-        self.inside_attention = False
-        self.latest: Tensor | None = None
-        self._interleaved: bool | None = (
-            None  # the features of a pair are neighbours in cos and sin
-        )
+        # The features of a pair are neighbours in cos and sin; read off in the trial that ends a patch.
+        self._interleaved: bool | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
@@ -61,14 +57,11 @@ class RepositionedRotary(RotaryWrapper):
         cached = position_ids
         if label in self.labels and self.encoding is not None:
             cached = self.encoding.cached_position(position_ids)
-        if self.inside_attention:  # called by the very layer that needs them
-            self.latest = position_ids
         if cached.dim() > position_ids.dim():
             output = self._by_part(x, cached, *args, **kwargs)
         else:
             output = self.base(x, cached, *args, **kwargs)
-        carrier = output[0] if isinstance(output, tuple) else output
-        setattr(carrier, _POSITIONS, position_ids)
+        carry(output[0] if isinstance(output, tuple) else output, Forward(position_ids))
         return output
 
     def _by_part(self, x: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +90,7 @@ class RepositionedRotary(RotaryWrapper):
 class RepositionedTable:
     """A sin-cos table whose rows are those of the positions at which an encoding caches keys.
 
-    It is in place while the module that reads it runs, and has as many rows as the positions need. `latest` are the
-    positions of an embedding's last call, for attention modules that get its rows and no positions.
+    The module that holds the table reads these rows instead, as many as the positions need.
     """
 
     def __init__(self, table: SinCosTable, labels: Collection[str]) -> None:
@@ -106,55 +98,35 @@ class RepositionedTable:
         self.base = table.module
         self.labels = frozenset(labels)
         self.encoding: Encoding | None = None  # as of `RepositionedRotary`
-        self.latest: Tensor | None = None
         self._kept: tuple[Tensor, Encoding | None, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "latest": None, "_kept": None}
+        return {**self.__dict__, "_kept": None}
 
-    def embedded(self, positions: Tensor) -> Tensor:
-        """Return the rows of positions, as an embedding would."""
-        self.latest = positions
-        with self.in_place(positions):
-            return self.table.tensor().detach()[positions]
-
-    @contextlib.contextmanager
-    def in_place(self, positions: Tensor | None) -> Iterator[None]:
-        """Replace the table by one with a row for each of these positions."""
+    def rows(self, positions: Tensor | None) -> Tensor:
+        """Return a table with a row for each of these positions, and at least as many as the model's own."""
         native, needed = self.table.tensor(), 0
         if positions is not None:
             needed = shared(positions, "rows", lambda: int(positions.max()) + 1)
-        self.table.swap(self._rows(max(needed, len(native)), native))
-        try:
-            yield
-        finally:
-            self.table.swap(native)
-
-    def _rows(self, count: int, native: Tensor) -> Tensor:
-        if self._kept is not None:
-            of, encoding, rows = self._kept
+        count = max(needed, len(native))
+        kept = self._kept  # once, for the threads
+        if kept is not None:
+            of, encoding, rows = kept
             if of is native and encoding is self.encoding and len(rows) >= count:
                 return rows
         # Twice as many at a time: a generation needs another row in each step.
         count = count if count <= len(native) else 2 * count
-        positions = torch.arange(count, device=native.device)
+        every = torch.arange(count, device=native.device)
         if self.encoding is not None:
-            positions = self.encoding.cached_position(positions)
+            every = self.encoding.cached_position(every)
         frequencies, factor = self.table.live()
-        angles = by_pair(positions.double(), 1, len(frequencies)) * frequencies.double()
+        angles = by_pair(every.double(), 1, len(frequencies)) * frequencies.double()
         rows = (torch.cat((angles.sin(), angles.cos()), -1) * factor).to(native.dtype)
-        if positions.dim() == 1:
-            own = (positions == positions.long()) & (positions < len(native))
-            rows[own] = native.detach()[positions[own].long()]
+        if every.dim() == 1:
+            own = (every == every.long()) & (every < len(native))
+            rows[own] = native.detach()[every[own].long()]
         self._kept = native, self.encoding, rows
         return rows
-
-
-def carried_positions(value: Any) -> Tensor | None:
-    """Return the positions that a rotary module's output carries; `None` for any other value."""
-    carrier = value[0] if isinstance(value, tuple | list) and len(value) else value
-    positions = getattr(carrier, _POSITIONS, None) if isinstance(carrier, Tensor) else None
-    return positions if isinstance(positions, Tensor) else None
 
 
 def text_positions(position_ids: Tensor) -> Tensor:

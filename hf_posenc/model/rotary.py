@@ -7,6 +7,7 @@ bound method, a wrapper module) the wrapper is the only one that survives deepco
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -133,6 +134,8 @@ class PosencRotary(RotaryWrapper):
                 self._warn_of_cache(position_ids, length, label)
             if x.device.type == "mps":  # has no float64, in which tables are computed
                 length = length.cpu()
+            if not torch.compiler.is_compiling():  # of this forward alone
+                engine = copy.copy(engine)
             _set_table(engine, label, *self.table(label, length), x.device)
         if self.own_forward:
             return engine.forward(x, position_ids, *args, **kwargs)

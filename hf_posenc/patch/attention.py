@@ -17,8 +17,8 @@ from hf_posenc.methods import Growing, LengthDependent, LogN, Method, needs_no_r
 from hf_posenc.model.attention import (
     IMPLEMENTATION,
     Layer,
-    catch_mask,
-    catch_positions,
+    hand_mask,
+    hand_positions,
     recording,
     register,
     register_scaled,
@@ -41,22 +41,22 @@ from hf_posenc.model.discovery import (
     layer_index,
     read_spec,
 )
+from hf_posenc.model.forward import KEYWORD
 from hf_posenc.model.masks import WithWrittenMasks
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters, share_parameters
 from hf_posenc.model.positions import (
     LAYER,
-    CacheWatch,
-    PositionCounter,
+    DecoderWatch,
     count_positions,
     refuse_padding,
 )
-from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
+from hf_posenc.model.repositioned import ENGINE, SCORES, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, search, take_back
+from hf_posenc.seams.handover import give_positions, hand_over, search, take_back
 
 
 def install_attention(
@@ -87,8 +87,13 @@ def install_attention(
             _hand_over(owner, trial_tokens(owner), state)
         for module in owner.modules():
             if any(kind.endswith("Indexer") for kind in map(_name, module.children())):
-                module.register_forward_pre_hook(catch_mask, with_kwargs=True)
+                module.register_forward_pre_hook(hand_mask, with_kwargs=True)
     wrappers = _reposition(model, every)
+    watches = {owner: DecoderWatch(owner, str(state.config)) for owner in owners}
+    if any(isinstance(table.module, nn.Embedding) for table in every):
+        # Its rows reach the layers, and its positions do not.
+        watches[owners[0]].counts = "places"
+        state.hooks += watches[owners[0]].around(owners[0])
     with trial(model):
         layers = calibrate(model, *tried, every, wrappers, state.in_attention)
         native = None if None in natives.values() else natives[owners[0]]
@@ -110,8 +115,10 @@ def install_attention(
             hooks = count_positions_of(model, owner)
             if _is_pair(model) and not hooks:
                 owner.register_forward_pre_hook(refuse_padding, with_kwargs=True)
+            watch = watches[owner]
             if native is None:
-                _watch_cache(owner, of_owner)
+                _watch_cache(watch, of_owner)
+                state.hooks += [] if watch.counts else watch.around(owner)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
 
@@ -131,7 +138,7 @@ def _use_engine(owner: Any, *, written: bool) -> None:
     """Let the engine compute where scaled queries were planned; `written`: with masks that the model can join."""
     for _, part in config_parts(owner.config):
         name = vars(part).get(IMPLEMENTATION)
-        if isinstance(name, str) and name.startswith(ENGINE):
+        if isinstance(name, str) and name.startswith(ENGINE) and name != SCORES:
             vars(part)[IMPLEMENTATION] = WithWrittenMasks(ENGINE) if written else ENGINE
 
 
@@ -150,16 +157,18 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         _hand_over(owner, ids, state)
     base = Encoding.of(state.in_attention, state.original)
     with trial(model):
+        watch = DecoderWatch(owner, str(state.config), counts="tokens")
+        state.hooks += watch.around(owner)
         layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention)
-        called = owner.config if owner.config._attn_implementation == ENGINE else None
-        counter = PositionCounter([layer.module for layer in layers], called)
-        owner.register_forward_pre_hook(counter, with_kwargs=True)
+        watch.passes = all(KEYWORD in layer.recorded.kwargs for layer in layers)
+        if owner.config._attn_implementation == ENGINE:
+            watch.config = owner.config
         verify(subject, ids, expected, layers, {}, engine=True)
         for layer in layers:
             encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
-            setattr(layer.module, LAYER, Layer(encoding, patched=True))
+            Layer(encoding, patched=True).attach(layer.module)
         _share(owner, layers)
-        _watch_cache(owner, layers)
+        _watch_cache(watch, layers)
         run(subject, ids)
 
 
@@ -182,8 +191,7 @@ def remove_attention(model: nn.Module) -> None:
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            known = hook in (catch_positions, count_positions, catch_mask, refuse_padding)
-            if known or isinstance(hook, CacheWatch | PositionCounter):
+            if hook in (hand_positions, count_positions, hand_mask, refuse_padding):
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         for name, child in list(module._modules.items()):
@@ -297,7 +305,7 @@ def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
             f"{FREQUENCY_METHODS_WORK}"
         )
     hand_over(found)
-    state.hooks += UnwrittenMasks().around(owner)
+    vars(owner.config)[IMPLEMENTATION] = SCORES
 
 
 def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
@@ -359,10 +367,7 @@ def _give_encodings(
             encoding = replace(encoding, cached_by=base)
         if (before := scaled.get(layer.name)) is not None:
             encoding = replace(encoding, own_factor=before.factor)
-        seam = Layer(
-            encoding, layer in chosen, rotary=layer.rotary, native=native, beside=layer.beside
-        )
-        setattr(layer.module, LAYER, seam)
+        Layer(encoding, layer in chosen, native=native, beside=layer.beside).attach(layer.module)
     for module, wrapper in wrappers.items():
         wrapper.labels = frozenset(table.label for table in tables if id(table.module) == module)
         wrapper.encoding = base if wrapper.labels else None
@@ -470,17 +475,18 @@ def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHand
     ]
 
 
-def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer]) -> None:
-    watch = CacheWatch()
-    owner.register_forward_pre_hook(watch, with_kwargs=True)
+def _watch_cache(watch: DecoderWatch, layers: Sequence[CalibratedLayer]) -> None:
+    """Name the lengths and the rotated keys that layers read of the cache."""
     for layer in layers:
         seam: Layer = getattr(layer.module, LAYER)
         method, original = seam.encoding.method, seam.encoding.original
         if not isinstance(method, Growing):
             continue
         if method.update == "request":
-            seam.length = watch.pinned(method.bucket_size(original), original)
+            seam.request = method.bucket_size(original), original
+            watch.lengths.add(seam.request)
         index = layer_index(layer.name, layer.module)
         # A module that serves several layers (Zamba 2) writes to several places of the cache.
-        own = index is not None and index >= 0 and layer.calls == 1
-        seam.rotated = watch.keep(index) if own and index is not None else None
+        if index is not None and index >= 0 and layer.calls == 1:
+            seam.index = index
+            watch.rotated.add(index)

@@ -15,7 +15,6 @@ from hf_posenc.methods.bands import moved
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.calibration import CalibratedLayer, Wrappers
 from hf_posenc.model.discovery import RotaryTable, layer_index, read_spec
-from hf_posenc.model.positions import LAYER
 from hf_posenc.model.temperature import OwnTemperature, refuse_own
 from hf_posenc.patch.attention import encoding_of, install_attention, of_queries
 from hf_posenc.patch.state import LayerPart, State
@@ -73,7 +72,7 @@ def _give_parts(
             )
         heads, both = layer.recorded.query.shape[1], layer.bidirectional
         encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
-        setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary, native=native))
+        Layer(encoding, native=native).attach(layer.module)
     for part in state.parts:
         chosen = _chosen(layers, part)
         scaled = {layer.name: own[layer.module] for layer in chosen if layer.module in own}
@@ -83,8 +82,7 @@ def _give_parts(
             encoding, turn = _encoding(layer, methods, part)
             if (before := scaled.get(layer.name)) is not None:
                 encoding = replace(encoding, own_factor=before.factor)
-            seam = Layer(encoding, True, rotary=layer.rotary, native=native, turn=turn)
-            setattr(layer.module, LAYER, seam)
+            Layer(encoding, True, native=native, turn=turn).attach(layer.module)
 
 
 def _chosen(layers: Sequence[CalibratedLayer], part: LayerPart) -> list[CalibratedLayer]:

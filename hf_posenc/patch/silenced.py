@@ -7,10 +7,10 @@ itself stays, so a saved model has the rows that it was trained with, and undoin
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.errors import (
     FREQUENCY_METHODS_WORK,
@@ -24,23 +24,20 @@ from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.attention import install_biases, warn_untrained
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
-from hf_posenc.seams.held import InPlace, TableEnd, held
+from hf_posenc.seams.held import ShownTable, TableEnd, held
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
 from hf_posenc.seams.tables import Table, new_lengths, run_past, take_over_lengths
 
 
-@dataclass(eq=False)
-class Silenced(InPlace):
+class Silenced(ShownTable):
     """One row, the mean, in place of every row of a table, and of `rows` rows."""
 
-    rows: int = field(kw_only=True)
+    rows = 0
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the mean row in place."""
-        self.after(model, args, None)  # a forward that was interrupted may have left it
-        row = self.made(lambda table: table[self.start :].mean(0, keepdim=True))
-        self.show(row.expand(self.rows, -1))
+    def tensor(self, table: Tensor) -> Tensor:
+        row = self.made(table, lambda table: table[self.start :].mean(0, keepdim=True))
+        return row.expand(self.rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +92,11 @@ class SilencedTable(NativeSeam):
             place, owner = held(model, table.path), owner_of(model, table.path)
             end = TableEnd(lengths[table.path])
             state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
-            rows = table.start + lengths[table.path]
-            state.hooks += Silenced(place, table.start, rows=rows).around(owner)
+            for module, name in place.places:
+                silenced = Silenced(module, name, table.start)
+                silenced.rows = table.start + lengths[table.path]
+                silenced.install()
+                state.hooks.append(silenced)
         with trial(model):
             left = probes.absolute(model)[""]
         if not self.others and left > probes.tolerance(model):

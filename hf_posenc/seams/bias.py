@@ -29,13 +29,14 @@ from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, Layer, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
+from hf_posenc.model.forward import Forward, carry
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
-from hf_posenc.seams.handover import UnwrittenMasks, hand_over, handed_over, search, take_back
+from hf_posenc.seams.handover import hand_over, handed_over, search, take_back
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
 from hf_posenc.seams.native import NativeSeam, Undo
 from hf_posenc.seams.traces import Argument, flattened, read_arguments
@@ -96,30 +97,28 @@ class ExactBias:
         if torch.compiler.is_compiling() or not (forwards := handed_over(module)):
             return False
         question = (ExactBias, self.place.visible)
-        counted = m, n = shared(own, question, lambda: self.positions(values))
+        m, n = shared(own, question, lambda: self.positions(values))
         # A few queries have few biases, and the block's own code needs no help for them.
         many = m.shape[1] * n.shape[1] > max(forward.least for forward in forwards)
-        used = many and all(_follows(forward.module) for forward in forwards)
-        for forward in forwards:
-            forward.used, forward.weights = used, bool(values.get("output_attentions"))
-        if used:
-            for forward in forwards:
-                vars(forward.module)[LAYER].counted = counted
-            self._remove_biases(values, n.shape[1])
-        return used
+        if not many or not all(_follows(forward.module) for forward in forwards):
+            return False
+        forward = Forward(m, n, weights=bool(values.get("output_attentions")))
+        self._remove_biases(values, n.shape[1], forward)
+        return True
 
-    def _remove_biases(self, values: dict[Key, Any], keys: int) -> None:
-        """Leave a mask that hides pairs, and zeros as wide as the keys."""
+    def _remove_biases(self, values: dict[Key, Any], keys: int, forward: Forward) -> None:
+        """Leave a mask that hides pairs, and zeros as wide as the keys, which carry the record of the forward."""
         value: Tensor = values[self.place.key]
         removed = self.place.others
         if not self.place.visible:
             removed = (self.place.key, *removed)
         elif not self.place.adds and isinstance(value, UnwrittenMask) and value.written is None:
-            values[self.place.key] = value.without_bias()
+            values[self.place.key] = carry(value.without_bias(), forward)
         elif not self.place.adds:
-            values[self.place.key] = shared(value, "hides", lambda: _hiding(value))
+            values[self.place.key] = carry(shared(value, "hides", lambda: _hiding(value)), forward)
         for key in removed:
-            values[key] = nothing((*values[key].shape[:-1], keys), values[key])
+            size = (*values[key].shape[:-1], keys)
+            values[key] = carry(nothing(size, values[key]), forward)
 
     def _made(self, values: Mapping[Key, Any]) -> Tensor:
         """Return the argument that replaces the model's own."""
@@ -309,7 +308,7 @@ class BiasSeam(NativeSeam):
         owner = _around(model, self.blocks[0])
         expected, settings = run(model, trial_tokens(model)), vars(owner.config)
         before = settings.get(IMPLEMENTATION)
-        settings[IMPLEMENTATION] = "eager"  # code that may call sdpa itself must not
+        settings[IMPLEMENTATION] = SCORES  # code that may call sdpa itself must not
         try:
             output = self._by_engine(model, owner, slopes)
         except (PosencError, RuntimeError, ValueError, TypeError):
@@ -322,8 +321,8 @@ class BiasSeam(NativeSeam):
             return
         for forward in handed_over(owner):
             forward.least = masks.DENSE
-        state.set(owner.config, {IMPLEMENTATION: "eager"})
-        state.hooks += [Handed(owner), *UnwrittenMasks().around(owner)]
+        state.set(owner.config, {IMPLEMENTATION: SCORES})
+        state.hooks.append(Handed(owner))
 
     def _by_engine(
         self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...]
@@ -340,7 +339,7 @@ class BiasSeam(NativeSeam):
         encoding = Encoding(self.length or 1, len(slopes), bias=bias, rotates=False)
         for forward in handed_over(owner):
             forward.optional = True
-            vars(forward.module)[LAYER] = Layer(encoding, patched=True)
+            Layer(encoding, patched=True).attach(forward.module)
         return run(model, ids)
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:

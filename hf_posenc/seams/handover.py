@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils.hooks import RemovableHandle
 
-from hf_posenc.model.attention import IMPLEMENTATION, recording
+from hf_posenc.model.attention import recording
 from hf_posenc.model.discovery import SinCosTable
+from hf_posenc.model.forward import KEYWORD, Forward, carried, running
 from hf_posenc.model.masks import HANDLE, described, visible
-from hf_posenc.model.repositioned import SCORES, RepositionedTable
+from hf_posenc.model.repositioned import RepositionedTable
+from hf_posenc.seams.held import Replaced, shown
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
 
 
@@ -101,18 +101,16 @@ def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
     return Found(tuple(calls), directions, layouts, tuple(scope.operations))
 
 
-class HandedOver:
+class HandedOver(Replaced):
     """The forward of a module whose attention is handed to `posenc_attention`, or which reads a table by position.
 
-    It is an attribute of the module, so that it survives a copy, and is not traced by `torch.compile`.
+    It is not traced by `torch.compile`.
 
     Attributes:
         bidirectional: True if queries see later keys.
         transposed: False if keys have features before tokens.
-        optional: True if the module's own code computes the same where this is not used.
+        optional: True if the module's own code computes the same, and is used unless an argument carries a record.
         least: Pairs of a query and a key up to which that code is used, where it is `optional`.
-        used: False where the next call is to run that code.
-        weights: True where the next call returns attention weights, which it may not be asked for by name.
         table: The sin-cos table that the module holds.
         embedding: The table of the embedding that rotates the module's queries and keys outside of it.
     """
@@ -120,69 +118,43 @@ class HandedOver:
     def __init__(
         self, module: nn.Module, *, bidirectional: bool = False, transposed: bool = True
     ) -> None:
-        self.module, self.bidirectional, self.transposed = module, bidirectional, transposed
-        self.earlier = vars(module).get("forward")  # of accelerate, say
+        super().__init__(module)
+        self.bidirectional, self.transposed = bidirectional, transposed
         names = inspect.signature(type(module).forward).parameters
         self.names = tuple(itertools.islice(names, 1, None))
         self.table: RepositionedTable | None = None
         self.embedding: RepositionedTable | None = None
-        self.optional, self.least, self.used, self.weights = False, 0, True, False
+        self.optional, self.least = False, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.optional and (torch.compiler.is_compiling() or not self.used):
-            return self._own(*args, **kwargs)
-        return self._handed(*args, **kwargs)
-
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own code."""
-        if self.earlier is not None:
-            return self.earlier(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        forward = kwargs.pop(KEYWORD, None) or carried((*args, *kwargs.values()))
+        if self.optional and (torch.compiler.is_compiling() or forward is None):
+            return self.native(self.module, *args, **kwargs)
+        return self._handed(forward, *args, **kwargs)
 
     @_disable_dynamo
-    def _handed(self, *args: Any, **kwargs: Any) -> Any:
+    def _handed(self, forward: Forward | None, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own code, and compute its attention in the engine."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        positions = given.get("position_ids")
-        if positions is None and self.embedding is not None:
-            positions = self.embedding.latest
-        weights = self.weights or bool(given.get("output_attentions"))
+        found = forward or running() or Forward()
+        positions = given.get("position_ids") if found.positions is None else found.positions
+        weights = found.weights or bool(given.get("output_attentions"))
         scope = Scope(self.module, positions, weights=weights)
+        scope.handed = {} if forward is None else {KEYWORD: forward}
         scope.transposed = self.transposed
         scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
         scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
-        with contextlib.ExitStack() as stack:
-            if self.table is not None and isinstance(self.module, nn.Embedding):
-                scope.embedding = self.table
-            elif self.table is not None:
-                stack.enter_context(self.table.in_place(positions))
-            stack.enter_context(scope)
-            output = self._own(*args, **kwargs)
+        module = self.module
+        if self.table is not None and isinstance(module, nn.Embedding):
+            scope.embedding = self.table
+        elif self.table is not None:
+            module = shown(module, {self.table.table.attribute: self.table.rows(positions)})
+        with scope:
+            output = self.native(module, *args, **kwargs)
         output = _settled(output, weights=scope.weights)
         if not scope.attended:
             scope.check()
         return output
-
-
-class UnwrittenMasks:
-    """Hooks around a decoder whose attention is handed over: the masks that it makes are `scores_mask`'s."""
-
-    def before(self, owner: Any, args: Any) -> None:
-        """Choose the mask function, unless another implementation was chosen since the patch."""
-        if not torch.compiler.is_compiling() and vars(owner.config).get(IMPLEMENTATION) == "eager":
-            vars(owner.config)[IMPLEMENTATION] = SCORES
-
-    def after(self, owner: Any, args: Any, output: Any) -> None:
-        """Restore the implementation."""
-        if vars(owner.config).get(IMPLEMENTATION) == SCORES:
-            vars(owner.config)[IMPLEMENTATION] = "eager"
-
-    def around(self, owner: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks."""
-        return [
-            owner.register_forward_pre_hook(self.before),
-            owner.register_forward_hook(self.after, always_call=True),
-        ]
 
 
 def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:
@@ -196,7 +168,7 @@ def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | 
         for each in forwards:
             each.embedding = repositioned
         forwards = [HandedOver(module)]
-        vars(module)["forward"] = forwards[0]
+        forwards[0].install()
     own = [each for each in forwards if each.module is module]
     for each in own:
         each.table = repositioned
@@ -218,7 +190,7 @@ def hand_over(found: Found) -> None:
     """Replace the forward of attention modules, until `take_back`."""
     for module in found.modules:
         both, transposed = module in found.both_directions, module not in found.features_first
-        vars(module)["forward"] = HandedOver(module, bidirectional=both, transposed=transposed)
+        HandedOver(module, bidirectional=both, transposed=transposed).install()
 
 
 def handed_over(owner: nn.Module) -> list[HandedOver]:
@@ -230,22 +202,10 @@ def handed_over(owner: nn.Module) -> list[HandedOver]:
 
 def take_back(model: nn.Module) -> None:
     """Restore the forward of every module."""
-    for module in model.modules():
-        for name in ("forward", "_old_forward"):  # as in `handed_over`
-            forward = vars(module).get(name)
-            if isinstance(forward, HandedOver):
-                del vars(module)[name]
-                if forward.earlier is not None:
-                    vars(module)[name] = forward.earlier
-                elif name != "forward":
-                    vars(module)[name] = types.MethodType(type(module).forward, module)
+    for forward in handed_over(model):
+        forward.remove()
 
 
 def tables_in_place(model: nn.Module) -> dict[int, RepositionedTable]:
     """Return the sin-cos tables that are given other positions, by `id` of the module that holds them."""
-    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
-    return {
-        key: forward.table
-        for key, forward in forwards.items()
-        if isinstance(forward, HandedOver) and forward.table is not None
-    }
+    return {id(each.module): each.table for each in handed_over(model) if each.table is not None}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import PosencError
 
@@ -91,52 +91,92 @@ def tokens_of_rows(mask: Any) -> list[int] | None:
     return rows or None
 
 
-@dataclass(eq=False)
-class InPlace:
-    """Hooks around a forward that show another tensor in place of a table, which itself stays.
+def shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a view of a module that has other tensors in its own attributes, and shares all else with it.
 
-    Attributes:
-        table: The table.
-        start: Its row of position 0.
+    What its forward writes to its own attributes does not reach the module.
+    """
+    view = object.__new__(type(module))
+    own = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
+    view.__dict__.update({**vars(module), **own, **tensors})
+    return view
+
+
+class Replaced:
+    """A forward that stands in for that of a module's class, as an attribute of the module.
+
+    So it survives a copy, and is called inside of accelerate's hooks, which keep the forward from before in another
+    attribute.
     """
 
-    table: Held
-    start: int
-    _made: Tensor | None = field(default=None, init=False, repr=False)
-    _version: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    # While another one is shown.
-    _original: Tensor | None = field(default=None, init=False, repr=False)
+    _slots = "forward", "_old_forward"
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call `show`, if the forward is to read another tensor."""
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.earlier: Any = None
+
+    def install(self) -> None:
+        """Replace the forward, until `remove`."""
+        own = vars(self.module)
+        slot = self._slots["_hf_hook" in own and "_old_forward" in own]
+        self.earlier, own[slot] = own.get(slot), self
+
+    def remove(self) -> None:
+        """Restore the module."""
+        own = vars(self.module)
+        for slot in self._slots:
+            if own.get(slot) is not self:
+                continue
+            if self.earlier is not None:
+                own[slot] = self.earlier
+            elif slot == "forward":
+                del own[slot]
+            else:  # hooks came after the patch
+                own[slot] = types.MethodType(type(self.module).forward, self.module)
+
+    def native(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the code from before on the module or a view of it."""
+        earlier = self.earlier
+        if earlier is None:
+            return type(self.module).forward(module, *args, **kwargs)
+        if getattr(earlier, "__self__", None) is self.module:
+            return earlier.__func__(module, *args, **kwargs)
+        if module is not self.module:
+            raise PosencError(
+                f"The forward of {type(self.module).__name__} was replaced before the patch by {earlier!r}, which "
+                "cannot read another table. Call unpatch_model(model), and take it out first."
+            )
+        return earlier(*args, **kwargs)
+
+
+class ShownTable(Replaced):
+    """The forward of a module that holds a table, to which another tensor is shown in its place; the table stays."""
+
+    def __init__(self, module: nn.Module, name: str, start: int) -> None:
+        super().__init__(module)
+        self.name, self.start = name, start  # of the table, and its row of position 0
+        self._made: tuple[tuple[Any, ...], Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the module's own code."""
+        tensor = self.tensor(getattr(self.module, self.name))
+        view = self.module if tensor is None else shown(self.module, {self.name: tensor})
+        return self.native(view, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+    def tensor(self, table: Tensor) -> Tensor | None:
+        """Return the tensor that is shown for a table; `None`: the table itself."""
         raise NotImplementedError
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Show the original table again."""
-        for module, name in self.table.places:
-            vars(module).pop(name, None)
-            # The forward may have put a copy of the other one there.
-            if self._original is not None and name in module._buffers:
-                module._buffers[name] = self._original
-        self._original = None
-
-    def around(self, owner: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks around a module's forward."""
-        return [
-            owner.register_forward_pre_hook(self.before, with_kwargs=True),
-            owner.register_forward_hook(self.after, always_call=True),
-        ]
-
-    def show(self, tensor: Tensor) -> None:
-        """Put a tensor in front of the parameter or buffer, until the end of the forward."""
-        self._original = self.table.tensor()
-        for module, name in self.table.places:
-            vars(module)[name] = tensor
-
-    def made(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+    def made(self, table: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what is made of the table; the last one if the table has not changed."""
-        table = self.table.tensor()
-        version = (id(table), table._version, table.dtype, table.device)
-        if self._made is None or self._version != version:
-            self._made, self._version = make(table.detach()), version
-        return self._made
+        if torch.compiler.is_compiling() or table.is_inference():
+            return make(table.detach())
+        version = id(table), table._version, table.dtype, table.device
+        made = self._made  # once, for the threads
+        if made is None or made[0] != version:
+            with torch.inference_mode(False), torch.no_grad():
+                self._made = made = version, make(table.detach())
+        return made[1]

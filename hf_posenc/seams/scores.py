@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class _Product:
             position_ids=self.scope.positions,
             output_attentions=weights or None,
             is_causal=False if self.scope.bidirectional else None,
+            **self.scope.handed,
         )
         out = out.transpose(1, 2).contiguous()
         return out.flatten(0, 1) if value.dim() == 3 else out, found
@@ -424,6 +426,8 @@ class Scope(TorchFunctionMode):
     """True for a module that gets the rows of an embedding, one for all rows of the batch, and no positions."""
     embedding: RepositionedTable | None = None
     """The table that this module reads as an embedding."""
+    handed: Mapping[str, Any] = MappingProxyType({})
+    """The record of the forward as a keyword of the attention function, where the module was given it."""
 
     def __init__(
         self, module: nn.Module | None, positions: Tensor | None, *, weights: bool
@@ -436,7 +440,7 @@ class Scope(TorchFunctionMode):
         if any(isinstance(each, Pending) for each in (*args, *kwargs.values())):
             return Pending.__torch_function__(func, kinds, args, kwargs)
         if func is nn.functional.embedding and self.embedding is not None:
-            return self.embedding.embedded(args[0])
+            return self.embedding.rows(args[0])[args[0]]
         name = func.__name__.strip("_")
         if name in ("matmul", "bmm") and not kwargs and len(args) == 2:
             scores = self._scores(*args)

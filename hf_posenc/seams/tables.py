@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError, one_line
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
+from hf_posenc.model.forward import Entering, running
 from hf_posenc.model.memory import free_memory
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
-from hf_posenc.seams.held import Held, InPlace, TableEnd, held, length_of, tokens_of_rows
+from hf_posenc.seams.held import Held, ShownTable, TableEnd, held, length_of, tokens_of_rows
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
 
@@ -46,19 +47,20 @@ class Table:
 
 
 @dataclass(eq=False)
-class ByRequest(InPlace):
-    """A longer table in place of a learned one, for texts that need it.
+class LongText(Entering):
+    """Hooks of a model that enter `True` for a text that needs the longer table of `update="request"`.
 
-    The parameter is the original one, so gradients reach it through the rows of a longer text too.
+    Attributes:
+        trained: The positions of the original table.
+        method: The method that makes the longer one.
     """
 
     trained: int
-    positions: int
     method: TableMethod
+    breaks = True
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the longer table in place; raise for texts on both sides of the trained length."""
-        self.after(model, args, None)  # a forward that was interrupted may have left it
+        """Read the length of a text; raise for texts on both sides of the trained length."""
         length = length_of(args, kwargs)
         if length is None or sum(length) <= self.trained:
             return
@@ -76,16 +78,31 @@ class ByRequest(InPlace):
                 f"update='request': its texts have {min(rows):,} to {max(rows):,} tokens. Batch texts by length, or "
                 "patch with update='static'."
             )
-        self.show(self.longer())
+        self.enter(True)
 
-    def longer(self) -> Tensor:
+
+class ByRequest(ShownTable):
+    """A longer table in place of a learned one, for texts that need it.
+
+    The parameter is the original one, so gradients reach it through the rows of a longer text too.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, start: int, positions: int, texts: Sequence[LongText]
+    ) -> None:
+        super().__init__(module, name, start)
+        self.positions, self.texts = positions, tuple(texts)
+
+    def tensor(self, table: Tensor) -> Tensor | None:
         """Return the longer table; the last one if the original has not changed and needs no gradient."""
 
         def grown(table: Tensor) -> Tensor:
-            return _grown(table, self.start, self.positions, self.method)
+            return _grown(table, self.start, self.positions, self.texts[0].method)
 
-        table = self.table.tensor()
-        return grown(table) if torch.is_grad_enabled() and table.requires_grad else self.made(grown)
+        if not any(map(running, self.texts)):
+            return None
+        trained = torch.is_grad_enabled() and table.requires_grad
+        return grown(table) if trained else self.made(table, grown)
 
 
 # Rows
@@ -242,9 +259,13 @@ class TableSeam(NativeSeam):
             for owner in _owners(model, place):
                 state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
             if method.by_request:
-                hooks = ByRequest(place, table.start, table.positions, positions, method)
-                for owner in _owners(model, place):
-                    state.hooks += hooks.around(owner)
+                texts = [LongText(table.positions, method) for _ in _owners(model, place)]
+                for text, owner in zip(texts, _owners(model, place), strict=True):
+                    state.hooks += text.around(owner)
+                for module, name in place.places:
+                    shown = ByRequest(module, name, table.start, positions, texts)
+                    shown.install()
+                    state.hooks.append(shown)
             elif method.scale != 1:
                 _swap(state, place, grown)
                 for module, _ in place.places:

@@ -28,7 +28,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.methods import ALiBi, LogN, ReRoPE, YaRN
 from hf_posenc.model.attention import Layer
-from hf_posenc.model.positions import LAYER
+from hf_posenc.model.forward import Forward
 from hf_posenc.seams.handover import hand_over, search, take_back
 from tests.support import attention_references as naive
 from tests.support import zoo
@@ -511,6 +511,10 @@ KNOWN = (
 UNKNOWN = (_capped, _permuted, _returned, _zeroed)
 
 
+HERE = Forward(torch.arange(6)[None])
+"""The record of a forward over six tokens, which a decoder hands to its modules."""
+
+
 def arguments() -> tuple[Tensor, ...]:
     """Queries, keys and values, and the mask of two rows, of which the second is padded on the left."""
     q, k, v = torch.randn(3, 2, 3, 6, 16, generator=torch.Generator().manual_seed(0))
@@ -573,11 +577,11 @@ def test_heads_and_texts_in_one_axis_are_told_apart(texts_first: bool) -> None:
     if texts_first:
         hand_over(found)
         heads = replace(Encoding.of([ALiBi()], 8), heads=3, bidirectional=True)
-        vars(module)[LAYER] = Layer(heads, patched=True, positions=torch.arange(6)[None])
+        Layer(heads, patched=True).attach(module)
         q, k, v, _ = given
         bias = ALiBi().bias((torch.arange(6.0)[:, None] - torch.arange(6.0)).abs(), 3, {})
         want = torch.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
-        assert torch.allclose(module(*given), want.flatten(0, 1), atol=1e-5)
+        assert torch.allclose(module(*given, posenc=HERE), want.flatten(0, 1), atol=1e-5)
 
 
 def test_real_scores_beside_those_that_are_followed_are_refused_as_weights() -> None:
@@ -587,9 +591,9 @@ def test_real_scores_beside_those_that_are_followed_are_refused_as_weights() -> 
     module, given = Written(function), arguments()
     hand_over(search(module, lambda: module(*given)))
     encoding = replace(Encoding.of([ALiBi()], 8), heads=3)
-    vars(module)[LAYER] = Layer(encoding, patched=True, positions=torch.arange(6)[None])
+    Layer(encoding, patched=True).attach(module)
     with pytest.raises(PosencError, match="Written applies tanh to its attention scores"):
-        module(*given)
+        module(*given, posenc=HERE)
 
 
 def _with_attention(monkeypatch: pytest.MonkeyPatch, model: nn.Module, change: Any) -> None:
@@ -648,14 +652,10 @@ def test_a_parameter_that_is_added_may_change() -> None:
 
     module, given = Written(function), arguments()
     hand_over(search(module, lambda: module(*given)))
-    vars(module)[LAYER] = Layer(
-        Encoding(original=8, heads=3, method=None, query=LogN()),
-        patched=True,
-        positions=torch.arange(6)[None],
-    )
+    Layer(Encoding(original=8, heads=3, method=None, query=LogN()), patched=True).attach(module)
     outputs = []
     for _ in range(2):
-        outputs.append(module(*given).detach())
+        outputs.append(module(*given, posenc=HERE).detach())
         with torch.no_grad():
             bias[..., 0] = 50.0
     assert not torch.allclose(*outputs)

@@ -1,0 +1,128 @@
+"""The record of a running forward: what the attention function reads beside its arguments.
+
+It travels with the call. No module, config or cache of the package holds it, so that several threads may run one model,
+and a layer that gradient checkpointing computes again gets the record of its own forward. There are three ways:
+
+* as a keyword, which most decoders hand on to their layers, and these to the attention function;
+* as an attribute of a tensor among a module's arguments, for code that hands on no keywords;
+* in a context variable, from the decoder to the functions that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_posenc.attention.call import Mask, RotatedKeys
+
+KEYWORD = "posenc"
+"""The keyword of a decoder, its layers and the attention function that holds the `Forward`."""
+_ATTRIBUTE = "_hf_posenc_forward"
+_TensorT = TypeVar("_TensorT", bound=Tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """The record of one forward of a decoder, or of one call of an attention module; it never changes.
+
+    Attributes:
+        positions: Those of the queries, shape (batch or 1, queries); `None`: the module hands them over itself.
+        key_positions: Those of the keys, shape (batch or 1, keys); `None`: they follow from the mask.
+        mask: The mask of a module that leaves in its own one the chosen keys alone.
+        others: Number of keys of another text, which come last.
+        weights: True if attention weights are to be returned.
+        lengths: The lengths in force with `update="request"`, shape (batch,), by bucket and original length.
+        rotated: The keys that layers keep from one step to the next, by the layer's index in the cache.
+    """
+
+    positions: Tensor | None = None
+    key_positions: Tensor | None = None
+    mask: Mask | None = None
+    others: int = 0
+    weights: bool = False
+    lengths: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
+    rotated: Mapping[int, RotatedKeys] = field(default_factory=dict)
+
+
+def carry(tensor: _TensorT, forward: Forward) -> _TensorT:
+    """Let a tensor of a forward carry its record to the modules that are given this tensor."""
+    setattr(tensor, _ATTRIBUTE, forward)
+    return tensor
+
+
+def carried(values: Iterable[Any]) -> Forward | None:
+    """Return the record that one of a module's arguments carries; `None` if none does.
+
+    A rotary module's output is a tensor, or several of which the first one carries it. Where a module gets several
+    rotations, they are in a dictionary.
+    """
+    for value in values:
+        if isinstance(value, dict):
+            found = carried(value.values())
+        else:
+            first = value[0] if isinstance(value, tuple | list) and len(value) else value
+            found = getattr(first, _ATTRIBUTE, None) if isinstance(first, Tensor) else None
+        if found is not None:
+            return found
+    return None
+
+
+# What runs at the moment, the outermost first: each entry has the object that entered it and its value. The variable is
+# one of the context, so that threads and tasks do not see each other's.
+_running: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("hf_posenc", default=())
+
+
+def running(of: object = None) -> Any:
+    """Return the value that an object has entered, or the innermost `Forward`; `None` if there is none."""
+    for key, value in reversed(_running.get()):
+        if key is of or (of is None and isinstance(value, Forward)):
+            return value
+    return None
+
+
+class Entering:
+    """Hooks around a module's forward, while which `running` returns what `before` enters.
+
+    A compiled forward enters nothing, unless `breaks` is set: then it leaves its graph for that.
+    """
+
+    breaks = False
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Call `enter`, and return the arguments of the forward; `None` where they stay."""
+        raise NotImplementedError
+
+    def enter(self, value: Any) -> None:
+        """Enter a value, until the end of the module's forward."""
+        if self.breaks or not torch.compiler.is_compiling():
+            self._enter(value)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave, also where the forward has raised."""
+        if self.breaks or not torch.compiler.is_compiling():
+            self._leave()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, value: Any) -> None:
+        self._leave()  # a forward that was abandoned
+        _running.set((*_running.get(), (self, value)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self) -> None:
+        entries = _running.get()
+        own = [index for index, (of, _) in enumerate(entries) if of is self]
+        if own:
+            _running.set(entries[: own[0]])
+
+    def around(self, owner: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks."""
+        return [
+            owner.register_forward_pre_hook(self.before, with_kwargs=True),
+            owner.register_forward_hook(self.after, always_call=True),
+        ]
