@@ -449,8 +449,8 @@ def _query_position(
         positions = kwargs.get("position_ids")
     if positions is None:
         raise PosencError(
-            f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model; with "
-            "gradient checkpointing, pass use_reentrant=False."
+            f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model, and "
+            "checkpoint its layers by model.gradient_checkpointing_enable()."
         )
     positions = positions.to(query.device)
     if positions.shape[-1] > queries:  # of the cached tokens too, for an indexer

@@ -5,12 +5,12 @@ and a layer that gradient checkpointing computes again gets the record of its ow
 
 * as a keyword, which most decoders hand on to their layers, and these to the attention function;
 * as an attribute of a tensor among a module's arguments, for code that hands on no keywords;
-* in a context variable, from the decoder to the functions that it calls.
+* in a context variable, from the decoder to the functions that it calls, and `Again` to those of a recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -126,3 +126,40 @@ class Entering:
             owner.register_forward_pre_hook(self.before, with_kwargs=True),
             owner.register_forward_hook(self.after, always_call=True),
         ]
+
+
+class Again:
+    """A function of gradient checkpointing whose layer finds what runs now, also when it is computed again."""
+
+    attribute = "_gradient_checkpointing_func"
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        entries = _running.get()
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            token = _running.set(entries)
+            try:
+                return layer(*args, **kwargs)
+            finally:
+                _running.reset(token)
+
+        return self.original(entered, *args, **kwargs)
+
+    @classmethod
+    def install(cls, owner: nn.Module) -> None:
+        """Replace the functions that transformers gave the layers of a module."""
+        for module in owner.modules():
+            function = vars(module).get(cls.attribute)
+            if function is not None and not isinstance(function, cls):
+                vars(module)[cls.attribute] = cls(function)
+
+    @classmethod
+    def remove(cls, owner: nn.Module) -> None:
+        """Restore them."""
+        for module in owner.modules():
+            function = vars(module).get(cls.attribute)
+            if isinstance(function, cls):
+                vars(module)[cls.attribute] = function.original

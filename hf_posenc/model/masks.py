@@ -25,7 +25,6 @@ from transformers.masking_utils import (
 
 from hf_posenc.attention.call import Mask, Run
 from hf_posenc.errors import PosencError
-from hf_posenc.model.forward import carry, running
 from hf_posenc.model.lazy import UnwrittenMask
 
 DENSE = 1 << 18
@@ -195,19 +194,14 @@ def described(handle: Tensor) -> LazyMask:
 def scores_mask(**kwargs: Any) -> Tensor | None:
     """Return a mask for attention in code of a model's own: what transformers' `eager_mask` returns, written or not.
 
-    A long one is written where that code does something to it that is not known. It carries the record of the forward,
-    if there is one.
+    A long one is written where that code does something to it that is not known.
     """
-    forward = None if torch.compiler.is_compiling() else running()
-    if forward is not None and "allow_is_bidirectional_skip" in kwargs:
-        kwargs["allow_is_bidirectional_skip"] = False
     skips = bool(kwargs.get("allow_is_bidirectional_skip"))
     positions = kwargs.get("cache_position")  # transformers before 5.4
     queries = len(positions) if positions is not None else kwargs["q_length"]
     short = queries * kwargs["kv_length"] <= DENSE
     if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
-        written = masking_utils.eager_mask(**kwargs)
-        return written if forward is None else carry(written, forward)
+        return masking_utils.eager_mask(**kwargs)
     if isinstance(offset := kwargs.get("q_offset"), Tensor):  # as in `posenc_mask`
         kwargs["q_offset"] = int(offset)
     handle = posenc_mask(**kwargs)
@@ -216,8 +210,7 @@ def scores_mask(**kwargs: Any) -> Tensor | None:
     size = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
     device = torch.device(kwargs["device"]) if positions is None else positions.device
     like = torch.Size(size), kwargs.get("dtype", torch.float32), device
-    unwritten = UnwrittenMask.of(handle, lambda: masking_utils.eager_mask(**kwargs), like)
-    return unwritten if forward is None else carry(unwritten, forward)
+    return UnwrittenMask.of(handle, lambda: masking_utils.eager_mask(**kwargs), like)
 
 
 class _NeedsMaskError(Exception):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.errors import PosencError
-from hf_posenc.model.forward import KEYWORD, Entering, Forward
+from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import ENGINE, refuse_another
 
@@ -143,6 +143,8 @@ class DecoderWatch(Entering):
             forward = self._watched_outside(forward, inputs, positions, kwargs)
         if not self.counts and not self.lengths and not self.rotated:
             return None
+        if not self.passes:
+            Again.install(module)
         self.enter(forward)
         return (args, {**kwargs, KEYWORD: forward}) if self.passes else None
 

@@ -41,7 +41,7 @@ from hf_posenc.model.discovery import (
     layer_index,
     read_spec,
 )
-from hf_posenc.model.forward import KEYWORD
+from hf_posenc.model.forward import KEYWORD, Again
 from hf_posenc.model.masks import WithWrittenMasks
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters, share_parameters
 from hf_posenc.model.positions import (
@@ -187,6 +187,7 @@ def warn_untrained(methods: Sequence[Method], *, stacklevel: int) -> None:
 def remove_attention(model: nn.Module) -> None:
     """Remove layers, hooks, parameters and wrappers."""
     take_back(model)
+    Again.remove(model)
     for module in model.modules():
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)

@@ -1,0 +1,319 @@
+"""The state of a forward belongs to the forward: nothing that it computes is left on what other forwards read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_posenc import PosencError, patch_model
+from hf_posenc.model.forward import running
+from tests.support import zoo
+from tests.support.families import build_text_model, text_types
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+# A type for each way in which positions reach attention, with the patches of that way.
+PATCHES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "llama": (
+        ("yarn", {"scale": 2}),
+        ("dynamic_ntk", {"update": "row", "original_max_position_embeddings": 16}),
+        ("dynamic_ntk", {"update": "request", "original_max_position_embeddings": 16}),
+        ("dynamic_ntk", {"update": "sequence", "original_max_position_embeddings": 16}),
+        *((name, {"original_max_position_embeddings": 16}) for name in ("rerope", "dual_chunk")),
+        *((name, {}) for name in ("alibi", "fire", "log_n", "shaw")),
+        ("dpe", {"factors": [2, 4], "window": 8}),
+    ),
+    "gptj": (("rerope", {"window": 8}), ("alibi", {})),
+    "roformer": (("rerope", {"window": 8}), ("alibi", {})),
+    "falcon": (("rerope", {"window": 8}),),
+    "persimmon": (("rerope", {"window": 8}),),
+    "moshi": (("rerope", {"window": 8}),),
+    "modernbert": (("rerope", {"window": 8}), ("alibi", {})),
+    "t5gemma2": (("rerope", {"window": 8}),),
+    "bloom": (("alibi", {"scale": 2}),),
+    "mpt": (("alibi", {"scale": 2}),),
+    "gpt2": (("alibi", {}), ("nope", {}), ("interpolate", {"scale": 4, "update": "request"})),
+    **{
+        kind: (("alibi", {}),)
+        for kind in (
+            *("gpt_neo", "gpt_bigcode", "opt", "biogpt", "xglm", "bert", "rembert", "bart"),
+            *("marian", "m2m_100", "mvp", "pegasus", "ctrl", "mpnet"),
+        )
+    },
+}
+CASES = [(kind, *patch) for kind, patches in PATCHES.items() for patch in patches]
+# Every other type, whichever of these patches it takes.
+OTHERS = [
+    pytest.param(kind, "", {}, marks=pytest.mark.slow)
+    for kind in sorted({*zoo.decoder_types(), *text_types()} - {*PATCHES})
+]
+EVERY = [
+    *(pytest.param(*case, id="-".join(map(str, (*case[:2], *case[2].values())))) for case in CASES),
+    *OTHERS,
+]
+LENGTHS = 20, 36
+
+
+def built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
+    """Return a patched model without dropout; without a name, of the first patch that it takes."""
+    try:
+        model = zoo.build(kind) if kind in zoo.decoder_types() else build_text_model(kind)
+    except Exception as error:  # it needs another library, or sizes that no rule finds
+        if name:
+            raise
+        pytest.skip(f"{kind} is not built: {error}")
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    if name:
+        return patch_model(model, name, **options)
+    others: tuple[tuple[str, dict[str, Any]], ...] = (
+        *(
+            ("rerope", {}),
+            ("alibi", {}),
+            ("nope", {}),
+            ("t5", {"scale": 2}),
+            ("yarn", {"scale": 2}),
+        ),
+    )
+    for name, options in others:
+        with contextlib.suppress(PosencError):
+            return patch_model(model, name, **options)
+    pytest.skip(f"{kind} takes no patch")
+
+
+def arguments(model: PreTrainedModel, length: int) -> dict[str, Any]:
+    ids = zoo.tokens(length, seed=length)
+    if model.config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+    return {"input_ids": ids}
+
+
+def output(model: Any, given: dict[str, Any]) -> Tensor:
+    logits: Tensor = (
+        model(**given, use_cache=False).logits if decodes(model) else model(**given).logits
+    )
+    return logits
+
+
+def decodes(model: PreTrainedModel) -> bool:
+    return getattr(model.config, "use_cache", None) is not None
+
+
+# Nothing is written.
+
+# What may differ after a forward, by the class that holds it and the name; else it is compared by identity.
+ALLOWED = {
+    ("PosencRotary", "_warned"): "a warning that is given once",
+    ("PosencRotary", "_engines"): "a table for each device",
+    ("Rotation", "_kept"): "tables by length and device, which are what they are for every forward",
+    ("Silenced", "_made"): "made of a table, kept by its version",
+    ("ByRequest", "_made"): "made of a table, kept by its version",
+    ("RepositionedTable", "_kept"): "rows of a table, kept by its identity",
+    ("GrowingPlan", "_bands"): "the bands of a length, kept by it",
+}
+
+
+def held_by(model: nn.Module) -> Iterator[tuple[object, str, Any]]:
+    """Yield every attribute of a model's modules, configs, hooks and of what belongs to hf_posenc in these."""
+    waiting: list[Any] = [*model.modules()]
+    seen: set[int] = set()
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in seen or isinstance(holder, type | types.ModuleType | Tensor):
+            continue
+        seen.add(id(holder))
+        if isinstance(holder, types.MethodType):
+            waiting.append(holder.__self__)
+        elif isinstance(holder, dict):
+            waiting += [value for value in holder.values() if not isinstance(value, Tensor)]
+        elif isinstance(holder, list | tuple | set | frozenset):
+            waiting += [value for value in holder if not isinstance(value, Tensor)]
+        ours = type(holder).__module__.startswith("hf_posenc")
+        ours = ours or isinstance(holder, nn.Module) or hasattr(holder, "get_text_config")
+        if not ours or not hasattr(holder, "__dict__"):
+            continue
+        for name, value in [*vars(holder).items()]:
+            if isinstance(value, dict):
+                for key, entry in value.items():
+                    yield holder, f"{name}[{key}]", entry
+            else:
+                yield holder, name, value
+            waiting.append(value)
+
+
+def snapshot(model: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:
+    found = {}
+    for holder, name, value in held_by(model):
+        if (type(holder).__name__, name.partition("[")[0]) not in ALLOWED:
+            found[id(holder), name] = type(holder).__name__, value
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name", "options"), EVERY)
+def test_a_forward_writes_nothing_that_another_one_reads(
+    kind: str, name: str, options: dict[str, Any]
+) -> None:
+    """Neither while it runs, seen from each of its modules, nor afterwards."""
+    model = built(kind, name, options)
+    before, differs = snapshot(model), set[str]()
+    absent: tuple[str, Any] = "", None
+    watched = [module for module in model.modules() if not any(module.children())]
+    watched = watched[:: max(1, len(watched) // 12)]
+
+    def compare(*_: Any) -> None:
+        now = snapshot(model)
+        for key in before.keys() | now.keys():
+            (_, old), (holder, new) = before.get(key, absent), now.get(key, absent)
+            if old is not new and not (type(old) is type(new) in (int, str, float) and old == new):
+                differs.add(f"{holder}.{key[1]}")
+
+    hooks = [module.register_forward_hook(compare) for module in watched]
+    before = snapshot(model)
+    with torch.no_grad():
+        output(model, arguments(model, LENGTHS[1]))
+    compare()
+    for hook in hooks:
+        hook.remove()
+    assert not differs
+    assert running() is None
+
+
+def test_a_forward_that_raises_leaves_nothing() -> None:
+    for kind, name, options in (
+        CASES[2],
+        *(case for case in CASES if case[0] in ("gpt_neo", "gpt2")),
+    ):
+        model = built(kind, name, options)
+        given = arguments(model, LENGTHS[1])
+        with torch.no_grad():
+            want = output(model, given)
+
+            def stop(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            last = [*model.modules()][-1]
+            hook = last.register_forward_pre_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                output(model, {key: value[:, :9] for key, value in given.items()})
+            hook.remove()
+            assert running() is None
+            assert torch.equal(output(model, given), want)
+
+
+# Threads
+
+
+def at_once(works: list[Callable[[], Any]]) -> list[Any]:
+    """Run functions in threads that take turns every ten microseconds."""
+    results: list[Any] = [None] * len(works)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except BaseException as error:  # it belongs to the test
+            results[index] = error
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize(("kind", "name", "options"), EVERY)
+def test_threads_get_positions_of_their_own(kind: str, name: str, options: dict[str, Any]) -> None:
+    model = built(kind, name, options)
+    texts = [arguments(model, length) for length in LENGTHS]
+
+    def work(given: dict[str, Any]) -> list[Tensor]:
+        with torch.no_grad():
+            return [output(model, given) for _ in range(8)]
+
+    alone = [work(text)[0] for text in texts]
+    together = at_once([functools.partial(work, text) for text in texts])
+    for want, results in zip(alone, together, strict=True):
+        assert max(zoo.relative_difference(got.double(), want.double()) for got in results) < 1e-6
+
+
+@pytest.mark.parametrize("update", ["row", "request", "sequence"])
+def test_generations_in_threads_are_those_of_one_thread(update: str) -> None:
+    options = {"update": update, "original_max_position_embeddings": 16}
+    model: Any = built("llama", "dynamic_ntk", options)
+    texts = [zoo.tokens(length, seed=length) for length in (33, 50)]
+
+    def generated(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            step = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
+            outs = [step.logits[:, -1:]]
+            for token in range(12):
+                ids = torch.tensor([[token]])
+                step = model(input_ids=ids, past_key_values=step.past_key_values)
+                outs.append(step.logits)
+        return torch.cat(outs, 1)
+
+    alone = [generated(ids) for ids in texts]
+    for _ in range(3):
+        together = at_once([functools.partial(generated, ids) for ids in texts])
+        for want, got in zip(alone, together, strict=True):
+            assert zoo.relative_difference(got.double(), want.double()) < 1e-6
+
+
+# Gradient checkpointing
+
+
+def gradients(model: Any, given: dict[str, Any], between: dict[str, Any] | None) -> list[Tensor]:
+    model.zero_grad()
+    loss = output(model, given).float().square().mean()
+    if between is not None:
+        with torch.no_grad():
+            output(model, between)
+    loss.backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("length", LENGTHS[:1])
+@pytest.mark.parametrize(("kind", "name", "options"), EVERY)
+def test_a_layer_that_is_computed_again_has_its_own_forward(
+    kind: str, name: str, options: dict[str, Any], length: int, reentrant: bool
+) -> None:
+    """With another forward, of the same length and of another one, between a forward and its backward."""
+    model: Any = built(kind, name, options).train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip(f"{kind} does not support gradient checkpointing")
+    given = arguments(model, length)
+    want = gradients(model, given, None)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+        want = gradients(model, given, None)
+    others = [arguments(model, LENGTHS[1])]
+    others.append({key: value.flip(1) for key, value in given.items()})
+    for other in others:
+        found = gradients(model, given, other)
+        assert len(found) == len(want)
+        worst = max(
+            zoo.relative_difference(a.double(), b.double()) if b.any() else float(a.abs().max())
+            for a, b in zip(found, want, strict=True)
+        )
+        assert worst < 1e-4
