@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,19 +24,13 @@ from transformers.masking_utils import (
 
 from hf_posenc.attention.call import Mask, Run
 from hf_posenc.errors import PosencError
-from hf_posenc.model.lazy import UnwrittenMask
+from hf_posenc.model.lazy import LazyTensor, UnwrittenMask
 
 DENSE = 1 << 18
 """Up to so many pairs of a query and a key, a mask is written as a tensor."""
 
 HANDLE = torch.uint8
 """The dtype of a mask's handle, which no mask has."""
-# Handles carry a number too; the masks of the latest numbers are kept.
-_NUMBERS = 255
-_KEPT = 16
-_latest: dict[int, LazyMask] = {}
-_count = itertools.count()
-_ATTRIBUTE = "_hf_posenc_mask"
 
 
 def sdpa_mask(
@@ -163,32 +156,47 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     if kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip"):
         with contextlib.suppress(_NeedsMaskError):
             return sdpa_mask(**{**kwargs, "mask_function": _refuse})
-    mask = LazyMask(kwargs)
-    # transformers clones the mask that generate() passes to a compileable cache: the attribute is lost, and one
-    # byte becomes as many as a bool mask has. The byte is still the number of the mask.
-    number = next(_count) % _NUMBERS + 1
-    _latest[number] = LazyMask(kwargs)  # without the tables that layers share, which would stay
-    _latest.pop((number - 1 - _KEPT) % _NUMBERS + 1, None)
-    handle = torch.full((1, 1, 1, 1), number, dtype=HANDLE, device=kwargs.get("device"))
-    batch, queries, keys = mask.shape
-    handle = handle.expand(batch, 1, queries, keys)
-    setattr(handle, _ATTRIBUTE, mask)
-    return handle
+    return Handle.of(LazyMask(kwargs))
+
+
+class Handle(LazyTensor):
+    """A tensor with the shape of a mask and no memory, which the engine reads instead of it."""
+
+    mask: LazyMask
+
+    @classmethod
+    def of(cls, mask: LazyMask) -> Handle:
+        """Return the handle of a mask."""
+        batch, queries, keys = mask.shape
+        device = torch.device(mask.arguments.get("device", "cpu"))
+        handle: Handle = cls.outline(cls, (batch, 1, queries, keys), HANDLE, device)
+        handle.mask = mask
+        return handle
+
+    @classmethod
+    def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        # transformers clones the mask that generate() passes to a compileable cache; accelerate's hooks move it, and
+        # reentrant checkpointing detaches it and says that it needs no gradient.
+        if func.__name__ in ("clone", "contiguous", "detach", "to", "requires_grad_"):
+            return args[0]
+        if func.__name__ == "__set__":
+            return None
+        return cls.__torch_dispatch__(func, ())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise PosencError(
+            f"The model changed the attention mask ({func.__name__}) on its way to the attention layers in a way that "
+            "hf_posenc cannot follow. Please report it, with the model type."
+        )
 
 
 def described(handle: Tensor) -> LazyMask:
-    """Return the mask of a handle, also of one that was moved or viewed, but not cut or kept after its forward."""
-    mask: LazyMask | None = getattr(handle, _ATTRIBUTE, None)
-    if mask is None:
-        latest = _latest.get(int(handle[0, 0, 0, 0]))
-        mask = latest and LazyMask(latest.arguments)
-    if mask is None or (handle.shape[0], *handle.shape[2:]) != mask.shape:
-        raise PosencError(
-            "The model changed the attention mask on its way to the attention layers in a way that hf_posenc cannot "
-            "follow. Please report it, with the model type."
-        )
-    setattr(handle, _ATTRIBUTE, mask)  # the next layers read no number from the device
-    return mask
+    """Return the mask of a handle."""
+    assert isinstance(handle, Handle)
+    return handle.mask
 
 
 def scores_mask(**kwargs: Any) -> Tensor | None:
