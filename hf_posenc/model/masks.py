@@ -181,6 +181,9 @@ class Handle(LazyTensor):
             return args[0]
         if func.__name__ == "__set__":
             return None
+        if func.__name__ == "__get__":
+            with torch._C.DisableTorchFunction():
+                return func(*args)
         return cls.__torch_dispatch__(func, ())
 
     @classmethod
