@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.errors import PosencError
@@ -101,12 +103,18 @@ class DecoderWatch(Entering):
         lengths: Bucket and original length of the layers with `update="request"`.
         rotated: Layers that keep rotated keys, by their index in the cache.
         passes: True if the layers hand keywords on to the attention function.
+        computes: True if the methods compute attention, from the place of a key in the cache.
     """
 
     def __init__(
-        self, owner: nn.Module, filled_by: str, counts: Literal["", "tokens", "places"] = ""
+        self,
+        owner: nn.Module,
+        filled_by: str,
+        counts: Literal["", "tokens", "places"] = "",
+        *,
+        computes: bool = True,
     ) -> None:
-        self.filled_by, self.counts = filled_by, counts
+        self.filled_by, self.counts, self.computes = filled_by, counts, computes
         self.config: Any = None
         self.lengths: set[tuple[int, int]] = set()
         self.rotated: set[int] = set()
@@ -122,6 +130,9 @@ class DecoderWatch(Entering):
         """Read the decoder's arguments, and add the record to them."""
         if self.config is not None:
             refuse_another(self.config, ENGINE)
+        if not self.computes:
+            self._check_filled(kwargs.get("past_key_values"))
+            return None
         if len(args) > 1:  # by their names
             args, kwargs = (), named_arguments(module, args, kwargs)
         candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
@@ -180,13 +191,8 @@ class DecoderWatch(Entering):
                     'the longest. Patch with update="row", or run one text a row.'
                 )
             return forward
+        self._check_filled(cache)
         seen = int(cache.get_seq_length())
-        if seen and getattr(cache, _FILLED, None) != self.filled_by:
-            raise PosencError(
-                f"The cache holds {seen} tokens that this patch ({self.filled_by}) has not computed: the model was "
-                "patched since, or they are learned keys, as of PEFT's prefix tuning, which have no position. Start "
-                "with an empty cache; with prefix tuning, use a frequency method (yarn, ntk_by_parts, ...)."
-            )
         if positions is None:
             positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
         _refuse_gaps(cache, seen, positions, masks)
@@ -200,6 +206,32 @@ class DecoderWatch(Entering):
         setattr(cache, _ROTATED, rotated)
         lengths = self._lengths(cache, seen, positions.expand(batch, -1)) if self.lengths else {}
         return Forward(forward.positions, lengths=lengths, rotated=rotated)
+
+    def _check_filled(self, cache: Any) -> None:
+        """Refuse a cache that something else than this patch has filled.
+
+        Learned keys have no rotation, and so suit a patch that computes no attention.
+        """
+        by = getattr(cache, _FILLED, None)
+        known = cache is None or by == self.filled_by or torch.compiler.is_compiling()
+        if known or not (seen := int(cache.get_seq_length())):
+            return
+        what = f"The cache holds {seen} tokens that were computed"
+        if by is not None:
+            raise PosencError(
+                f"{what} with {by}, and the model is now patched with {self.filled_by}. Start with an empty cache."
+            )
+        what += f" before the model was patched with {self.filled_by}"
+        if self.computes:
+            raise PosencError(
+                f"{what}, or are learned keys without a position, as those of PEFT's prefix tuning. Start with an "
+                "empty cache; with prefix tuning, use a frequency method (yarn, ntk_by_parts, ...)."
+            )
+        warnings.warn(
+            f"{what}, and are read wrong, unless they are learned keys, as those of PEFT's prefix tuning. Start with "
+            "an empty cache.",
+            stacklevel=4,
+        )
 
     def _lengths(self, cache: Any, seen: int, positions: Tensor) -> dict[tuple[int, int], Tensor]:
         """Return the length in force for each row: that of its first forward, or the original one if that is longer.
@@ -226,6 +258,19 @@ class DecoderWatch(Entering):
             beyond = (needed - pinned).clamp(min=0)
             lengths[bucket, original] = pinned + (beyond + bucket - 1) // bucket * bucket
         return lengths
+
+
+def watch_caches(model: nn.Module, filled_by: str) -> list[RemovableHandle]:
+    """Hook the decoders of a model whose patch computes no attention, so that each cache is of one patch."""
+    takers = [
+        module
+        for module in model.modules()
+        if hasattr(module, "set_attn_implementation")
+        and "past_key_values" in inspect.signature(module.forward).parameters
+    ]
+    outer = {each for each in takers if not {*takers}.isdisjoint([*each.modules()][1:])}
+    watches = ((each, DecoderWatch(each, filled_by, computes=False)) for each in takers)
+    return [hook for each, watch in watches if each not in outer for hook in watch.around(each)]
 
 
 def request_length(positions: Tensor, original: int, batch: int) -> Tensor:

@@ -135,6 +135,10 @@ def _patch(
                     state.native.install(inner, state, state.methods[0])
                 else:
                     _install(inner, state, own_config(model, source))
+                if not state.in_attention:
+                    from hf_posenc.model.positions import watch_caches  # imports transformers
+
+                    state.hooks += watch_caches(inner, str(state.config))
             except BaseException as error:
                 _undo(inner, state)
                 if isinstance(error, UnsupportedModelError) and state.in_attention:

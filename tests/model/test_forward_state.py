@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import threading
@@ -323,9 +324,9 @@ def test_a_layer_that_is_computed_again_has_its_own_forward(
         model.enable_input_require_grads()
     if kind != "t5gemma2":  # whose parts join masks, which must be written
         monkeypatch.setattr(masks, "DENSE", 0)
-    given, longer = (arguments(model, length) for length in LENGTHS)
-    same = {key: value.flip(1) for key, value in given.items()}
-    for given, others in ((given, (same, longer)), (padded(given), (padded(longer),))):
+    text, longer = (arguments(model, length) for length in LENGTHS)
+    same = {key: value.flip(1) for key, value in text.items()}
+    for given, others in ((text, (same, longer)), (padded(text), (padded(longer),))):
         model.gradient_checkpointing_disable()
         want = gradients(model, given, None)
         model.gradient_checkpointing_enable(
@@ -336,3 +337,112 @@ def test_a_layer_that_is_computed_again_has_its_own_forward(
             assert found.keys() == want.keys()
             size = max(float(value.abs().max()) for value in want.values())
             assert max(float((found[key] - want[key]).abs().max()) for key in want) < 1e-5 * size
+
+
+# What was changed since the patch, or another patch has filled
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "kerple_log"])
+@pytest.mark.parametrize(("kind", "causal"), [("llama", False), ("bert", True)])
+def test_a_direction_that_is_set_after_the_patch_is_refused(
+    kind: str, causal: bool, name: str
+) -> None:
+    """The unpatched model follows it; the patched one says that it cannot."""
+    if kind == "bert" and name == "rerope":
+        pytest.skip("BERT has no rotation")
+    model = built(kind, name, {"window": 8} if name == "rerope" else {})
+    given = arguments(model, LENGTHS[0])
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            vars(module)["is_causal"] = causal
+    with pytest.raises(PosencError, match=f"is_causal was {not causal} when .* patched"):
+        output(model, given)
+
+
+@torch.no_grad()
+def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+
+
+COMPUTED = pytest.mark.parametrize("name", ["rerope", "dynamic_ntk", "alibi", "yarn"])
+
+
+@COMPUTED
+def test_a_cache_of_another_patch_is_refused(name: str) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(30)
+    scale: dict[str, Any] = {} if name in ("rerope", "alibi") else {"scale": 2}
+    cache = filled(patch_model(model, "rerope", window=4), ids[:, :10])
+    patch_model(model, name, replace=True, **scale)
+    with pytest.raises(PosencError, match=r"10 tokens that were computed with rerope\(window=4"):
+        filled(model, ids[:, 10:], cache)
+    filled(model, ids[:, 20:], filled(model, ids[:, :20]))
+
+
+@COMPUTED
+def test_a_cache_that_was_filled_before_the_patch_is_found(name: str) -> None:
+    """A frequency method warns, since its keys may be learned ones, which have no rotation."""
+    model, ids = zoo.build("llama"), zoo.tokens(30)
+    cache = filled(model, ids[:, :10])
+    scale: dict[str, Any] = {} if name in ("rerope", "alibi") else {"scale": 2}
+    patch_model(model, name, **scale)
+    words = f"10 tokens that were computed before the model was patched with {name}"
+    if name == "yarn":
+        with pytest.warns(UserWarning, match=words):
+            filled(model, ids[:, 10:], cache)
+    else:
+        with pytest.raises(PosencError, match=words):
+            filled(model, ids[:, 10:], cache)
+
+
+def requested() -> Any:
+    options = {"update": "request", "bucket": 8, "original_max_position_embeddings": 16}
+    return built("llama", "dynamic_ntk", options)
+
+
+def test_packed_texts_have_no_length_of_a_request() -> None:
+    model, ids = requested(), zoo.tokens(30)
+    positions = torch.cat((torch.arange(12), torch.arange(18)))[None]
+    with pytest.raises(PosencError, match="several texts in one row"):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    model(input_ids=ids, position_ids=torch.arange(30)[None], use_cache=False)
+
+
+@torch.no_grad()
+def test_a_cropped_cache_has_the_length_of_its_request_or_is_refused() -> None:
+    """As in assisted decoding, whose drafts are cropped, past several buckets; and cropped into the prompt."""
+    model, ids = requested(), zoo.tokens(60)
+    cache = filled(model, ids[:, :20])
+    want = model(input_ids=ids[:, 20:24], past_key_values=copy.deepcopy(cache)).logits
+    drafts = filled(model, ids[:, 20:24].flip(1), copy.deepcopy(cache))
+    drafts = filled(model, ids[:, 24:50], drafts)
+    drafts.crop(-30)
+    got = model(input_ids=ids[:, 20:24], past_key_values=drafts).logits
+    assert zoo.relative_difference(got.double(), want.double()) < 1e-6
+    drafts.crop(-9)
+    with pytest.raises(PosencError, match="cropped into the text"):
+        filled(model, ids[:, 15:20], drafts)
+
+
+@torch.no_grad()
+def test_rows_of_a_request_are_repeated_or_chosen_where_they_have_one_length() -> None:
+    model, ids = requested(), zoo.tokens(30, batch=2)
+    cache = filled(model, ids[:, :20])
+    cache.batch_repeat_interleave(2)
+    more = ids[:, 20:].repeat_interleave(2, 0)
+    got = model(input_ids=more, past_key_values=cache).logits
+    want = model(input_ids=ids[:, 20:], past_key_values=filled(model, ids[:, :20])).logits
+    assert zoo.relative_difference(got[::2].double(), want.double()) < 1e-6
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    first = model(
+        input_ids=ids[:, :20],
+        attention_mask=mask[:, :20],
+        past_key_values=DynamicCache(config=model.config),
+    ).past_key_values
+    first.batch_repeat_interleave(2)
+    with pytest.raises(PosencError, match="has other rows since"):
+        model(
+            input_ids=more[:, :1],
+            attention_mask=mask[:, :21].repeat_interleave(2, 0),
+            past_key_values=first,
+        )
