@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.call import RotatedKeys, forget
+from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import ENGINE, refuse_another
@@ -172,6 +173,9 @@ class CacheWatch:
         """Read the decoder's arguments, and refuse positions that leave a gap."""
         if not torch.compiler.is_compiling():
             self._watch(args, kwargs)
+        elif is_exporting():
+            for length in self.lengths.values():
+                length.current = None
         elif self.lengths:  # they are read from the cache, which a graph would keep as it was
             self._watch_outside(args, kwargs)
 
