@@ -69,15 +69,17 @@ def require_tensor(
 
 
 def _shown(value: Any) -> str:
-    """Return a short description of a result, with the numbers of a tensor that are not finite or not above 0."""
+    """Return a short description of a result: of a tensor its form, and what is not finite or else the range."""
     if not isinstance(value, Tensor):
         return f"{value!r:.80}"
     kind = str(value.dtype).removeprefix("torch.")
     text = f"{kind} of shape {tuple(value.shape)} on {value.device.type}"
     if value.device.type == "meta" or value.is_complex():
         return text
-    odd = value[~(value.double().isfinite() & (value > 0))].tolist()
-    return f"{text} with {', '.join(f'{each:g}' for each in odd[:3])}" if odd else text
+    odd = value[~value.isfinite()].tolist()
+    if odd or not value.numel():
+        return f"{text} with {', '.join(map(str, odd[:3])) or 'no numbers'}"
+    return f"{text} from {value.amin().item():g} to {value.amax().item():g}"
 
 
 def _is_count(value: Any) -> bool:
@@ -105,11 +107,13 @@ def check_frequencies(method: RopeScaling, rope: RopeSpec) -> RopeSpec:
         for hook in ("scale_at", "cos_sin_factor"):
             number = called(method, hook, getattr(method, hook), rope, length)
             require(method, hook, number, "a finite number above 0", _is_positive(number))
-        hook, stopped = "filtered" if isinstance(method, TableFilter) else "inv_freq", own == 0
-        table = called(method, hook, method.inv_freq, rope, length)
-        for each in (method, *method.filters):
-            if each is not method:
+        table, stopped = own, own == 0
+        every: list[RopeScaling] = [method, *method.filters]
+        for each in every:
+            if isinstance(each, TableFilter):
                 hook, table = "filtered", called(each, "filtered", each.filtered, table, rope)
+            else:
+                hook, table = "inv_freq", called(each, "inv_freq", each.inv_freq, rope, length)
             require_tensor(each, hook, table, own.shape, (torch.float64,), 0)
             stopped = stopped | (table == 0) if each.stops_pairs else stopped
             held = table.float()  # in a model
@@ -165,7 +169,7 @@ def check_attention(
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else ()
         require_tensor(method, f"{hook} ({name})", weight, shape, (torch.float32,))
-    shared = tuple(called(method, "shared_parameters", lambda: method.shared_parameters))
+    shared = called(method, "shared_parameters", lambda: tuple(method.shared_parameters))
     needed = f"names of its parameters ({', '.join(weights) or 'none'})"
     require(method, "shared_parameters", shared, needed, {*shared} <= {*weights})
     if isinstance(method, DistanceBias):
@@ -189,14 +193,14 @@ def _check_bands(method: RotaryBands | GrowingBands, bands: Any, m: Tensor) -> N
     valid = listed and all(isinstance(band, Band) for band in bands)
     require(method, "bands", bands, "Band objects, at least one", valid)
     for number, band in enumerate(bands):
-        for hook, first in (
-            ("query_position", band.least * (band.chunk or 1)),
-            ("key_position", 0),
-        ):
-            found = called(method, f"{hook} of band {number}", getattr(band, hook), m + first)
+        queries = m + band.least * (band.chunk or 1)
+        keys = m if band.keys is None else m[m < band.keys]
+        for side, at in (("query_position", queries), ("key_position", keys)):
+            hook = f"{side} of band {number}"
+            found = called(method, hook, getattr(band, side), at)
             by_pair = getattr(method, "by_pair", False) and isinstance(found, Tensor)
             parts = found.shape[1:2] if by_pair else ()
-            require_tensor(method, f"{hook} of band {number}", found, (len(m), *parts), _PLACES)
+            require_tensor(method, hook, found, (len(at), *parts), _PLACES)
     pairs = m[:, None], m[None]
     for one, other in itertools.combinations(bands, 2):
         both = one.contains(*pairs) & other.contains(*pairs) & (pairs[0] >= pairs[1])
@@ -213,10 +217,15 @@ def _check_bias(method: DistanceBias, m: Tensor, heads: int, weights: dict[str, 
     valid = isinstance(found, Tensor) and found.device.type == "cpu" and found.dtype in _FLOATS
     valid = valid and found.shape == shape and bool((found < math.inf).all())
     require(method, "bias", found, needed, valid and bool(found[:, 0, 0].isfinite().all()))
-    reach = called(method, "horizon", method.horizon, torch.ones(heads), heads, weights)
+    reach = called(method, "horizon", method.horizon, torch.full((heads,), 64.0), heads, weights)
     valid = reach is None or (isinstance(reach, Tensor) and reach.shape == (heads,))
     valid = valid and (reach is None or bool((reach >= 0).all()))
     require(method, "horizon", reach, f"None, or distances, shape ({heads},)", valid)
+    if reach is not None and not method.of_query:
+        past = reach.float().clamp(max=2**24) * 1.01 + 1
+        small = method.bias(past, heads, weights).diagonal() < -63.9
+        needed = "distances beyond which the bias is below -drop"
+        require(method, "horizon", reach, needed, bool((small | (reach > 2**24)).all()))
 
 
 def check_table(method: TableMethod, trained: int, width: int, length: int) -> None:

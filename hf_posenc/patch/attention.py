@@ -338,7 +338,7 @@ def _check_hooks(state: State, layers: Sequence[CalibratedLayer]) -> None:
         (r.query.shape[1], r.key.shape[1], r.query.shape[-1])
         for r in (layer.recorded for layer in layers)
     }
-    parts = [(part.methods, part.original) for part in state.parts]
+    parts = [([*part.methods], part.original) for part in state.parts]
     for methods, original in parts or [(state.in_attention, state.original)]:
         for method, sizes in itertools.product(methods, shapes):
             check_attention(method, original, *sizes)

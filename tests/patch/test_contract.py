@@ -1,4 +1,4 @@
-"""Hooks of a method of one's own that return what cannot be meant, or raise: the patch is refused, the model as before."""
+"""Hooks of a method of one's own that raise or return what cannot be meant: refused, and the model is as before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_posenc import PosencError, get_patch, patch_model
+from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.methods import (
     METHODS,
     Band,
@@ -27,7 +27,6 @@ from hf_posenc.methods import (
     RopeScaling,
     RotaryBands,
     Scaled,
-    Sinusoidal,
     TableFilter,
     TableMethod,
     XPos,
@@ -85,8 +84,8 @@ CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
     ),
     (Scaled, FREQUENCIES, "inv_freq", scaled(float("inf")), "with inf"),
     (Scaled, FREQUENCIES, "inv_freq", scaled(1e300), "float32"),
-    (Scaled, FREQUENCIES, "inv_freq", scaled(-1), "with -"),
-    (Scaled, FREQUENCIES, "inv_freq", scaled(0), "with 0. It has to return numbers above 0"),
+    (Scaled, FREQUENCIES, "inv_freq", scaled(-1), "from -"),
+    (Scaled, FREQUENCIES, "inv_freq", scaled(0), "from 0 to 1. It has to return numbers above 0"),
     (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f[:-1]), "shape (7,)"),
     (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f[None]), "shape (1, 8)"),
     (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f.float()), "returned float32"),
@@ -106,7 +105,7 @@ CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
         FREQUENCIES,
         "inv_freq",
         lambda self, rope, length=None: rope.default_inv_freq() - (length or 0),
-        "with -",
+        "from -",
     ),
     (Dynamic, FREQUENCIES, "bucket_size", returning(0), "returned 0"),
     (Dynamic, FREQUENCIES, "scale_at", raising, "my mistake"),
@@ -151,7 +150,14 @@ CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
         returning(MIXED),
         "initial (b) returned float32 of shape (2,) on cpu with nan",
     ),
-    (DistanceBias, BIAS, "horizon", lambda self, drop, heads, *_: -drop, "with -1"),
+    (DistanceBias, BIAS, "horizon", lambda self, drop, heads, *_: -drop, "from -64 to -64"),
+    (
+        DistanceBias,
+        BIAS,
+        "horizon",
+        lambda self, drop, heads, *_: drop / 4,
+        "below -drop",
+    ),
     (
         DistanceBias,
         BIAS,
@@ -164,7 +170,7 @@ CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
     (RelativeKeys, KEYS, "content_bias", returning(torch.zeros(3)), "shape (3,)"),
     (RelativeKeys, KEYS, "position_bias", lambda self, w: 0.0, "returned 0.0"),
     (RelativeKeys, KEYS, "constant_from", returning(-1), "returned -1"),
-    (Method, QUERY, "query_factor", lambda self, m, original: m.double().log(), "with -inf, 0"),
+    (Method, QUERY, "query_factor", lambda self, m, original: m.double().log(), "with -inf"),
     (Method, QUERY, "query_factor", lambda self, m, original: 2.0, "returned 2.0"),
     (XPos, {}, "query_scale", lambda self, m, dim, origin: m[:, None] * 1.0, "shape (3, 1)"),
     (RopeBias, {}, "parameters_for", lambda self, *_: {"a": torch.zeros(2).double()}, "float64"),
@@ -192,7 +198,7 @@ TABLES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
 def mine(base: type[Method], right: dict[str, Any], hook: str = "", wrong: Any = None) -> Any:
     """A method with one wrong hook."""
     hooks = {**NAMES, **right} | ({hook: wrong} if hook else {})
-    kind = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (base,), hooks))
+    kind: Any = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (base,), hooks))
     return kind(**({"scale": 2.0} if kind.knobs().get("scale") is dataclasses.MISSING else {}))
 
 
@@ -220,8 +226,7 @@ def refused(model: PreTrainedModel, method: Any, hook: str, words: str) -> None:
         patch_model(model, method)
     message = str(error.value)
     assert message.startswith("mine: ")
-    named = hook if hook not in ("near_window",) else "bands"
-    assert named in message
+    assert (hook if hook != "near_window" else "bands") in message
     assert words in message
     assert_unchanged(model, before)
 
@@ -266,14 +271,12 @@ def test_after_all_of_them_good_methods_work(llama: PreTrainedModel, gpt2: PreTr
         if like is not None:
             want = zoo.logits(patch_model(model, like, replace=True), ids)
             torch.testing.assert_close(patched, want)
-        from hf_posenc import unpatch_model
-
         unpatch_model(model)
 
 
 def test_a_wrong_filter_in_a_list(llama: PreTrainedModel) -> None:
     wrong = mine(TableFilter, {}, "filtered", lambda self, f, rope: -f)
-    refused(llama, [YaRN(scale=2), ResonanceRoPE(), wrong], "filtered", "with -")
+    refused(llama, [YaRN(scale=2), ResonanceRoPE(), wrong], "filtered", "from -")
 
 
 def test_a_wrong_method_of_some_layers(llama: PreTrainedModel) -> None:
