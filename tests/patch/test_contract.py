@@ -117,7 +117,7 @@ CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
         lambda self, m, original: (-m).double().log(),
         "with nan",
     ),
-    (RotaryBands, BANDS, "query_position", lambda self, m, original: m.half(), "float16"),
+    (RotaryBands, BANDS, "query_position", lambda self, m, original: m / 2, "float32"),
     (RotaryBands, BANDS, "key_position", lambda self, n, original: n.double().log(), "with -inf"),
     (RotaryBands, BANDS, "key_position", lambda self, n, original: 0, "returned 0"),
     (RotaryBands, BANDS, "key_position", raising, "my mistake"),
