@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from hf_posenc import PosencError, patch_model
-from hf_posenc.methods import DynamicNTK
+from hf_posenc.methods import ALiBi, DynamicNTK, ReRoPE
 from tests.attention.test_attention import apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
@@ -41,8 +41,8 @@ def export(model: PreTrainedModel, *, strict: bool = False) -> Any:
     return exported.module()
 
 
-def check(model: PreTrainedModel, program: Any) -> None:
-    for length in (9, 50, 70):
+def check(model: PreTrainedModel, program: Any, lengths: Any = (9, 50, 70)) -> None:
+    for length in lengths:
         ids = zoo.tokens(length)
         got = program(input_ids=ids, use_cache=False).logits.double()
         assert zoo.relative_difference(got, zoo.logits(model, ids)) < 1e-5
@@ -62,6 +62,17 @@ def test_an_exported_model_computes_any_length(name: str) -> None:
     with pytest.raises(PosencError) as error:
         export(model)
     assert all(part in str(error.value) for part in REFUSED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "gpt_neox", "gpt2"])
+def test_other_architectures(model_type: str) -> None:
+    model = zoo.build(model_type)
+    rotary = model_type != "gpt2"
+    before = zoo.logits(model, zoo.tokens(50))
+    patch_model(model, ReRoPE(window=4) if rotary else ALiBi(), layers="all" if rotary else "full")
+    assert zoo.relative_difference(zoo.logits(model, zoo.tokens(50)), before) > 1e-4
+    check(model, export(model), (9, 50))
 
 
 @pytest.mark.parametrize("name", ["rerope", pytest.param("alibi", marks=pytest.mark.slow)])
