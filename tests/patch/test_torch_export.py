@@ -75,7 +75,8 @@ def test_other_architectures(model_type: str) -> None:
     check(model, export(model), (9, 50))
 
 
-@pytest.mark.parametrize("name", ["rerope", pytest.param("alibi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rerope", "alibi"])
 def test_a_strict_export(name: str) -> None:
     check(model := apply(build(), name), export(model, strict=True))
 
@@ -121,7 +122,12 @@ def through_static_cache(model: PreTrainedModel, ids: Tensor, tokens: int) -> Te
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("rerope", 1), ("rerope", 8), ("dual_chunk", 8), ("alibi", 1), ("dynamic_ntk_row", 1)],
+    [
+        ("rerope", 8),
+        ("dynamic_ntk_row", 1),
+        pytest.param("dual_chunk", 8, marks=pytest.mark.slow),
+        pytest.param("alibi", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_through_a_static_cache(name: str, tokens: int) -> None:
     model, ids = apply(build(), name), zoo.tokens(48)
