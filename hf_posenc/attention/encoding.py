@@ -174,6 +174,8 @@ class Plan(Branch):
     """True if all queries read the same keys."""
     counts_from_zero: bool = False
     """True if a band depends on the position of a key, and not on the distance alone."""
+    exported: int | None = None
+    """The most queries in a call of `torch.export`, whose graph has no steps that follow positions; `None`: any."""
 
     def __init__(self, encoding: Encoding) -> None:
         # `None` where the encoding computes no attention and only places keys.
@@ -308,6 +310,7 @@ class MovingPlan(Plan):
         super().__init__(encoding)
         assert isinstance(encoding.method, LengthDependent)
         self.method, self.original = encoding.method, encoding.original
+        self.exported = 1 if self.method.update == "row" else None
         self.spec = cast(RopeSpec, encoding.spec)  # `None` where the rotation is
 
     def bucket(self, m: Tensor) -> Tensor:
@@ -365,6 +368,7 @@ class GrowingPlan(Plan):
     shares_keys = False
     shares_cache = False
     counts_from_zero = True
+    exported = 0
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)
@@ -421,6 +425,7 @@ class XPosPlan(Plan):
     kernel = None
     shares_keys = False
     shares_cache = False
+    exported = 1
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)

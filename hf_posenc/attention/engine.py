@@ -35,6 +35,7 @@ from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
 from hf_posenc.attention.kernels import turning
 from hf_posenc.attention.rotation import Rotation
+from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError, one_line, unknown
 
 
@@ -242,7 +243,8 @@ def attend(call: Call, encoding: Encoding) -> Result:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
         queries, keys), where they are requested.
     """
-    if call.beside is not None:
+    # An exported graph is for all lengths and devices.
+    if call.beside is not None or is_exporting():
         return exact(call, encoding)
     return choose(call, encoding).run(call, encoding)
 

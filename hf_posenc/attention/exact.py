@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.call import Beside, Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.softmax import grouped_scores, weighted_values
-from hf_posenc.methods import DistanceBias
+from hf_posenc.attention.softmax import grouped_scores, is_exporting, weighted_values
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import DistanceBias, LengthDependent, Method, RelativeKeys
 
 SCRATCH = 1 << 24
 """Elements of the scores that are in memory at a time, at most."""
@@ -24,8 +25,13 @@ SCRATCH = 1 << 24
 def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     """Compute attention with an encoding, as `engine.attend`."""
     plan = encoding.plan
-    several = len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
-    if several and not plan.shares_keys:
+    if is_exporting():
+        _check_exported(call, encoding)
+    # Each row has keys of its own, where a row decides; `len` would fix the batch size of an exported graph.
+    several = not plan.shares_keys and (
+        len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
+    )
+    if several:
         rows = [exact(row, encoding) for row in call.by_row()]
         weights = [weight for _, weight in rows if weight is not None]
         return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
@@ -47,9 +53,34 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     return torch.cat(outs, 2), torch.cat(weights, 2) if call.weights else None
 
 
+def _check_exported(call: Call, encoding: Encoding) -> None:
+    """Refuse what reads positions or keeps a length while it computes, in a graph for all texts."""
+    plan, queries, ways = encoding.plan, call.query.shape[2], []
+    if plan.exported is not None and queries > plan.exported:
+        method: Method | None = encoding.method
+        reason = "computes several tokens of a call in groups that depend on their positions"
+        ways = ["calls of one token each, with a static cache"] if plan.exported else []
+    elif call.lengths is not None and call.key.shape[2] != queries:
+        method, reason = encoding.method, "keeps the length of a text with its cache"
+        ways = ["use_cache=False"]
+    elif isinstance(encoding.bias, RelativeKeys) and encoding.bias.constant_from() is None:
+        method, reason = encoding.bias, "makes one embedding for each distance that occurs"
+    else:
+        return
+    assert method is not None
+    ways += ['update="sequence"'] if isinstance(method, LengthDependent) else []
+    way = f"What can be exported: {' or '.join(ways)}. " if ways else ""
+    raise PosencError(
+        f"torch.export cannot trace {method.name}, which {reason}. {way}torch.compile takes every method."
+    )
+
+
 def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
     """Ranges of queries that read the same keys and whose scores fit into the scratch memory."""
     batch, heads, queries, _ = call.query.shape
+    if is_exporting():  # any number of queries
+        yield 0, queries
+        return
     size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.value.shape[2]))))
     borders = [0, queries]
     if not encoding.plan.shares_keys and queries > 1:

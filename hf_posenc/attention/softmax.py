@@ -7,6 +7,7 @@ deviation of 9, ten times the error of a fused kernel.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torch.autograd.function import once_differentiable
 
 CONVERTED = 1 << 17
 """Elements of the keys that are converted to float32 at a time, at least: half a megabyte, which a cache holds."""
+
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""Return whether `torch.export` traces; an older PyTorch does not tell."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,6 +33,7 @@ def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
     The queries of one key head are rows of one product, so that every key is read once.
     """
+    key = _for_heads(key, query.shape[1])
     # Scores are the largest thing in memory: as few copies as possible. A half is scaled after the product, so that it
     # is rounded once.
     shape = *query.shape[:-1], key.shape[2]
@@ -39,6 +45,11 @@ def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     else:
         scores = _Products.apply(rows, key)  # type: ignore[no-untyped-call]
     return scores.view(shape).mul_(scaling)
+
+
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values (B, HK, KV, D); while exporting, whose guards forbid folded rows, one for each head."""
+    return x.repeat_interleave(heads // x.shape[1], 1) if is_exporting() else x
 
 
 class _Products(torch.autograd.Function):
@@ -144,6 +155,7 @@ def weighted_values(
         sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     weights = F.dropout(weights, dropout, training=dropout > 0)
+    value = _for_heads(value, weights.shape[1])
     rows = folded(weights, value.shape[1])
     if weights.dtype == value.dtype:
         out = rows @ value

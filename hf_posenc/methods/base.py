@@ -216,12 +216,14 @@ class RopeScaling(Method):
             that follows the text, up to the original length. The tests hold a method to it.
         only_lowers_frequencies: True if reaching further raises no frequency, keeps their order and
             lowers none by more than the scale. The tests hold a method to it.
+        stops_pairs: True if it may set frequencies to 0; such pairs do not rotate.
     """
 
     kind: ClassVar[str] = "frequencies"
     seam: ClassVar[str] = "rotary"
     identity_at_scale_one: ClassVar[bool] = True
     only_lowers_frequencies: ClassVar[bool] = True
+    stops_pairs: ClassVar[bool] = False
 
     filters: tuple[TableFilter, ...] = field(default=(), repr=False)
 
@@ -268,6 +270,7 @@ class TableFilter(RopeScaling):
 
     identity_at_scale_one: ClassVar[bool] = False
     only_lowers_frequencies: ClassVar[bool] = False
+    stops_pairs: ClassVar[bool] = True
 
     def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
         """Return the frequencies after the filter, of the same shape, radians per token.

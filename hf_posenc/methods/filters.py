@@ -20,7 +20,8 @@ class Clip(TableFilter):
 
     Args:
         soft: CoPE (arXiv 2602.05258): the slowest c pairs times `0.5 (1 + cos(pi j / (c-1)))`, j = 0 .. c-1. The
-            default of the method: 20 of 64 pairs, as the authors have it, or as large a share of others.
+            default of the method: 20 of 64 pairs, as the authors have it, or as large a share of others, halves
+            rounded up, and 3 at least: fewer are a hard clip or none.
         pairs: The slowest c pairs stopped ("HardClip" in the same code).
         share: p-RoPE (arXiv 2410.06205): all but the fastest `floor(p d/2)` pairs stopped.
         turns: Pairs stopped that make fewer turns than this over the original context.
@@ -54,15 +55,16 @@ class Clip(TableFilter):
             turns = frequencies * rope.original_max_position_embeddings / (2 * math.pi)
             return torch.where(turns < self.turns, torch.zeros_like(frequencies), frequencies)
         if self.pairs is None and self.share is None:
-            clipped = min(kept, round(kept * 20 / 64) if self.soft is None else self.soft)
+            share = max(3, (20 * kept + 32) // 64)
+            clipped = min(kept, share if self.soft is None else self.soft)
             ramp = torch.linspace(
                 0, math.pi, clipped, dtype=torch.float64, device=frequencies.device
             )
             slowed = frequencies[kept - clipped :] * (0.5 * (1 + ramp.cos()))
             return torch.cat((frequencies[: kept - clipped], slowed))
         # As transformers rounds it.
-        share = int((self.share or 0.0) * rope.dim // 2)
-        kept = max(0, kept - self.pairs) if self.pairs else share
+        fastest = int((self.share or 0.0) * rope.dim // 2)
+        kept = max(0, kept - self.pairs) if self.pairs else fastest
         return torch.cat((frequencies[:kept], torch.zeros_like(frequencies[kept:])))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:

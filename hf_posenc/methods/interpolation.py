@@ -191,6 +191,7 @@ class NoPE(RopeScaling):
     needs = "training"
     identity_at_scale_one = False
     only_lowers_frequencies = False
+    stops_pairs = True
     beside = ("query",)
 
     def check_beside(self, others: Sequence[Method]) -> None:

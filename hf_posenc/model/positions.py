@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.call import RotatedKeys, forget
+from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError
 from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward
 from hf_posenc.model.masks import HANDLE, described, visible
@@ -150,7 +151,9 @@ class DecoderWatch(Entering):
         forward = Forward(positions if self.counts else None)
         if not torch.compiler.is_compiling():
             forward = self._watched(forward, inputs, positions, kwargs)
-        elif self.lengths:  # they are read from the cache, which a graph would keep as it was
+        elif (
+            self.lengths and not is_exporting()
+        ):  # they are read from the cache, which a graph would keep as it was
             forward = self._watched_outside(forward, inputs, positions, kwargs)
         if not self.counts and not self.lengths and not self.rotated:
             return None

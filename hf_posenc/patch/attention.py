@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
 from hf_posenc.methods import Growing, LengthDependent, LogN, Method, needs_no_rotation, seam_of
+from hf_posenc.methods.contract import check_attention, check_frequencies
 from hf_posenc.model.attention import (
     IMPLEMENTATION,
     Layer,
@@ -96,6 +98,7 @@ def install_attention(
         state.hooks += watches[owners[0]].around(owners[0])
     with trial(model):
         layers = calibrate(model, *tried, every, wrappers, state.in_attention)
+        _check_hooks(state, layers)
         native = None if None in natives.values() else natives[owners[0]]
         if any(layer.beside for layer in layers):
             native = None  # the queries are scaled for one of two texts
@@ -155,11 +158,12 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
     _choose_engine(owner, state)
     if owner.config._attn_implementation != ENGINE or not _calls_engine(owner, ids):
         _hand_over(owner, ids, state)
-    base = Encoding.of(state.in_attention, state.original)
     with trial(model):
         watch = DecoderWatch(owner, str(state.config), counts="tokens")
         state.hooks += watch.around(owner)
         layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention)
+        _check_hooks(state, layers)
+        base = Encoding.of(state.in_attention, state.original)
         watch.passes = all(KEYWORD in layer.recorded.kwargs for layer in layers)
         if owner.config._attn_implementation == ENGINE:
             watch.config = owner.config
@@ -337,6 +341,18 @@ def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
 # Every layer gets its encoding.
 
 
+def _check_hooks(state: State, layers: Sequence[CalibratedLayer]) -> None:
+    """Check the hooks of every method for the heads of these layers."""
+    shapes = {
+        (r.query.shape[1], r.key.shape[1], r.query.shape[-1])
+        for r in (layer.recorded for layer in layers)
+    }
+    parts = [([*part.methods], part.original) for part in state.parts]
+    for methods, original in parts or [(state.in_attention, state.original)]:
+        for method, sizes in itertools.product(methods, shapes):
+            check_attention(method, original, *sizes)
+
+
 def _give_encodings(
     layers: Sequence[CalibratedLayer],
     tables: Sequence[RotaryTable],
@@ -442,6 +458,7 @@ def encoding_of(
     if isinstance(base.method, LengthDependent):
         assert layer.table is not None
         spec = read_spec(layer.table, base.original, compose=compose)
+        check_frequencies(base.method, spec)
         order = None if layer.rotation is None else layer.rotation.order
         if order is not None:
             spec = replace(spec, order=order if spec.order is None else spec.order[order])

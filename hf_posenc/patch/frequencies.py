@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
+from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import (
     RotaryTable,
@@ -67,7 +68,12 @@ def _wrap(
     patched = []
     for module in {id(table.module): table.module for table in tables}.values():
         group = [table for table in tables if table.module is module]
-        specs = {table.label: read_spec(table, state.original, compose=compose) for table in group}
+        specs = {
+            table.label: check_frequencies(
+                method, read_spec(table, state.original, compose=compose)
+            )
+            for table in group
+        }
         factors = {table.label: table.live()[1] for table in group if compose}
         wrapper = PosencRotary(module, method, specs, factors)
         patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]
@@ -126,7 +132,7 @@ def install_sincos(
             f"{method.name} changes its frequencies with the length of the text, but this model reads them "
             "from a table made once. Use a static method (yarn, ntk_by_parts, ntk, pi, ...)."
         )
-    spec = read_spec(tables[0], state.original, compose=False)
+    spec = check_frequencies(method, read_spec(tables[0], state.original, compose=False))
     positions = max(state.extended or 0, tables[0].tensor().shape[0])
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * method.frequencies(spec)
     scaled = torch.cat((angles.sin(), angles.cos()), dim=-1) * method.cos_sin_factor(spec)

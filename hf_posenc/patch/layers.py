@@ -12,6 +12,7 @@ from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import LengthDependent, Method, RopeScaling, YaRN, needs_no_rotation
 from hf_posenc.methods.bands import moved
+from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.calibration import CalibratedLayer, Wrappers
 from hf_posenc.model.discovery import RotaryTable, layer_index, read_spec
@@ -126,6 +127,7 @@ def _encoding(
                 "for whole models only. Choose all layers, or compose=True."
             )
         spec = read_spec(layer.table, part.original, compose=part.compose)
+        check_frequencies(scaling, spec)
         table = scaling.frequencies(spec).float()
         table = table if spec.order is None else table[spec.order]
         table = table if rotation.order is None else table[rotation.order]

@@ -11,6 +11,7 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
 from hf_posenc.methods import Growing, Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
+from hf_posenc.methods.contract import called
 from hf_posenc.model.discovery import (
     CutTableError,
     RotaryTable,
@@ -99,7 +100,8 @@ def resolve_request(
         methods.append(built)
         extended = reach if extended is None else extended
     for built in methods:
-        built.check_beside([other for other in methods if other is not built])
+        others = [other for other in methods if other is not built]
+        called(built, "check_beside", built.check_beside, others)
     first, *others = methods
     own_scale = getattr(first, "scale", None)
     implied = math.ceil(original * (own_scale or 1))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError, one_line
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
+from hf_posenc.methods.contract import check_table
 from hf_posenc.model.forward import Entering, running
 from hf_posenc.model.memory import free_memory
 from hf_posenc.model.unwrapping import trial
@@ -246,11 +247,13 @@ class TableSeam(NativeSeam):
         self._check(state, method)
         target = state.extended or math.ceil((self.length or 0) * method.scale - 1e-6)
         lengths = new_lengths(self.tables, target, method.scale)
+        places = {table.path: held(model, table.path) for table in self.tables}
         for table in self.tables:
-            method.check(table.positions, lengths[table.path])
+            tensor = places[table.path].tensor()
+            width = tensor.numel() // tensor.shape[_axis(tensor)]
+            check_table(method, table.positions, width, lengths[table.path])
         ids = probes.ordinary_tokens(model, min(probes.TOKENS, self.length or 1))
         before = _outputs(model, ids)
-        places = {table.path: held(model, table.path) for table in self.tables}
         edits, twin = take_over_lengths(model, state, self.tables, lengths)
         for table in self.tables:
             place, positions = places[table.path], lengths[table.path]

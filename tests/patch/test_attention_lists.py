@@ -129,10 +129,10 @@ class Half(RotaryBands):
     source: ClassVar[str] = "here"
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
-        return (m + self.near_window(original)) / 2
+        return (m.double() + self.near_window(original)) / 2
 
     def key_position(self, n: Tensor, original: int) -> Tensor:
-        return n / 2
+        return n.double() / 2
 
 
 @dataclass(frozen=True, kw_only=True)

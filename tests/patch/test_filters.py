@@ -26,6 +26,7 @@ from hf_posenc.methods import (
     TruncatedBasis,
     YaRN,
 )
+from hf_posenc.rope import RopeSpec
 from tests.attention.test_attention import build
 from tests.support import references, zoo
 from tests.support.attention_llama import ORIGINAL
@@ -75,6 +76,18 @@ def test_filters_change_the_finished_table_in_order(which: str, tmp_path: Path) 
         patch_model(model, methods[:1], original_max_position_embeddings=ORIGINAL)
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, IDS), before)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "clipped"), [(64, 20), (48, 15), (40, 13), (32, 10), (24, 8), (16, 5), (8, 3), (4, 3)]
+)
+def test_clip_fades_as_large_a_share_as_the_authors(pairs: int, clipped: int) -> None:
+    rope = RopeSpec(2 * pairs, 10_000.0, ORIGINAL)
+    left = Clip().inv_freq(rope) / rope.default_inv_freq()
+    kept, faded = left[: pairs - clipped], left[pairs - clipped :]
+    assert bool((kept == 1).all())
+    assert (float(faded[0]), float(faded[-1])) == (1, 0)
+    assert bool((faded.diff() < 0).all())
 
 
 def test_the_order_matters() -> None:

@@ -266,7 +266,7 @@ def clip_of(
     """CoPE (arXiv 2602.05258), its HardClip, p-RoPE (arXiv 2410.06205), and a floor on the turns over L."""
     result, count = list(table), len(table)
     if (soft, pairs, share, turns) == (None,) * 4:
-        soft = round(count * 0.3125)
+        soft = max(3, math.floor(count * 0.3125 + 0.5))
     for i, frequency in enumerate(table):
         j = i - (count - min(soft or 0, count))  # place among the softly clipped
         if soft is not None and j > 0:

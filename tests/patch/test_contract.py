@@ -1,0 +1,313 @@
+"""Hooks of a method of one's own that raise or return what cannot be meant: refused, and the model is as before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
+from hf_posenc.methods import (
+    METHODS,
+    Band,
+    DistanceBias,
+    Dynamic,
+    GrowingBands,
+    Interpolate,
+    Method,
+    NoPE,
+    PositionInterpolation,
+    RelativeKeys,
+    ResonanceRoPE,
+    RopeBias,
+    RopeScaling,
+    RotaryBands,
+    Scaled,
+    TableFilter,
+    TableMethod,
+    XPos,
+    YaRN,
+)
+from tests.attention.test_attention import build
+from tests.support import zoo
+
+NAMES = {"name": "mine", "summary": "a test", "source": "here", "needs": "nothing"}
+
+
+def raising(self: Any, *_: Any) -> Any:
+    raise RuntimeError("my mistake")
+
+
+def table(change: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    return lambda self, rope, length=None: change(rope.default_inv_freq())
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    return lambda self, *_, **__: value
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    """A table of which the slowest frequency is multiplied."""
+
+    def change(frequencies: torch.Tensor) -> torch.Tensor:
+        return torch.cat((frequencies[:-1], frequencies[-1:] * factor))
+
+    return table(change)
+
+
+FREQUENCIES: dict[str, dict[str, Any]] = {"inv_freq": table(lambda f: f / 2)}  # type: ignore[dict-item]
+BANDS = {
+    "query_position": lambda self, m, original: m // 2 + 8,
+    "key_position": lambda self, n, original: n // 2,
+}
+BIAS = {"bias": lambda self, d, heads, *_: -d.expand(heads, *d.shape)}
+KEYS = {
+    "initial": lambda self, heads, head_dim, original: {"w": torch.zeros(head_dim)},
+    "relative": lambda self, d, heads, head_dim, w: w["w"].expand(1, *d.shape, head_dim),
+}
+ALL = Band(query_position=lambda m: m, key_position=lambda n: n)
+QUERY = {"seam": "query", "query_factor": lambda self, m, original: m + 1.0}
+MIXED = {"a": torch.zeros(2), "b": torch.full((2,), float("nan"))}
+
+# A base class, what is right about the method, the hook that is wrong, and words of the message.
+CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
+    (
+        Scaled,
+        FREQUENCIES,
+        "inv_freq",
+        scaled(float("nan")),
+        "float64 of shape (8,) on cpu with nan",
+    ),
+    (Scaled, FREQUENCIES, "inv_freq", scaled(float("inf")), "with inf"),
+    (Scaled, FREQUENCIES, "inv_freq", scaled(1e300), "float32"),
+    (Scaled, FREQUENCIES, "inv_freq", scaled(-1), "from -"),
+    (Scaled, FREQUENCIES, "inv_freq", scaled(0), "from 0 to 1. It has to return numbers above 0"),
+    (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f[:-1]), "shape (7,)"),
+    (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f[None]), "shape (1, 8)"),
+    (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f.float()), "returned float32"),
+    (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f.to("meta")), "on meta"),
+    (Scaled, FREQUENCIES, "inv_freq", table(lambda f: f.tolist()), "returned [1.0"),
+    (Scaled, FREQUENCIES, "inv_freq", returning(None), "returned None"),
+    (Scaled, FREQUENCIES, "inv_freq", raising, "RuntimeError: my mistake"),
+    (Scaled, FREQUENCIES, "cos_sin_factor", returning(float("nan")), "returned nan"),
+    (Scaled, FREQUENCIES, "cos_sin_factor", returning(0.0), "returned 0.0"),
+    (Scaled, FREQUENCIES, "cos_sin_factor", returning(torch.ones(2)), "shape (2,)"),
+    (Scaled, FREQUENCIES, "scale_at", returning(-1.0), "returned -1.0"),
+    (Scaled, FREQUENCIES, "rope_parameters", returning({"factor": 2.0}), "{'factor': 2.0}"),
+    (Scaled, FREQUENCIES, "rope_parameters", raising, "my mistake"),
+    (Scaled, FREQUENCIES, "check_beside", raising, "my mistake"),
+    (
+        Dynamic,
+        FREQUENCIES,
+        "inv_freq",
+        lambda self, rope, length=None: rope.default_inv_freq() - (length or 0),
+        "from -",
+    ),
+    (Dynamic, FREQUENCIES, "bucket_size", returning(0), "returned 0"),
+    (Dynamic, FREQUENCIES, "scale_at", raising, "my mistake"),
+    (TableFilter, {}, "filtered", lambda self, f, rope: f * float("nan"), "with nan, nan, nan"),
+    (
+        RotaryBands,
+        BANDS,
+        "query_position",
+        lambda self, m, original: (-m).double().log(),
+        "with nan",
+    ),
+    (RotaryBands, BANDS, "query_position", lambda self, m, original: m / 2, "float32"),
+    (RotaryBands, BANDS, "key_position", lambda self, n, original: n.double().log(), "with -inf"),
+    (RotaryBands, BANDS, "key_position", lambda self, n, original: 0, "returned 0"),
+    (RotaryBands, BANDS, "key_position", raising, "my mistake"),
+    (RotaryBands, BANDS, "bands", returning(()), "returned ()"),
+    (RotaryBands, BANDS, "bands", returning((ALL, ALL)), "bands of which a pair is in one at most"),
+    (RotaryBands, BANDS, "near_window", raising, "bands raised RuntimeError: my mistake"),
+    (GrowingBands, {}, "bands", returning([1]), "returned [1]"),
+    (GrowingBands, {}, "bands", lambda self, original, length: raising(self), "my mistake"),
+    (
+        DistanceBias,
+        BIAS,
+        "bias",
+        lambda self, d, heads, *_: -d.log().expand(heads, *d.shape),
+        "finite at distance 0",
+    ),
+    (DistanceBias, BIAS, "bias", lambda self, d, heads, *_: -d, "float32 of shape (2, 3)"),
+    (
+        DistanceBias,
+        BIAS,
+        "bias",
+        lambda self, d, heads, *_: (0 * d).int().expand(heads, *d.shape),
+        "int32",
+    ),
+    (DistanceBias, BIAS, "bias", raising, "my mistake"),
+    (DistanceBias, BIAS, "initial", returning(None), "returned None"),
+    (
+        DistanceBias,
+        BIAS,
+        "initial",
+        returning(MIXED),
+        "initial (b) returned float32 of shape (2,) on cpu with nan",
+    ),
+    (DistanceBias, BIAS, "horizon", lambda self, drop, heads, *_: -drop, "from -64 to -64"),
+    (
+        DistanceBias,
+        BIAS,
+        "horizon",
+        lambda self, drop, heads, *_: drop / 4,
+        "below -drop",
+    ),
+    (
+        DistanceBias,
+        BIAS,
+        "shared_parameters",
+        property(lambda self: ("w",)),
+        "('w',). It has to return names of its",
+    ),
+    (RelativeKeys, KEYS, "relative", lambda self, d, *_: d, "float32 of shape (6,)"),
+    (RelativeKeys, KEYS, "initial", raising, "my mistake"),
+    (RelativeKeys, KEYS, "content_bias", returning(torch.zeros(3)), "shape (3,)"),
+    (RelativeKeys, KEYS, "position_bias", lambda self, w: 0.0, "returned 0.0"),
+    (RelativeKeys, KEYS, "constant_from", returning(-1), "returned -1"),
+    (Method, QUERY, "query_factor", lambda self, m, original: m.double().log(), "with -inf"),
+    (Method, QUERY, "query_factor", lambda self, m, original: 2.0, "returned 2.0"),
+    (XPos, {}, "query_scale", lambda self, m, dim, origin: m[:, None] * 1.0, "shape (3, 1)"),
+    (RopeBias, {}, "parameters_for", lambda self, *_: {"a": torch.zeros(2).double()}, "float64"),
+]
+TABLES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
+    (
+        TableMethod,
+        {},
+        "rows",
+        lambda self, rows, length: rows,
+        "It has to return finite numbers, float64, of shape",
+    ),
+    (
+        TableMethod,
+        {},
+        "rows",
+        lambda self, rows, length: (rows[:1] * float("nan")).expand(length, -1),
+        "with nan",
+    ),
+    (TableMethod, {}, "rows", raising, "my mistake"),
+    (Interpolate, {}, "check", raising, "my mistake"),
+]
+
+
+def mine(base: type[Method], right: dict[str, Any], hook: str = "", wrong: Any = None) -> Any:
+    """A method with one wrong hook."""
+    hooks = {**NAMES, **right} | ({hook: wrong} if hook else {})
+    kind: Any = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (base,), hooks))
+    return kind(**({"scale": 2.0} if kind.knobs().get("scale") is dataclasses.MISSING else {}))
+
+
+def picture(model: PreTrainedModel) -> Any:
+    """All that a patch may change."""
+    modules = {
+        name: (type(m), {*vars(m)}, len(m._forward_pre_hooks), len(m._forward_hooks))
+        for name, m in model.named_modules()
+    }
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    return modules, model.config.to_dict(), model.config._attn_implementation, weights
+
+
+def assert_unchanged(model: PreTrainedModel, before: Any) -> None:
+    after = picture(model)
+    assert after[:3] == before[:3]
+    assert after[3].keys() == before[3].keys()
+    assert all(torch.equal(each, before[3][name]) for name, each in after[3].items())
+    assert get_patch(model) is None
+
+
+def refused(model: PreTrainedModel, method: Any, hook: str, words: str) -> None:
+    before = picture(model)
+    with pytest.raises(PosencError) as error:
+        patch_model(model, method)
+    message = str(error.value)
+    assert message.startswith("mine: ")
+    assert (hook if hook != "near_window" else "bands") in message
+    assert words in message
+    assert_unchanged(model, before)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> PreTrainedModel:
+    return zoo.build("gpt2")
+
+
+IDS = [f"{base.__name__}-{hook}-{number}" for number, (base, _, hook, *_) in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("base", "right", "hook", "wrong", "words"), CASES, ids=IDS)
+def test_a_wrong_hook(
+    llama: PreTrainedModel, base: Any, right: Any, hook: str, wrong: Any, words: str
+) -> None:
+    refused(llama, mine(base, right, hook, wrong), hook, words)
+
+
+@pytest.mark.parametrize(("base", "right", "hook", "wrong", "words"), TABLES)
+def test_a_wrong_hook_of_a_table(
+    gpt2: PreTrainedModel, base: Any, right: Any, hook: str, wrong: Any, words: str
+) -> None:
+    refused(gpt2, mine(base, right, hook, wrong), hook, words)
+
+
+def test_after_all_of_them_good_methods_work(llama: PreTrainedModel, gpt2: PreTrainedModel) -> None:
+    ids = zoo.tokens(30)
+    for model, method, like in (
+        (llama, mine(Scaled, FREQUENCIES), PositionInterpolation(scale=2)),
+        (llama, mine(RotaryBands, BANDS), None),
+        (llama, mine(DistanceBias, BIAS), None),
+        (llama, mine(Scaled, {"inv_freq": scaled(0), "stops_pairs": True}), None),
+        (gpt2, mine(Interpolate, {}), Interpolate(scale=2)),
+    ):
+        patched = zoo.logits(patch_model(model, method), ids)
+        if like is not None:
+            want = zoo.logits(patch_model(model, like, replace=True), ids)
+            torch.testing.assert_close(patched, want)
+        unpatch_model(model)
+
+
+def test_a_wrong_filter_in_a_list(llama: PreTrainedModel) -> None:
+    wrong = mine(TableFilter, {}, "filtered", lambda self, f, rope: -f)
+    refused(llama, [YaRN(scale=2), ResonanceRoPE(), wrong], "filtered", "from -")
+
+
+def test_a_wrong_method_of_some_layers(llama: PreTrainedModel) -> None:
+    wrong = mine(Scaled, FREQUENCIES, "inv_freq", scaled(float("nan")))
+    refused(llama, {0: wrong, 1: YaRN(scale=2)}, "inv_freq", "with nan")
+
+
+def test_an_error_of_the_method_s_own_is_its_message(llama: PreTrainedModel) -> None:
+    def own(self: Any, rope: Any, length: Any = None) -> Any:
+        raise PosencError("Give a smaller power.")
+
+    before = picture(llama)
+    with pytest.raises(PosencError, match=r"^Give a smaller power\.$"):
+        patch_model(llama, mine(Scaled, {}, "inv_freq", own))
+    assert_unchanged(llama, before)
+
+
+def test_probing_draws_no_random_numbers(llama: PreTrainedModel) -> None:
+    def drawn(self: Any, heads: int, original: int) -> dict[str, torch.Tensor]:
+        return {"w": torch.rand(heads)}
+
+    torch.manual_seed(0)
+    want = torch.rand(4)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="starts untrained"):
+        patch_model(llama, mine(DistanceBias, BIAS | {"trainable": True}, "initial", drawn))
+    weights = dict(llama.named_parameters())
+    assert torch.equal(next(w for n, w in weights.items() if n.endswith("posenc.w")), want)
+
+
+def test_only_methods_that_say_so_stop_pairs() -> None:
+    stopping = {m.name for m in METHODS if issubclass(m, RopeScaling) and m.stops_pairs}
+    assert stopping == {"nope", *(m.name for m in METHODS if issubclass(m, TableFilter))}
+    assert NoPE.stops_pairs
