@@ -43,6 +43,7 @@ from hf_posenc.model.repositioned import (
     carried_positions,
     text_positions,
 )
+from hf_posenc.model.sharding import refuse_parts_of_texts, sharded_weights
 
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -85,6 +86,16 @@ class Layer:
         trained: Any = parameters_in_force(module)
         if trained is not self.encoding.parameters:
             self.encoding = self.encoding.with_parameters(trained)
+
+    def check_heads(self, heads: int) -> None:
+        """Raise where another number of heads is computed than before, and the method has numbers for each."""
+        encoding = self.encoding
+        if heads != encoding.heads and (encoding.bias is not None or encoding.parameters):
+            raise PosencError(
+                f"A layer computes {heads} heads and computed {encoding.heads} when it was patched with a method that "
+                "has numbers for each head. Call unpatch_model(model), distribute the model over processes (tp_plan), "
+                "and patch again."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "positions": None, "counted": None, "shown": None}
@@ -168,6 +179,8 @@ class Recorded:
         keys: Number of all keys.
         kwargs: Further arguments.
         sees_later: True if the mask shows a query a later key; `None` without a mask that says so.
+        features: Width of the output, that of all heads.
+        sharded: The module's weights of which this process computes a part.
     """
 
     query: Tensor
@@ -175,6 +188,8 @@ class Recorded:
     keys: int
     kwargs: Mapping[str, Any]
     sees_later: bool | None
+    features: int
+    sharded: tuple[Tensor, ...]
 
 
 # The attention function is global. Other threads may run other models meanwhile, which must not notice.
@@ -223,8 +238,10 @@ def posenc_attention(
     ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
+    refuse_parts_of_texts("a method that computes attention itself")
     query_position = _query_position(module, layer, kwargs, query.shape[2])
     layer.follow_adapter(module)
+    layer.check_heads(query.shape[1])
     if kwargs.get("cache") is not None:
         raise PosencError(
             "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
@@ -348,6 +365,7 @@ def scaled_attention(
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
         layer.follow_adapter(module)
+        layer.check_heads(query.shape[1])
         query = layer.encoding.scaled(query, _query_position(module, layer, kwargs, query.shape[2]))
     indices = kwargs.get("indices")
     if indices is not None and native in ("eager", "sdpa"):
@@ -399,7 +417,9 @@ def _recorded(
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
         later = bool(visible(mask)[..., :queries].triu(1).any())
     own = key[:, :, :queries].clone()
-    call = Recorded(query.clone(), own, key.shape[2], kwargs, later)
+    features = query.shape[1] * value.shape[-1]
+    weights = sharded_weights(module)
+    call = Recorded(query.clone(), own, key.shape[2], kwargs, later, features, weights)
     _recordings[threading.get_ident()].setdefault(module, []).append(call)
     if value.shape[2] >= queries:  # its own come first
         value = value[:, :, :queries]
