@@ -194,7 +194,7 @@ def fire(figure: Figure) -> None:
     method, one = FIRE(hidden=1), torch.ones(1, 1, dtype=torch.float64)
     parameters = {
         "c": torch.tensor(method.c).double(),
-        "multiplier": torch.ones(1).double(),
+        "multiplier": torch.tensor(1.0).double(),
         "weight_in": one,
         "weight_out": one,
         "bias_in": 0 * one[0],
