@@ -226,6 +226,15 @@ def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> No
             "its own, which a method that changes the rotation in attention does not follow. log_n and biases with "
             f"keep_rope=True work there. {FREQUENCY_METHODS_WORK}"
         )
+    added = [method.name for method in methods if method.trainable]
+    classes = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if added and "FSDPModule" in classes:
+        warnings.warn(
+            f"FSDP does not manage the parameters that {', '.join(added)} adds to a model after fully_shard: each "
+            "process would train its own. Patch the model first, or train it by the Trainer, which averages their "
+            "gradients where transformers has sharded the model.",
+            stacklevel=7,
+        )
 
 
 def _name(module: nn.Module) -> str:

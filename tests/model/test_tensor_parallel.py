@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,6 +159,45 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
     return {case: findings(copy.deepcopy(whole), CASES[case], train) for case in TRAINED}
 
 
+PARTS: dict[str, Method] = {
+    "yarn": YaRN(scale=2),
+    "log_n": LogN(),
+    "ssmax": Temperature(law="ssmax"),
+}
+
+
+def exchanging(module: nn.Module, query: Tensor, *pair: Tensor, **options: Any) -> Any:
+    """Attention of this process's part of a text, with the keys and values of both parts."""
+    length = query.shape[2]
+
+    def gathered(own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own) for _ in range(2)]
+        distributed.all_gather(parts, own.contiguous())
+        return torch.cat(parts, 2)
+
+    key, value = map(gathered, pair[:2])
+    visible = torch.ones(length, 2 * length, dtype=torch.bool).tril(length * distributed.get_rank())
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, scale=options["scaling"], enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+exchanging.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+
+
+def parts_of_texts(rank: int, folder: Path) -> dict[str, Tensor]:
+    """Sequence parallelism: each process runs half of the tokens."""
+    half = slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
+    found, places = {}, torch.arange(LENGTH)[None]
+    for case, method in PARTS.items():
+        model = patch_model(AutoModelForCausalLM.from_pretrained(folder / "model").eval(), method)
+        with torch.no_grad(), patch.dict(ALL_ATTENTION_FUNCTIONS, sdpa=exchanging):
+            given = {"input_ids": batch(9)[:, half], "position_ids": places[:, half]}
+            found[case] = model(**given, use_cache=False).logits
+    return found
+
+
 def refused(folder: Path) -> dict[str, str]:
     """The messages where the heads or the text of a process cannot be those of the method."""
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -176,7 +216,15 @@ def refused(folder: Path) -> dict[str, str]:
         with torch.no_grad(), context_parallel(mesh, buffers=[ids, places], buffer_seq_dims=[1, 1]):
             model(input_ids=ids, position_ids=places, use_cache=False)
 
+    def sharded_before() -> None:
+        model = copy.deepcopy(whole)
+        fully_shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="FSDP")
+            patch_model(model, "kerple_log")
+
     trials: dict[str, Callable[[], None]] = {
+        "sharded before": sharded_before,
         "patched before": patched_before,
         "bands": partial(part_of_a_text, "rerope"),
         "dynamic": partial(part_of_a_text, "dynamic_ntk", update="sequence"),
@@ -195,7 +243,7 @@ def work(folder: Path) -> None:
     warnings.simplefilter("ignore")
     rank = distributed.get_rank()
     found = {"split": split(rank, folder), "sharded": sharded(rank, folder)}
-    found["refused"] = refused(folder)
+    found |= {"parts": parts_of_texts(rank, folder), "refused": refused(folder)}
     torch.save(found, folder / f"found-{rank}.pt")
 
 
@@ -272,6 +320,7 @@ def test_what_two_processes_trained_is_saved_whole(folder: Path, case: str) -> N
     ("case", "message"),
     [
         ("patched before", "computes 3 heads and computed 6 when it was patched"),
+        ("sharded before", "UserWarning: FSDP does not manage the parameters that kerple_log adds"),
         ("bands", "gives each process a part of the text, and a method that computes attention"),
         ("dynamic", "gives each process a part of the text, and dynamic_ntk with update="),
     ],
@@ -290,21 +339,20 @@ def test_heads_that_DeepSpeed_has_shared_out_are_refused(model: PreTrainedModel)
     patch_model(model, "rerope")
 
 
-def test_attention_that_exchanges_parts_of_texts_gets_scaled_queries_and_no_bands(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore:.*starts untrained")
+@pytest.mark.parametrize("case", PARTS)
+def test_frequencies_and_scaled_queries_of_parts_of_a_text(
+    folder: Path, model: PreTrainedModel, case: str
 ) -> None:
-    """As DeepSpeed's Ulysses does it: another function under the name of sdpa."""
-    native, calls = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+    expected = logits_of(patch_model(model, PARTS[case]))
+    found = torch.cat([parts[case] for parts in results(folder, "parts")], 1)
+    assert_near(found, expected)
 
-    def exchanging(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return native(*args, **kwargs)
 
-    exchanging.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", exchanging)
-    with pytest.raises(PosencError, match="Context or sequence parallelism"):
-        patch_model(model, "rerope")
-    patch_model(model, "log_n")
-    calls.clear()
-    logits_of(model)
-    assert len(calls) == 2
+def test_bands_of_parts_of_a_text_are_refused(model: PreTrainedModel) -> None:
+    patch_model(model, "rerope")
+    with (
+        patch.dict(ALL_ATTENTION_FUNCTIONS, sdpa=exchanging),
+        pytest.raises(PosencError, match="Context or sequence parallelism gives each process"),
+    ):
+        logits_of(model)
