@@ -178,11 +178,8 @@ def score_bias(
     bias = by_distance.gather(-1, index.expand(len(query), -1, -1, -1))
     content_bias = method.content_bias(parameters)
     if content_bias is not None:
-        u = (
-            encoding.own(content_bias)[None, :, None]
-            .to(dtype)
-            .expand(len(query), -1, query.shape[2], -1)
-        )
+        u = encoding.own(content_bias)[None, :, None].to(dtype)
+        u = u.expand(len(query), -1, query.shape[2], -1)
         u = u if rotation is None else rotation.turn(u, m)
         bias = bias + grouped_scores(u, call.key.to(dtype), scaling)
     return bias
