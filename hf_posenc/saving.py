@@ -30,7 +30,7 @@ from hf_posenc.errors import PosencError, UntrainedWarning, one_line, unknown
 from hf_posenc.files import disk_errors
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
-from hf_posenc.model.parameters import PARAMETERS, trained_parameters
+from hf_posenc.model.parameters import PARAMETERS, trained_parameters, with_axes
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
@@ -607,6 +607,7 @@ def _fill_from_checkpoint(
 
 
 def _fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: str | Path) -> None:
+    loaded = with_axes(loaded)
     missing = sorted(set(trained) - set(loaded))
     if missing:
         raise PosencError(

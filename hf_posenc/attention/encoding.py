@@ -39,7 +39,7 @@ class Encoding:
 
     Attributes:
         original: The original context length L, in tokens.
-        heads: Number of query heads.
+        heads: Number of query heads that this process computes.
         rotation: The layer's own rotation; `None` where it has none, or where it need not be known.
         method: The method that moves queries and keys: bands, moving frequencies, factors or offsets.
         bias: The method that adds to the scores.
@@ -51,6 +51,7 @@ class Encoding:
         bidirectional: True for a layer of an encoder, which reads the keys after a query too.
         cached_by: The encoding whose positions the keys have, for a layer that is not patched but shares its rotary
             table with patched ones.
+        share: This process's number among those that share the heads of the layer, in order, and how many these are.
         plan: All that follows from these and not from a call.
     """
 
@@ -66,6 +67,7 @@ class Encoding:
     rotates: bool = True
     bidirectional: bool = False
     cached_by: Encoding | None = None
+    share: tuple[int, int] = (0, 1)
     plan: Plan = field(init=False)
 
     @classmethod
@@ -105,6 +107,16 @@ class Encoding:
         """Return the rotary position at which a key at n is cached; a method `by_pair` adds a last axis of parts."""
         return self.plan.cached_position(n) if self.rotates else torch.zeros_like(n)
 
+    @property
+    def all_heads(self) -> int:
+        """The number of query heads of the layer, on all processes."""
+        return self.heads * self.share[1]
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return the entries of this process's heads; the first axis has one for every head, or one for all."""
+        number, processes = self.share
+        return values if len(values) == 1 or processes == 1 else values.chunk(processes)[number]
+
     def key_place(self, n: Tensor) -> Tensor:
         """Return the rotary position at which this layer's rotary table places a key at n."""
         return (self.cached_by or self).cached_position(n)
@@ -121,7 +133,7 @@ class Encoding:
         factor = factor[:, None, :, None].to(exact)
         if self.query is not None and self.query.trainable:
             assert self.parameters is not None
-            factor = factor * self.parameters["query_scale"][:, None, None]
+            factor = factor * self.own(self.parameters["query_scale"])[:, None, None]
         return (query * factor).to(query.dtype)
 
     @property
@@ -460,7 +472,7 @@ class OffsetPlan(Plan):
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)
-        self.parameters = encoding.parameters or {}
+        self.parameters, self.own = encoding.parameters or {}, encoding.own
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         return self._shifted(self.rotation, x, m, "a")
@@ -469,7 +481,7 @@ class OffsetPlan(Plan):
         return self._shifted(self.rotation.of_keys, x, n, "b")
 
     def _shifted(self, rotation: Rotation, x: Tensor, positions: Tensor, name: str) -> Tensor:
-        offset = self.parameters[name].to(torch.promote_types(x.dtype, torch.float32))
+        offset = self.own(self.parameters[name]).to(torch.promote_types(x.dtype, torch.float32))
         every = offset[None, :, None].expand(len(positions), -1, positions.shape[1], -1)
         return x + rotation.turn(every, positions).to(x.dtype)
 

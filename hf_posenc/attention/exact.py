@@ -183,8 +183,8 @@ def score_bias(
     dtype = torch.promote_types(query.dtype, torch.float32)
     if isinstance(method, DistanceBias):
         position = m[:, :, None].to(dtype) if method.of_query else None
-        bias = method.bias(distance.to(dtype), encoding.heads, parameters, position)
-        return bias.transpose(0, 1)
+        bias = method.bias(distance.to(dtype), encoding.all_heads, parameters, position)
+        return encoding.own(bias).transpose(0, 1)
     assert method is not None
     # Content meets distance: one embedding for each distance that occurs, then each pair selects its own.
     constant = method.constant_from()
@@ -197,19 +197,20 @@ def score_bias(
         distance = distance.clamp(max=constant)
     every = torch.arange(span, device=query.device, dtype=dtype)
     head_dim = query.shape[-1]
-    relative = method.relative(every, encoding.heads, head_dim, parameters).to(dtype)
+    relative = encoding.own(method.relative(every, encoding.all_heads, head_dim, parameters))
     # The embeddings meet the query as it was before the rotation, and u is rotated as the query is.
     rotation = encoding.rotation if encoding.rotates else None
     unrotated = query.to(dtype) if rotation is None else rotation.turn(query.to(dtype), -m)
     position_bias = method.position_bias(parameters)
     if position_bias is not None:
-        unrotated = unrotated + position_bias[None, :, None].to(dtype)
-    by_distance = unrotated @ relative.transpose(-1, -2) * scaling
+        unrotated = unrotated + encoding.own(position_bias)[None, :, None].to(dtype)
+    by_distance = unrotated @ relative.to(dtype).transpose(-1, -2) * scaling
     index = distance[:, None].expand(-1, encoding.heads, -1, -1)
     bias = by_distance.gather(-1, index.expand(len(query), -1, -1, -1))
     content_bias = method.content_bias(parameters)
     if content_bias is not None:
-        u = content_bias[None, :, None].to(dtype).expand(len(query), -1, query.shape[2], -1)
+        u = encoding.own(content_bias)[None, :, None].to(dtype)
+        u = u.expand(len(query), -1, query.shape[2], -1)
         u = u if rotation is None else rotation.turn(u, m)
         bias = bias + grouped_scores(u, call.key.to(dtype), scaling)
     return bias

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -105,14 +104,18 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
 def _biased(
     encoding: Encoding, query: Tensor, key: Tensor, value: Tensor, scaling: float, offset: int
 ) -> Tensor:
-    method, heads = encoding.bias, encoding.heads
+    method, heads = encoding.bias, encoding.all_heads
     assert isinstance(method, DistanceBias)
     exact = torch.promote_types(query.dtype, torch.float32)
     distance = torch.arange(key.shape[2], device=key.device, dtype=exact)
     parameters = encoding.parameters or {}
-    table = method.bias(distance, heads, parameters).to(exact)
+    table = encoding.own(method.bias(distance, heads, parameters)).to(exact)
+
+    def horizon(drop: Tensor) -> Tensor | None:
+        every = method.horizon(drop.repeat(encoding.share[1]), heads, parameters)
+        return None if every is None else encoding.own(every)
+
     windows = None
-    horizon = functools.partial(method.horizon, heads=heads, parameters=parameters)
-    if not table.requires_grad and horizon(torch.ones(heads)) is not None:
+    if not table.requires_grad and horizon(torch.ones(encoding.heads)) is not None:
         windows = provable_windows(query, key, horizon, scaling, DROPPED)
     return toeplitz(query, key, value, table, scaling, offset=offset, windows=windows)

@@ -113,8 +113,8 @@ class FIRE(DistanceBias):
 
         narrow = 1 / math.sqrt(self.hidden)
         return {
-            "c": torch.tensor(float(self.c)),
-            "multiplier": torch.tensor(1.0),
+            "c": torch.tensor([float(self.c)]),  # FSDP shards no scalar
+            "multiplier": torch.ones(1),
             "weight_in": uniform(1.0, self.hidden, 1),
             "bias_in": uniform(1.0, self.hidden),
             "weight_out": uniform(narrow, heads, self.hidden),
@@ -130,8 +130,8 @@ class FIRE(DistanceBias):
     ) -> Tensor:
         if query_position is None:
             raise PosencError(f"{self.name} depends on the query's position: give query_position.")
-        c = parameters["c"]
-        threshold = (parameters["multiplier"] * self.threshold).abs()
+        c, multiplier = (parameters[name].squeeze() for name in ("c", "multiplier"))
+        threshold = (multiplier * self.threshold).abs()
         longest = torch.maximum(query_position.to(distance.dtype), threshold.to(distance.dtype))
         # |c x|, as in the authors' code: a c that training made negative must not end in a logarithm of less than 0.
         whole = torch.log1p((c * longest).abs())

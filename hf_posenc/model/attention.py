@@ -38,6 +38,7 @@ from hf_posenc.model.masks import (
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.positions import LAYER, named_arguments, request_length
 from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
+from hf_posenc.model.sharding import refuse_parts_of_texts, sharded_weights
 
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -82,6 +83,16 @@ class Layer:
         trained: Any = parameters_in_force(module)
         same = trained is self.encoding.parameters
         return self.encoding if same else self.encoding.with_parameters(trained)
+
+    def check_heads(self, heads: int) -> None:
+        """Raise where another number of heads is computed than before, and the method has numbers for each."""
+        encoding = self.encoding
+        if heads != encoding.heads and (encoding.bias is not None or encoding.parameters):
+            raise PosencError(
+                f"A layer computes {heads} heads and computed {encoding.heads} when it was patched with a method that "
+                "has numbers for each head. Call unpatch_model(model), distribute the model over processes (tp_plan), "
+                "and patch again."
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -173,6 +184,8 @@ class Recorded:
         keys: Number of all keys.
         kwargs: Further arguments.
         sees_later: True if the mask shows a query a later key; `None` without a mask that says so.
+        features: Width of the output, that of all heads.
+        sharded: The module's weights of which this process computes a part.
     """
 
     query: Tensor
@@ -180,6 +193,8 @@ class Recorded:
     keys: int
     kwargs: Mapping[str, Any]
     sees_later: bool | None
+    features: int
+    sharded: tuple[Tensor, ...]
 
 
 # The attention function is global. Other threads may run other models meanwhile, which must not notice.
@@ -229,7 +244,9 @@ def posenc_attention(
     ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
+    refuse_parts_of_texts("a method that computes attention itself")
     _refuse_direction(module, layer)
+    layer.check_heads(query.shape[1])
     query_position = _query_position(module, forward, kwargs, query)
     encoding = layer.encoding_of(module)
     if kwargs.get("cache") is not None:
@@ -359,6 +376,7 @@ def scaled_attention(
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
+        layer.check_heads(query.shape[1])
         positions = _query_position(module, forward, kwargs, query)
         query = layer.encoding_of(module).scaled(query, positions)
     indices = kwargs.get("indices")
@@ -411,7 +429,9 @@ def _recorded(
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
         later = bool(visible(mask)[..., :queries].triu(1).any())
     own = key[:, :, :queries].clone()
-    call = Recorded(query.clone(), own, key.shape[2], kwargs, later)
+    features = query.shape[1] * value.shape[-1]
+    weights = sharded_weights(module)
+    call = Recorded(query.clone(), own, key.shape[2], kwargs, later, features, weights)
     _recordings[threading.get_ident()].setdefault(module, []).append(call)
     if value.shape[2] >= queries:  # its own come first
         value = value[:, :, :queries]

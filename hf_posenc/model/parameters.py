@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Method
+from hf_posenc.model.sharding import replicated, with_summed_gradient
 
 PARAMETERS = "posenc"
 """The child of an attention module that holds the parameters of a method, and of a decoder those of all its layers."""
@@ -38,20 +39,34 @@ class MethodParameters(nn.Module):
 
     common: _Common | None = None
 
-    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Tensor] | None = None, mesh: Any = None) -> None:
+        """Store parameters of all heads.
+
+        Args:
+            values: Their initial values, by name.
+            mesh: The processes that share the heads of the layers, in tensor parallelism. All of them have the values
+                of the first, and each gradient is the sum of theirs.
+        """
         super().__init__()
+        self.mesh = mesh
         for name, value in (values or {}).items():
-            self.register_parameter(name, nn.Parameter(value.float()))
+            initial = value.detach().float()
+            if mesh is not None:
+                initial = replicated(initial, mesh)
+            self.register_parameter(name, nn.Parameter(initial))
 
     def forward(self, _: Any = None) -> MethodParameters:
         """Return the module itself: called, PEFT's wrapper gives the parameters of the active adapter."""
         return self
 
-    def __getitem__(self, name: str) -> nn.Parameter:
+    def __getitem__(self, name: str) -> Tensor:
         shared = self._shared()
         if shared is not None and name in shared._parameters:
             return shared[name]
-        return self.get_parameter(name)
+        parameter = self.get_parameter(name)
+        if self.mesh is None or not (torch.is_grad_enabled() and parameter.requires_grad):
+            return parameter
+        return with_summed_gradient(parameter, self.mesh)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._parameters, *(self._shared() or ())))
@@ -64,6 +79,11 @@ class MethodParameters(nn.Module):
 
     def keys(self) -> list[str]:
         return list(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        state_dict.update(with_axes(own))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
         def moved(tensor: Tensor) -> Tensor:
@@ -89,7 +109,7 @@ def share_parameters(decoder: nn.Module, sharing: Sequence[tuple[nn.Module, Meth
         held: Any = layer._modules[PARAMETERS]
         own = {name: held._parameters.pop(name) for name in method.shared_parameters}
         if shared is None:
-            shared = MethodParameters(own)
+            shared = MethodParameters(own, held.mesh)
             decoder.register_module(PARAMETERS, shared)
         if method != (first := sharing[0][1]):
             raise UnsupportedModelError(
@@ -113,6 +133,11 @@ def parameters_in_force(attention: nn.Module) -> MethodParameters | None:
         return held
     active: MethodParameters = held(None)
     return active
+
+
+def with_axes(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return stored parameters with an axis for single numbers, which earlier versions stored without one."""
+    return {name: value if value.dim() else value[None] for name, value in stored.items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling
+from hf_posenc.model.sharding import refuse_parts_of_texts
 from hf_posenc.rope import RopeSpec
 
 CosSin = tuple[Tensor, Tensor]
@@ -129,6 +130,7 @@ class PosencRotary(RotaryWrapper):
             return self.base(x, position_ids, *args, **kwargs)
         engine = self._engine(x.device)
         if self.method.length_dependent:
+            refuse_parts_of_texts(f'{self.method.name} with update="sequence"')
             length = position_ids.max() + 1
             if not self._warned and not torch.compiler.is_compiling():
                 self._warn_of_cache(position_ids, length, label)

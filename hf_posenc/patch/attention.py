@@ -54,6 +54,7 @@ from hf_posenc.model.positions import (
 )
 from hf_posenc.model.repositioned import ENGINE, SCORES, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
+from hf_posenc.model.sharding import processes_of_heads
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.export import config_parts, quiet
@@ -237,6 +238,15 @@ def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> No
             f"{type(owner).__name__} chooses the keys of a query by a {indexers[0]}, from rotated queries and keys of "
             "its own, which a method that changes the rotation in attention does not follow. log_n and biases with "
             f"keep_rope=True work there. {FREQUENCY_METHODS_WORK}"
+        )
+    added = [method.name for method in methods if method.trainable]
+    classes = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if added and "FSDPModule" in classes:
+        warnings.warn(
+            f"FSDP does not manage the parameters that {', '.join(added)} adds to a model after fully_shard: each "
+            "process would train its own. Patch the model first, or train it by the Trainer, which averages their "
+            "gradients where transformers has sharded the model.",
+            stacklevel=7,
         )
 
 
@@ -445,14 +455,17 @@ def encoding_of(
     compose: bool,
 ) -> Encoding:
     """The encoding of one layer; its parameters become a child of the attention module."""
-    query, key_heads = layer.recorded.query, layer.recorded.key.shape[1]
-    heads, head_dim = query.shape[1], query.shape[-1]
+    call, mesh, share = layer.recorded, None, (0, 1)
+    if base.bias is not None or any(method.trainable for method in methods):
+        mesh = processes_of_heads(layer.name, call.sharded, call.features)
+        share = share if mesh is None else (mesh.get_local_rank(), mesh.size())
+    heads, key_heads = (x.shape[1] * share[1] for x in (call.query, call.key))
     initial: dict[str, Tensor] = {}
     for method in methods:
-        initial |= method.parameters_for(heads, key_heads, head_dim, base.original)
+        initial |= method.parameters_for(heads, key_heads, call.query.shape[-1], base.original)
     parameters: Any = None  # a mapping too, which the type of a module does not express
     if initial:
-        parameters = MethodParameters(initial).to(query.device)
+        parameters = MethodParameters(initial, mesh).to(call.query.device)
         layer.module.register_module(PARAMETERS, parameters)
     spec = None
     if isinstance(base.method, LengthDependent):
@@ -465,7 +478,8 @@ def encoding_of(
     both = layer.bidirectional
     return replace(
         base,
-        heads=heads,
+        heads=call.query.shape[1],
+        share=share,
         rotation=layer.rotation,
         spec=spec,
         parameters=parameters,

@@ -247,12 +247,12 @@ def _refuse_damaged(damage: str | None, state: State) -> None:
 
 
 def _refuse_prompts(model: Any) -> None:
-    """Refuse a model whose cache PEFT fills with keys that have no position: prefix tuning and its like."""
+    """Refuse a model whose cache PEFT fills with keys that have no position."""
     for config in (getattr(model, "peft_config", None) or {}).values():
-        if getattr(config, "is_prompt_learning", False):
+        if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
             raise UnsupportedModelError(
-                f"{config.peft_type} puts learned keys or tokens before the text, which have no position. Patch "
-                "the model without that adapter."
+                f"{config.peft_type} puts learned keys before the text, which have no position. Patch the model "
+                "without that adapter, or with a frequency method."
             )
 
 

@@ -247,7 +247,6 @@ def _check_parallelism(
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
     sizes = {
-        "Tensor": max(getattr(config, "tp_size", None) or 1, getattr(model, "tp_size", None) or 1),
         "Context": getattr(config, "cp_size", None) or 1,
         "Sequence": getattr(config, "sp_size", None) or 1,
     }
@@ -255,18 +254,12 @@ def _check_parallelism(
         if size < 2:
             continue
         if patch is not None and patch.layers:
-            effect = (
-                "distributes the heads over the processes, and a bias for each head would be that of another head"
-                if name == "Tensor"
-                else "splits a text over the processes and computes attention itself, causal and without any mask: "
-                "biases, bands and other changes of attention would be dropped in silence"
-            )
             raise PosencError(
-                f"{name} parallelism (size {size}) {effect}; {' + '.join(patch.methods)} computes attention. Use a "
-                "frequency method (yarn, ...), or train without it (FSDP2, ZeRO-3, --gradient_checkpointing)."
+                f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
+                "causal and without any mask: biases, bands and other changes of attention would be dropped in "
+                f"silence; {' + '.join(patch.methods)} computes attention. Use a frequency method (yarn, ...), or "
+                "train without it (FSDP2, ZeRO-3, tensor parallelism, --gradient_checkpointing)."
             )
-        if name == "Tensor":
-            continue
         if positions == "packed":
             raise PosencError(
                 f"{name} parallelism (size {size}) drops every mask, and packed documents would attend to each other. "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels.biases import operands_of
+from hf_posenc.attention.kernels.biases import Operands, operands_of
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import T5, ALiBi
 from tests.support import attention_references as naive
@@ -100,6 +101,21 @@ def test_a_kernel_reads_the_scaled_buckets(mode: str) -> None:
     assert index is not None
     distance = torch.arange(3000)
     assert torch.equal(index[distance.clamp(max=len(index) - 1)].long(), method.bucket(distance))
+
+
+@pytest.mark.parametrize("name", [name for name in BIASES if name != "fire"])
+def test_a_kernel_reads_the_heads_of_its_process(name: str) -> None:
+    """In tensor parallelism: the parts of three processes are those of all heads, in order."""
+    method = distance_bias(name)
+    parameters = {key: torch.rand_like(value) for key, value in method.initial(6, 64).items()}
+    whole = Encoding(64, heads=6, bias=method, rotates=False, parameters=parameters)
+    shares = [replace(whole, heads=2, share=(number, 3)) for number in range(3)]
+    expected, *parts = (
+        cast(Operands, operands_of(each, 0, 50, torch.device("cpu"))) for each in (whole, *shares)
+    )
+    for operand in ("first", "second") if name.startswith("kerple") else ("first",):
+        found = torch.cat([getattr(part, operand) for part in parts])
+        assert torch.equal(found, getattr(expected, operand))
 
 
 def test_t5_buckets_by_hand() -> None:

@@ -334,12 +334,50 @@ def test_another_implementation_after_the_patch_is_refused(model_type: str, meth
     assert torch.equal(zoo.logits(model, zoo.tokens(30)), before)
 
 
-def test_prefix_tuning_is_refused(model: PreTrainedModel) -> None:
+def prompted(model: PreTrainedModel, kind: str) -> Any:
     peft = pytest.importorskip("peft")
-    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    wrapped = peft.get_peft_model(model, config)
-    with pytest.raises(UnsupportedModelError, match="PREFIX_TUNING"):
+    config: Any = getattr(peft, f"{kind}TuningConfig")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
+
+
+def test_prefix_tuning_is_refused(model: PreTrainedModel) -> None:
+    wrapped = prompted(model, "Prefix")
+    with pytest.raises(UnsupportedModelError, match=r"PREFIX_TUNING.*frequency method"):
         patch_model(wrapped, "rerope")
+
+
+@pytest.mark.parametrize("method", ["rerope", "self_extend", "dual_chunk", "dynamic_ntk"])
+def test_prefix_tuning_of_a_patched_model_is_refused(model: PreTrainedModel, method: str) -> None:
+    """The keys of a prefix are those of no position, and were read as rotated: another model than unpatched."""
+    wrapped = prompted(patch_model(model, method), "Prefix")
+    with pytest.raises(PosencError, match=r"prefix tuning.*frequency method"):
+        zoo.logits(wrapped, zoo.tokens(20))
+
+
+def test_prefix_tuning_is_that_of_the_unpatched_model_with_frequencies(
+    model: PreTrainedModel,
+) -> None:
+    wrapped = prompted(patch_model(model, "dynamic_ntk", update="sequence"), "Prefix")
+    found = zoo.logits(wrapped, zoo.tokens(20))
+    unpatch_model(wrapped)
+    assert torch.equal(zoo.logits(wrapped, zoo.tokens(20)), found)  # of the original length
+
+
+@pytest.mark.parametrize("first", ["patch", "prompt"])
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "dynamic_ntk", "alibi"])
+def test_learned_tokens_of_prompt_tuning_are_tokens(
+    model: PreTrainedModel, method: str, first: str
+) -> None:
+    if first == "patch":
+        wrapped = prompted(patch_model(model, method), "Prompt")
+    else:
+        wrapped = patch_model(prompted(model, "Prompt"), method)
+    ids, learned = zoo.tokens(70), wrapped.get_prompt(batch_size=1)
+    embeddings = torch.cat((learned, model.get_input_embeddings()(ids)), 1)
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeddings, use_cache=False).logits
+    assert torch.equal(zoo.logits(wrapped, ids).float(), expected)
 
 
 def test_positions_that_repeat_behind_cached_tokens_are_refused(model: PreTrainedModel) -> None:

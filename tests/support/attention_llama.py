@@ -113,7 +113,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
     """Moves trainable parameters away from their initial values, many of which are zeros."""
     generator = torch.Generator().manual_seed(seed)
     for name, value in parameters_of(model).items():
-        positive = value.dim() == 0 or name.endswith((".r1", ".r2"))
+        positive = value.numel() == 1 or name.endswith((".r1", ".r2"))
         drawn = (
             0.2 + 0.6 * torch.rand(value.shape, generator=generator)
             if positive
@@ -276,7 +276,8 @@ def _bias(case: Case, trained: Mapping[str, Tensor], heads: int, length: int) ->
     """Shape (heads, length, length); anything where n > m."""
     values = {**(case.bias or {}), **naive.as_numbers(trained)}
     if case.method == "fire":
-        values["threshold"] = case.options["threshold"] * values.pop("multiplier")
+        (values["c"],), (multiplier,) = values["c"], values.pop("multiplier")
+        values["threshold"] = case.options["threshold"] * multiplier
         return naive.bias_matrix("fire", length, heads, **values)
     by_distance = torch.tensor(
         [naive.BIAS[case.bias_of or case.method](r, r, heads, **values) for r in range(length)],

@@ -47,27 +47,29 @@ def operands_of(
     That of a method with parameters is computed for the call, and passes gradients on to them; it would cost a step of
     a generation, with `queries`, more than its attention, and is not given there.
     """
-    method, heads, parameters = encoding.bias, encoding.heads, encoding.parameters or {}
+    method, heads, parameters = encoding.bias, encoding.all_heads, encoding.parameters or {}
+    own = encoding.own
     if method is None:
         return Operands()
     if _is_line(method):
-        slopes = _kept(encoding, device, 1, lambda _: method.slopes(heads).float())
+        slopes = _kept(encoding, device, 1, lambda _: own(method.slopes(heads)).float())
         return Operands("alibi", slopes)
     if type(method) in (KerpleLog, KerplePower):
-        return Operands(method.name, parameters["r1"], parameters["r2"])
+        return Operands(method.name, own(parameters["r1"]), own(parameters["r2"]))
     if type(method) is T5:
         size = 2 * math.ceil(method.max_distance * method.scale)
         index = _kept(encoding, device, size, lambda d: method.bucket(d).int())
-        return Operands("buckets", parameters["table"].T, index)
+        return Operands("buckets", own(parameters["table"].T), index)
     if not has_table(encoding) or (queries and parameters) or keys <= queries:
         return None
     assert isinstance(method, DistanceBias)
     if parameters:
         distance = torch.arange(keys, device=device, dtype=torch.float32)
-        return Operands("table", method.bias(distance, heads, parameters).clamp_min(LEAST))
+        bias = own(method.bias(distance, heads, parameters))
+        return Operands("table", bias.clamp_min(LEAST))
     size = max(1024, 1 << (keys - 1).bit_length())  # serves the following steps too
     table = _kept(
-        encoding, device, size, lambda d: method.bias(d.float(), heads, {}).clamp_min(LEAST)
+        encoding, device, size, lambda d: own(method.bias(d.float(), heads, {})).clamp_min(LEAST)
     )
     return Operands("table", table)
 
