@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -259,6 +260,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype  # autocast leaves float64 as it is, and has no region for meta
     return torch.get_autocast_dtype(kind)
+
+
+def outside_autocast(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which tensors on a kind of device are multiplied in their own dtype."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 # A mask answers questions once for all layers of a forward, so the layers must share it: by the tensor that every

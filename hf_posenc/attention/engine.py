@@ -8,18 +8,18 @@ with a warning, and the next one computes. `set_backend` and the environment var
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_posenc.attention import decode, prefill, windowed
-from hf_posenc.attention.call import Call, product_dtype
+from hf_posenc.attention.call import Call, outside_autocast, product_dtype
 from hf_posenc.attention.checks import isolation, verdicts
 from hf_posenc.attention.checks.backend import Backend as Backend
 from hf_posenc.attention.checks.backend import Key as Key
@@ -243,14 +243,13 @@ def attend(call: Call, encoding: Encoding) -> Result:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
         queries, keys), where they are requested.
     """
-    kind, dtype = call.value.device.type, product_dtype(call.value)
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        # As PyTorch's fused attention: autocast chooses the dtype of the products, and nothing inside them.
-        with torch.autocast(kind, enabled=False):
-            return attend(replace(call, value=call.value.to(dtype)), encoding)
-    if call.beside is not None:
-        return exact(call, encoding)
-    return choose(call, encoding).run(call, encoding)
+    if (dtype := product_dtype(call.value)) != call.dtype:
+        call = dataclasses.replace(call, value=call.value.to(dtype))
+    # As in PyTorch's fused attention, autocast chooses the dtype of the products alone, and none of what is inside.
+    with outside_autocast(call.value.device.type):
+        if call.beside is not None:
+            return exact(call, encoding)
+        return choose(call, encoding).run(call, encoding)
 
 
 def _extra() -> tuple[Backend, ...]:
