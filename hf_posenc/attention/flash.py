@@ -107,8 +107,9 @@ def attend_parts(
 
     Every row is in at least one part, and the rows of a part are either all new or all to be merged. Shapes: queries
     (B, H, Q, D), keys (B, HK, KV, D), the value (B, HK, KV, DV), and the result (B, H, Q, DV) in the memory layout
-    (B, Q, H, DV), in the dtype of the value. `trained` is a table from which the masks come and which gets a gradient too, and the backward.
-    `fused` computes the parts, which must be of its form.
+    (B, Q, H, DV). Queries and keys are rounded to the dtype of the value, which the result has. `trained` is a table
+    from which the masks come and which gets a gradient too, and the backward. `fused` computes the parts, which must
+    be of its form.
     """
     features = value.shape[-1]
     size = max(queries[0].shape[-1], features)

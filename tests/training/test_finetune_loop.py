@@ -154,7 +154,12 @@ def test_mixed_precision_gives_the_result_of_the_trainer(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     arguments = command(model, tmp_path / "loop", patch=patch, target_length=128)
     losses = losses_of_loop(monkeypatch, arguments)
-    given = {"patch": patch, "target_length": 128, "bf16": True, "optim": "adamw_torch"}
+    given: dict[str, Any] = {
+        "patch": patch,
+        "target_length": 128,
+        "bf16": True,
+        "optim": "adamw_torch",
+    }
     trained = tmp_path / "trainer"
     assert losses == pytest.approx(
         losses_of_trainer(model, trained, "contiguous", "full", **given), rel=2e-6
