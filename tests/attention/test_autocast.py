@@ -42,6 +42,7 @@ METHODS = {
     **{name: Case(name) for name in ("dynamic_pi", "dynamic_partial_ntk")},
     "dynamic_ntk_request": Case("dynamic_ntk", {"update": "request"}),
     "rerope_log_n": CASES["rerope_log_n"],
+    "xpos": Case("xpos", {"scale_base": 6}),  # factors of later keys would be beyond float16
     "lampe": Case("lampe", {"growth": 0.01, "shift": -0.5, "capacity": 80.0, "head": 6, "tail": 4}),
 }
 
