@@ -1,6 +1,5 @@
 """The training of scripts/finetune.py as a bare accelerate loop, to read and to change: same losses, same resume."""
 
-import itertools
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
@@ -21,6 +20,7 @@ class Options:
     model: str = str(embedded.model_path())
     patch: str = "yarn:scale=4"
     text: str | None = None
+    target_length: int | None = None
     positions: str = "contiguous"
     train: str = "full"
     output_dir: str = "finetuned"
@@ -40,8 +40,8 @@ def main() -> None:
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)
-    preparation.apply_patch(model, run.patch)
-    lengths = preparation.resolve_lengths(model, run.positions)
+    preparation.apply_patch(model, run.patch, run.target_length)
+    lengths = preparation.resolve_lengths(model, run.positions, run.target_length)
     model = training.choose_parameters(model, run.train)
     training.chunk_loss(model)
     collate = training.PositionCollator(run.positions, target_length=lengths.target, seed=run.seed)
@@ -68,7 +68,7 @@ def main() -> None:
         batches = iter(skip_first_batches(loader, done * accumulated))
         # An epoch's first batch draws a random number: a state restored within it has drawn it already.
         with torch.random.fork_rng(devices=[], enabled=done > 0):
-            parts = list(itertools.islice(batches, accumulated))
+            parts = [part for _, part in zip(range(accumulated), batches, strict=False)]
         while parts and step < run.max_steps:
             # The mean over a step's tokens in all parts and processes; not a mean of their means.
             tokens = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
@@ -89,7 +89,7 @@ def main() -> None:
             accelerator.log({"loss": total, "grad_norm": norm}, step)
             if step % run.save_steps == 0 or step == run.max_steps:
                 folder.save(accelerator, output, step)
-            parts = list(itertools.islice(batches, accumulated))
+            parts = [part for _, part in zip(range(accumulated), batches, strict=False)]
     result, weights = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
     result.save_pretrained(output, state_dict=weights, is_main_process=accelerator.is_main_process)
     tokenizer.save_pretrained(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -86,7 +87,8 @@ class Call:
     Attributes:
         query: Shape (batch, heads, queries, head_dim), rotated to the position at which keys are cached.
         key: Shape (batch, key heads, keys, head_dim), rotated likewise.
-        value: Shape (batch, key heads, keys, value_dim).
+        value: Shape (batch, key heads, keys, value_dim). Its dtype is that of products: queries and keys may be of a
+            wider one until they are turned, so that they are rounded once.
         query_position: Shape (batch or 1, queries), integer.
         key_position: Shape (batch or 1, keys), integer; arbitrary where a key is masked.
         mask: The visible keys.
@@ -114,6 +116,11 @@ class Call:
     lengths: Tensor | None = None
     rotated: RotatedKeys | None = None
     beside: Beside | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products."""
+        return self.value.dtype
 
     @property
     def plain(self) -> bool:
@@ -245,6 +252,21 @@ def by_origin(
 def _version(tensor: Tensor | None) -> float:
     """The number of writes in place; a number that equals none where PyTorch does not count them."""
     return math.nan if tensor is None or tensor.is_inference() else tensor._version
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor is multiplied: that of `torch.autocast` in its region, else its own."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype  # autocast leaves float64 as it is, and has no region for meta
+    return torch.get_autocast_dtype(kind)
+
+
+def outside_autocast(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which tensors on a kind of device are multiplied in their own dtype."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 # A mask answers questions once for all layers of a forward, so the layers must share it: by the tensor that every

@@ -113,7 +113,7 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         softcap=call.softcap,
         sinks=call.sinks,
     )
-    return out, weights.to(call.value.dtype) if call.weights else None
+    return out, weights.to(call.query.dtype) if call.weights else None
 
 
 def _visible(call: Call, encoding: Encoding) -> Tensor | None:
@@ -200,4 +200,4 @@ def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         softcap=call.softcap,
         sinks=call.sinks,
     )
-    return out, weights.to(call.value.dtype) if call.weights else None
+    return out, weights.to(call.query.dtype) if call.weights else None

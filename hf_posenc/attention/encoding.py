@@ -455,6 +455,8 @@ class XPosPlan(Plan):
         return self._scaled(self.rotation, x, factor)
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        # No query of the bucket sees a later key, whose factor would overflow, and its gradient be NaN.
+        n = torch.minimum(n, origin + self.method.scale_base)
         factor = self.method.key_scale(n, self.rotation.layout.dim, origin)
         return self._scaled(self.rotation.of_keys, x, factor)
 

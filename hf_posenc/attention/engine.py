@@ -8,6 +8,7 @@ with a warning, and the next one computes. `set_backend` and the environment var
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_posenc.attention import decode, prefill, windowed
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, outside_autocast, product_dtype
 from hf_posenc.attention.checks import isolation, verdicts
 from hf_posenc.attention.checks.backend import Backend as Backend
 from hf_posenc.attention.checks.backend import Key as Key
@@ -243,10 +244,14 @@ def attend(call: Call, encoding: Encoding) -> Result:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
         queries, keys), where they are requested.
     """
-    # An exported graph is for all lengths and devices.
-    if call.beside is not None or is_exporting():
-        return exact(call, encoding)
-    return choose(call, encoding).run(call, encoding)
+    if (dtype := product_dtype(call.value)) != call.dtype:
+        call = dataclasses.replace(call, value=call.value.to(dtype))
+    # As in PyTorch's fused attention, autocast chooses the dtype of the products alone, and none of what is inside.
+    with outside_autocast(call.value.device.type):
+        # An exported graph is for all lengths and devices.
+        if call.beside is not None or is_exporting():
+            return exact(call, encoding)
+        return choose(call, encoding).run(call, encoding)
 
 
 def _extra() -> tuple[Backend, ...]:

@@ -38,7 +38,8 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     shared: list[Tensor] | None = None
     if plan.shares_keys:
         origin = call.key_position.new_zeros(())
-        shared = [branch.key(call.key, call.key_position, origin) for branch in plan.branches]
+        keys = [branch.key(call.key, call.key_position, origin) for branch in plan.branches]
+        shared = [key.to(call.dtype) for key in keys]
     outs, weights = [], []
     needs_grad = torch.is_grad_enabled() and call.query.requires_grad
     for start, stop in _blocks(call, encoding):
@@ -117,7 +118,8 @@ def _block(
     covered: Tensor | None = None
     for index, branch in enumerate(encoding.plan.branches):
         turned = branch.key(key, n, origin) if shared is None else shared[index]
-        part = grouped_scores(branch.query(query, m, origin), turned, call.scaling)
+        pair = branch.query(query, m, origin).to(call.dtype), turned.to(call.dtype)
+        part = grouped_scores(*pair, call.scaling)
         inside = branch.contains(*pairs, origin)
         scores = part if inside is None or scores is None else torch.where(inside, part, scores)
         if inside is not None:
@@ -138,7 +140,7 @@ def _block(
     out, weights = weighted_values(
         scores, call.value, visible, sinks=call.sinks, dropout=call.dropout
     )
-    return out, weights.to(call.value.dtype) if call.weights else None
+    return out, weights.to(call.query.dtype) if call.weights else None
 
 
 def _beside(
@@ -154,7 +156,7 @@ def _beside(
     query, m = call.query[:, :, start:stop], call.query_position[:, start:stop]
     if encoding.rotation is not None:
         query = encoding.rotation.turn(query, m - encoding.key_place(m))
-    found = grouped_scores(query, other.key, call.scaling)
+    found = grouped_scores(query.to(call.dtype), other.key.to(call.dtype), call.scaling)
     if call.softcap is not None:
         found = call.softcap * torch.tanh(found / call.softcap)
     added, shown = other.mask.added(start, stop), other.mask.rows(start, stop)

@@ -107,17 +107,16 @@ def attend_parts(
 
     Every row is in at least one part, and the rows of a part are either all new or all to be merged. Shapes: queries
     (B, H, Q, D), keys (B, HK, KV, D), the value (B, HK, KV, DV), and the result (B, H, Q, DV) in the memory layout
-    (B, Q, H, DV). `trained` is a table from which the masks come and which gets a gradient too, and the backward.
-    `fused` computes the parts, which must be of its form.
+    (B, Q, H, DV). Queries and keys are rounded to the dtype of the value, which the result has. `trained` is a table
+    from which the masks come and which gets a gradient too, and the backward. `fused` computes the parts, which must
+    be of its form.
     """
     features = value.shape[-1]
     size = max(queries[0].shape[-1], features)
     size = -size // 8 * -8 if fused.windows else size
+    tensors = [x.to(value.dtype) for x in (*queries, *keys, value)]
     # Zeros for the op, which has one head dimension; no gradient is lost.
-    tensors = [
-        x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
-        for x in (*queries, *keys, value)
-    ]
+    tensors = [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors]
     table, gradients = trained or (None, None)
     out: Tensor = _Parts.apply(  # type: ignore[no-untyped-call]
         fused, tuple(parts), len(queries), scaling, gradients, table, *tensors

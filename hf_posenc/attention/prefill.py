@@ -51,7 +51,7 @@ def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     everything = slice(None)
     if len(runs) == 1 and (runs[0].batch, runs[0].queries, runs[0].keys) == (everything,) * 3:
         return _one(call, encoding, runs[0]), None
-    out = call.query.new_zeros(batch, heads, queries, call.value.shape[-1])
+    out = call.value.new_zeros(batch, heads, queries, call.value.shape[-1])
     for run in runs:
         out[run.batch, :, run.queries] = _one(call, encoding, run)
     return out, None

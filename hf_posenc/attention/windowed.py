@@ -43,7 +43,7 @@ def accepts(
         or not call.plain
         or torch.compiler.is_compiling()
         or (turns is not None and not turns(call, encoding))
-        or not fused.serves(call.query.device, call.query.dtype, features)
+        or not fused.serves(call.query.device, call.dtype, features)
     ):
         return False
     runs = call.runs()
@@ -265,7 +265,7 @@ def _by_bucket(
     plan, (batch, heads, rows, _) = encoding.plan, call.query.shape
     assert isinstance(plan, MovingPlan)
     rotation, dtype = plan.rotation, call.query.dtype
-    out = call.query.new_zeros(batch, rows, heads, call.value.shape[-1]).transpose(1, 2)
+    out = call.value.new_zeros(batch, rows, heads, call.value.shape[-1]).transpose(1, 2)
     # One method object serves all layers.
     same = id(encoding.method), encoding.original
     buckets = call.mask.decided(("buckets", *same), lambda: _buckets(call, encoding, runs))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hf_posenc.attention.call import outside_autocast
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import (
@@ -110,7 +111,10 @@ def _patch(
         # Inside `with torch.device("meta")` too, tables and probes are real. A device context takes a third of the
         # time of a patch, so there is one only where tensors would be made elsewhere.
         elsewhere = torch.empty(0).device.type != "cpu"
-        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
+        placed = torch.device("cpu") if elsewhere else contextlib.nullcontext()
+        # Trials are compared as precisely as the weights are.
+        kind = next((each.device.type for each in inner.parameters()), "cpu")
+        with placed, outside_autocast(kind):
             source = _source(inner, method)
             state = resolve_request(source, method, **request)
             tables = () if isinstance(source, NativeSeam) else source

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_posenc.attention.call import shared
+from hf_posenc.attention.call import product_dtype, shared
 from hf_posenc.errors import PosencError
 from hf_posenc.model.attention import is_recording, posenc_attention
 from hf_posenc.model.lazy import HIDDEN, LazyTensor, UnwrittenMask, UnwrittenZeros, is_nothing
@@ -459,13 +459,10 @@ class Scope(TorchFunctionMode):
             return None
         if not self.are_keys(query, key):
             return None
-        kind, dtype = query.device.type, query.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
         product = _Product(self, self.path(), query, key.transpose(-1, -2))
         size = product.size
         lead = (size[0], size[1]) if len(size) == 4 else None
-        return Scores(replace(product, lead=lead), size, dtype)
+        return Scores(replace(product, lead=lead), size, product_dtype(query))
 
     def are_keys(self, query: Tensor, key: Tensor) -> bool:
         """Return whether the right factor of a product has a key in each column, and is not the values."""

@@ -78,6 +78,20 @@ def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype) -
     assert_close(got, zoo.logits(model, IDS), tolerance=min(0.1, 3 * rounding))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
+    """As above, with the weights in float32."""
+    native = zoo.logits(model, IDS)
+    moved: Any = on_gpu(model)
+    with torch.autocast(DEVICE, dtype):
+        rounding = zoo.relative_difference(gpu_logits(model, IDS), native)
+        apply(model, name)
+        got = gpu_logits(model, IDS)
+    moved.to("cpu")
+    assert_close(got, zoo.logits(model, IDS), tolerance=min(0.1, 3 * rounding))
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_from_a_padded_batch(

@@ -88,6 +88,21 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     ), "it has learned something"
 
 
+@pytest.mark.parametrize("patch", ["rerope", *late(["dynamic_yarn", "kerple_log"])])
+def test_methods_that_compute_attention_train_in_mixed_precision(
+    tmp_path: Path, texts: dict[str, Path], patch: str
+) -> None:
+    given = ["--no_score", "--patch", patch, "--target_length", "128"]
+    mixed, whole = (
+        losses(run(tmp_path, texts, *given, *more, name=name))
+        for name, more in (("mixed", ["--bf16"]), ("whole", []))
+    )
+    assert mixed == pytest.approx(whole, rel=1e-2)
+    assert mixed != pytest.approx(whole, rel=1e-6)  # it was in force
+    with pytest.raises(PosencError, match="fp16 on a CPU computes in float32"):  # in accelerate
+        run(tmp_path, texts, *given, "--fp16", name="half")
+
+
 @pytest.mark.slow
 def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     tmp_path: Path, texts: dict[str, Path]

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from hf_posenc import from_pretrained, get_patch
@@ -91,12 +93,21 @@ def losses_of_loop(
     return losses
 
 
-def losses_of_trainer(checkpoint: Path, output: Path, positions: str, train: Any) -> list[float]:
-    """The same training by transformers.Trainer."""
+def losses_of_trainer(
+    checkpoint: Path,
+    output: Path,
+    positions: str,
+    train: Any,
+    *,
+    patch: str = "yarn:scale=2",
+    target_length: int | None = None,
+    **more: Any,
+) -> list[float]:
+    """The same training by transformers.Trainer, which saves the result too."""
     set_seed(42)
     model = from_pretrained(checkpoint, dtype="float32")
-    apply_patch(model, "yarn:scale=2")
-    lengths = resolve_lengths(model, positions)
+    apply_patch(model, patch, target_length)
+    lengths = resolve_lengths(model, positions, target_length)
     model = choose_parameters(model, train)
     chunk_loss(model)
     target = lengths.target if positions in DRAWS else None
@@ -110,9 +121,11 @@ def losses_of_trainer(checkpoint: Path, output: Path, positions: str, train: Any
         output_dir=str(output), use_cpu=True, report_to=[], remove_unused_columns=False,
         disable_tqdm=True, save_strategy="no", logging_steps=1, max_steps=STEPS, learning_rate=5e-3,
         warmup_steps=2, per_device_train_batch_size=BATCH, gradient_accumulation_steps=3, adam_beta2=0.95,
+        **more,
     )  # fmt: skip
     trainer = Trainer(model, arguments, collator, blocks.dataset, callbacks=[collator])
     trainer.train()
+    trainer.save_model()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -127,6 +140,37 @@ def test_the_losses_are_those_of_the_trainer(
     assert losses == pytest.approx(expected, rel=2e-6)
     assert losses[-1] < losses[0] - 0.1
     assert get_patch(from_pretrained(tmp_path / "loop")) is not None
+
+
+@pytest.mark.parametrize("patch", ["rerope:window=16", "dynamic_yarn", "kerple_log"])
+def test_mixed_precision_gives_the_result_of_the_trainer(
+    patch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A band, moving frequencies and a bias. On a CPU, accelerate computes in float32 if fp16 is requested."""
+    model = tiny_checkpoint(
+        tmp_path / "model"
+    )  # without dropout, under which no fused path computes
+    (model / "text.txt").write_text(prose(33 * 128))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    arguments = command(model, tmp_path / "loop", patch=patch, target_length=128)
+    losses = losses_of_loop(monkeypatch, arguments)
+    given: dict[str, Any] = {
+        "patch": patch,
+        "target_length": 128,
+        "bf16": True,
+        "optim": "adamw_torch",
+    }
+    trained = tmp_path / "trainer"
+    assert losses == pytest.approx(
+        losses_of_trainer(model, trained, "contiguous", "full", **given), rel=2e-6
+    )
+    assert losses[-1] < losses[0] - 0.1
+    weights, expected = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("loop", "trainer")
+    )
+    assert {*weights} == {*expected}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
 
 
 def test_killed_between_checkpoints_it_goes_on_bit_for_bit(

@@ -41,7 +41,7 @@ class Key:
 
     Attributes:
         device: The device of the queries.
-        dtype: Their dtype.
+        dtype: `Call.dtype`.
         head_dim: Their features.
         kind: `Encoding.kind`.
         gradients: True if a backward follows.
@@ -59,4 +59,4 @@ def key_of(call: Call, encoding: Encoding) -> Key:
     query, trained = call.query, encoding.parameters or {}
     leaves = (query, call.key, call.value, *(trained[name] for name in trained))
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    return Key(query.device, query.dtype, query.shape[-1], encoding.kind, gradients)
+    return Key(query.device, call.dtype, query.shape[-1], encoding.kind, gradients)

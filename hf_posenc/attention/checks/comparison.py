@@ -63,7 +63,7 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
     The problem has the call's encoding, heads and device, an offset, a row with padding on the left and, with
     `gradients`, a backward, of trained parameters too.
     """
-    device, bound = call.query.device, BOUNDS[call.query.dtype]
+    device, bound = call.query.device, BOUNDS[call.dtype]
     errors: dict[str, float] = {}
     rows = 0
     try:
@@ -148,7 +148,7 @@ def _problem(
     every = torch.arange(keys, device=query.device)
     positions = torch.stack((every, (every - padding).clamp(min=0)))
     lengths = None if call.lengths is None else positions[:, -1] + 1
-    rounded = (_leaf(x.to(query.dtype), gradients) for x in tensors)
+    rounded = (_leaf(x.to(call.dtype), gradients) for x in tensors)
     inputs: dict[str, Any] = dict(zip(INPUTS, rounded, strict=True))
     return replace(
         call,

@@ -276,11 +276,11 @@ def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     bias = operands_of(encoding, 0, call.key.shape[2], call.query.device)
     assert runs is not None
     assert bias is not None
-    query, kept = encoding.scaled(call.query, call.query_position), trains(call, encoding)
-    results = []
+    query = encoding.scaled(call.query, call.query_position).to(call.dtype)
+    key, kept, results = call.key.to(call.dtype), trains(call, encoding), []
     for part in runs:
         rows, keys = (part.batch, slice(None), part.queries), (part.batch, slice(None), part.keys)
-        tensors = query[rows], call.key[keys], call.value[keys], *call.positions_of(part)
+        tensors = query[rows], key[keys], call.value[keys], *call.positions_of(part)
         results.append(biased(*tensors, *bias, call.scaling, kept)[0])
     if len(runs) == 1 and results[0].shape[:-1] == query.shape[:-1]:
         return results[0], None

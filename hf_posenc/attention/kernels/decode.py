@@ -171,8 +171,8 @@ def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     if not scheme.endswith("None)"):  # something is turned
         inv_freq = plan.rotation.inv_freq.to(query.device)
     out: Tensor = decode(
-        encoding.scaled(query, call.query_position),
-        call.key,
+        encoding.scaled(query, call.query_position).to(call.dtype),
+        call.key.to(call.dtype),
         call.value,
         call.query_position,
         call.key_position,

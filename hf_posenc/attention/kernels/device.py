@@ -31,9 +31,9 @@ def takes(call: Call, encoding: Encoding) -> bool:
     tensors = (call.query, call.key, call.value)
     if call.dropout or call.weights or not encoding.plan.shares_keys or encoding.bidirectional:
         return False
-    if any(x.dtype != call.query.dtype or x.stride(-1) != 1 for x in tensors):
+    if any(x.stride(-1) != 1 for x in tensors):
         return False
-    if call.query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     return max(call.query.shape[-1], call.value.shape[-1]) <= FEATURES
 

@@ -1,0 +1,330 @@
+"""Float32 weights under `torch.autocast`: every method as precise as the unpatched model is, in every way of running.
+
+The truth is float64. What counts is the error of a patched model there, beside that of the unpatched model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_posenc import available_methods, get_method, patch_model
+from hf_posenc.attention.call import Call, Mask
+from hf_posenc.attention.checks.samples import encoding_of
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.engine import attend, forced, key_of
+from hf_posenc.attention.exact import exact
+from hf_posenc.model.masks import CausalMask
+from tests.support import zoo
+from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+IDS = zoo.tokens(80, batch=2, seed=3)
+"""Of more tokens than the fused paths need."""
+PIECES = (66, 1, 1, 6, 3, 1, 1, 1)
+MOST = 2.0
+"""The error of a patched model as a multiple of that of the unpatched one, at most. Some methods sharpen the softmax
+(LongRoPE multiplies scores), which any rounding before it costs more."""
+FEW = ("rerope", "dynamic_yarn_row", "kerple_log", "shaw", "xpos")
+METHODS = {
+    **{name: case for name, case in CASES.items() if case.law == "" and case.method == name},
+    **{name: case for name, case in CASES.items() if name.endswith("_row")},
+    **{name: Case(name) for name in ("dynamic_pi", "dynamic_partial_ntk")},
+    "dynamic_ntk_request": Case("dynamic_ntk", {"update": "request"}),
+    "rerope_log_n": CASES["rerope_log_n"],
+    "xpos": Case("xpos", {"scale_base": 6}),  # factors of later keys would be beyond float16
+    "lampe": Case("lampe", {"growth": 0.01, "shift": -0.5, "capacity": 80.0, "head": 6, "tail": 4}),
+}
+
+
+def test_every_method_that_computes_attention_is_among_them() -> None:
+    computing = {
+        name
+        for name in available_methods()
+        if get_method(name).for_rotary
+        and (get_method(name).seam in ("attention", "bias") or name.startswith("dynamic_"))
+    }
+    assert computing <= {case.method for case in METHODS.values()}
+
+
+def build(name: str | None, **overrides: Any) -> Any:
+    model = zoo.build("llama", num_hidden_layers=2, **overrides)
+    if name is not None:
+        case = METHODS[name]
+        given = {"original_max_position_embeddings": ORIGINAL, **case.options}
+        patch_model(model, case.method, **given)
+        randomise(model)
+    return model
+
+
+def region(dtype: torch.dtype | None) -> Any:
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+@torch.no_grad()
+def prefill(model: Any, dtype: torch.dtype | None) -> Tensor:
+    with region(dtype):
+        logits: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return logits
+
+
+@torch.no_grad()
+def steps(
+    model: Any, dtype: torch.dtype | None, *, after: torch.dtype | str | None = "same"
+) -> Tensor:
+    """`after`: in which precision the second half of the pieces is run."""
+    cache, parts = DynamicCache(config=model.config), []
+    for index, piece in enumerate(IDS.split(PIECES, 1)):
+        late = index >= len(PIECES) // 2 and after != "same"
+        with region(after if late else dtype):  # type: ignore[arg-type]
+            parts.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(parts, 1)
+
+
+def gradients(model: Any) -> Tensor:
+    """Of all parameters, those of the method too."""
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def training(model: Any, dtype: torch.dtype | None) -> Tensor:
+    model.zero_grad()
+    with region(dtype):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return gradients(model)
+
+
+def inside(model: Any, dtype: torch.dtype | None) -> Tensor:
+    """A backward inside of the region too."""
+    with region(dtype):
+        return training(model, dtype)
+
+
+Run = Callable[[Any, "torch.dtype | None"], Tensor]
+
+
+@functools.cache
+def truth(name: str | None, run: Run) -> Tensor:
+    return run(build(name).double(), None).double()
+
+
+@functools.cache
+def unpatched(run: Run, dtype: torch.dtype) -> float:
+    return zoo_error(run(build(None), dtype), truth(None, run))
+
+
+def zoo_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def assert_precise(name: str, run: Run, dtype: torch.dtype, model: Any = None) -> None:
+    got = run(build(name) if model is None else model, dtype)
+    mine, theirs = zoo_error(got, truth(name, run)), unpatched(run, dtype)
+    assert mine <= MOST * theirs, f"{mine:.2e} beside {theirs:.2e}: {mine / theirs:.2f} times"
+
+
+@HALVES
+@pytest.mark.parametrize("run", [prefill, steps, training])
+@pytest.mark.parametrize("name", METHODS)
+def test_as_precise_as_the_unpatched_model(name: str, run: Run, dtype: torch.dtype) -> None:
+    assert_precise(name, run, dtype)
+
+
+@pytest.mark.parametrize("backend", ["exact", "emulated flash"])
+@pytest.mark.parametrize("run", [prefill, training])
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "dynamic_yarn_row", "alibi"])
+def test_every_backend(name: str, run: Run, backend: str) -> None:
+    with forced(backend):
+        assert_precise(name, run, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_backward_inside_of_the_region(name: str) -> None:
+    assert_precise(name, inside, torch.bfloat16)
+
+
+@HALVES
+@pytest.mark.parametrize("name", FEW)
+def test_steps_that_leave_the_region_and_enter_it(name: str, dtype: torch.dtype) -> None:
+    for first, after in ((dtype, None), (None, dtype)):
+        model = build(name)
+        error = zoo_error(steps(model, first, after=after), truth(name, steps))
+        assert error <= MOST * unpatched(steps, dtype)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
+    model = build(name)
+    want = training(model, torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert torch.equal(training(model, torch.bfloat16), want)
+
+
+@pytest.mark.slow
+def test_a_compiled_model() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(build("rerope"), backend="eager", fullgraph=True)
+    assert_precise("rerope", prefill, torch.bfloat16, compiled)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_gradient_scaler(name: str) -> None:
+    """Small gradients survive in float16, and scaled back they are those of float64."""
+    model = build(name)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with region(torch.float16):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    error = zoo_error(gradients(model), truth(name, training))
+    assert error <= MOST * unpatched(training, torch.float16)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(optimizer)  # which it skips where a gradient is not finite
+    moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+    assert all(moved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("gptj", "rerope"),
+        ("gptj", "dynamic_yarn"),
+        ("codegen", "alibi"),
+        ("bloom", "alibi"),
+        ("falcon", "t5"),
+        ("gemma2", "rerope"),
+        ("t5", "t5"),
+    ],
+)
+def test_models_that_compute_attention_in_their_own_way(kind: str, method: str) -> None:
+    """Code of their own, soft caps, an encoder-decoder."""
+    ids = zoo.tokens(64, batch=2)
+
+    def error(*methods: str) -> float:
+        model = zoo.build(kind)
+        for each in methods:
+            patch_model(model, each)
+            randomise(model)
+        more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        found = []
+        for dtype in (torch.bfloat16, None):
+            wide: Any = model if dtype else model.double()
+            with torch.no_grad(), region(dtype):
+                found.append(wide(input_ids=ids, use_cache=False, **more).logits)
+        return zoo_error(found[0], found[1].double())
+
+    assert error(method) <= MOST * error()
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_yarn_row"])
+def test_a_patch_inside_of_the_region_is_the_same(name: str, dtype: torch.dtype) -> None:
+    with region(dtype):
+        model = build(name)
+    assert torch.equal(prefill(model, None), prefill(build(name), None))
+
+
+# ------------------------------------------------------------------------------------------
+# Single calls
+
+HEADS, FEATURES = 4, 64
+NEVER_ROUNDED_TWICE = 1.2
+"""An error beside that of PyTorch's fused attention under autocast, at most: rounding queries and keys before and
+after they are turned is 1.4 times as much."""
+
+
+def call_of(queries: int, spread: float, **more: Any) -> Call:
+    """A call in float32, whose scores have this standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(length: int, factor: float = 1.0) -> Tensor:
+        return torch.randn(1, HEADS, length, FEATURES, generator=generator) * factor
+
+    root, n = spread**0.5, torch.arange(512)[None]
+    tensors = drawn(queries, root), drawn(512, root), drawn(512)
+    mask: Mask = CausalMask(queries, 512, n.device)
+    return Call(*tensors, n[:, 512 - queries :], n, mask, FEATURES**-0.5, **more)
+
+
+def in_float64(call: Call) -> Call:
+    wide = {name: getattr(call, name).double() for name in ("query", "key", "value")}
+    return dataclasses.replace(call, **wide)
+
+
+@HALVES
+@pytest.mark.parametrize("spread", [1, 9])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *itertools.product((None, "rerope", "dual_chunk"), ("prefill", "exact", "emulated flash")),
+        *((None, "few"), ("rerope", "few")),
+    ],
+)
+def test_one_call(name: str | None, backend: str, spread: float, dtype: torch.dtype) -> None:
+    method = None if name is None else get_method(name)()
+    encoding = encoding_of(method, FEATURES, torch.device("cpu"), 256, (HEADS, HEADS))
+    call = call_of(4 if backend == "few" else 512, spread)
+    want = exact(in_float64(call), encoding)[0]
+    with region(dtype), forced(backend):
+        got, _ = attend(call, encoding)
+    plain = Encoding(1, HEADS)
+    with region(dtype):
+        theirs = F.scaled_dot_product_attention(
+            call.query, call.key, call.value, attn_mask=call.mask.rows(0, call.query.shape[2])
+        )
+    native = exact(in_float64(call), plain)[0]
+    assert got.dtype == theirs.dtype == dtype
+    assert zoo_error(got, want) <= NEVER_ROUNDED_TWICE * zoo_error(theirs, native)
+
+
+@HALVES
+@pytest.mark.parametrize("queries", [4, 100])
+@pytest.mark.parametrize(
+    "more", [{"softcap": 5.0}, {"sinks": torch.linspace(-1, 1, HEADS)}, {"weights": True}]
+)
+def test_soft_caps_sinks_and_weights(
+    more: dict[str, Any], queries: int, dtype: torch.dtype
+) -> None:
+    encoding, call = Encoding(1, HEADS), call_of(queries, 4, **more)
+    want = exact(in_float64(call), encoding)
+    with region(dtype):
+        got = attend(call, encoding)
+    assert got[0].dtype == dtype
+    assert zoo_error(got[0], want[0]) < 2 * torch.finfo(dtype).eps
+    if call.weights:  # as eager attention returns them
+        assert got[1] is not None
+        assert want[1] is not None
+        assert got[1].dtype == torch.float32
+        assert zoo_error(got[1], want[1]) < 2 * torch.finfo(dtype).eps
+
+
+@HALVES
+def test_a_backend_is_checked_for_the_dtype_that_it_computes_in(dtype: torch.dtype) -> None:
+    call = call_of(4, 1)
+    mixed = dataclasses.replace(call, value=call.value.to(dtype))
+    assert key_of(mixed, Encoding(1, HEADS)).dtype == dtype
+    # The same call without a region, as of a model whose rotation gives float32.
+    assert attend(mixed, Encoding(1, HEADS))[0].dtype == dtype
+
+
+def test_float64_and_the_meta_device_are_left_as_they_are() -> None:
+    encoding, call = Encoding(1, HEADS), in_float64(call_of(100, 1))
+    with region(torch.bfloat16):
+        assert attend(call, encoding)[0].dtype == torch.float64
+    names = ("query", "key", "value", "query_position", "key_position")
+    meta: dict[str, Any] = {name: getattr(call, name).to("meta") for name in names}
+    call = dataclasses.replace(call, **meta, mask=CausalMask(100, 512, torch.device("meta")))
+    with region(torch.bfloat16):
+        assert attend(call, encoding)[0].shape == (1, HEADS, 100, FEATURES)
