@@ -28,7 +28,7 @@ def plain_parts(weight: Tensor) -> Iterator[Tensor]:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has values of its own, and every operation of torch on it is torch's own code."""
-    own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[comparison-overlap]
+    own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     dense = tensor.layout == torch.strided and not tensor.is_quantized
     return own and dense and not tensor.is_meta
 
@@ -67,7 +67,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def rounding_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype whose rounding a model's results have: its own, or bfloat16 if it is quantized, with 8 bits too."""
+    """Return the dtype whose rounding a model's results have: its own, or bfloat16 if it is quantized."""
     return torch.bfloat16 if is_quantized(model) else next(model.parameters()).dtype
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError, one_line
 from hf_posenc.model.unwrapping import trial
-from hf_posenc.model.weights import execution_device, is_quantized
+from hf_posenc.model.weights import execution_device, is_offloaded, is_quantized
 
 TOKENS = 7
 """Length of the texts that a model is tried on: shorter than the windows of models built for tests."""
@@ -87,6 +87,13 @@ def _device(model: nn.Module) -> torch.device:
         raise UnsupportedModelError(
             f"{type(model).__name__} is on the meta device, without weights to try. Load the model first."
         )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and is_offloaded(module):
+            raise UnsupportedModelError(
+                f"The weights of {path} are offloaded, and whether they are positions is found by reading them: keep the "
+                f"embeddings of {type(model).__name__} on a device (in the device_map), or patch it before accelerate "
+                "offloads them."
+            )
     return device
 
 
