@@ -54,7 +54,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode without gradients; every module's mode is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -64,6 +64,17 @@ def trial(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Run as in evaluation, which leaves the weights as they are."""
+    with evaluating(model):
+        for module in model.modules():
+            # In evaluation bitsandbytes packs its 4 bits anew on some CPUs, for good: a LoRA on them is not trained.
+            if any(hasattr(weight, "quant_state") for weight in module.parameters(recurse=False)):
+                module.training = True
+        yield
 
 
 def owner_of(model: nn.Module, place: str) -> Any:

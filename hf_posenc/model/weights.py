@@ -20,8 +20,9 @@ def plain_parts(weight: Tensor) -> Iterator[Tensor]:
     """
     weight = getattr(weight, "ds_tensor", weight).detach()
     if is_traceable_wrapper_subclass(weight):
-        for name in weight.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(weight, name))
+        for part in (getattr(weight, name) for name in weight.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):
+                yield from plain_parts(part)
     elif is_plain(weight):
         yield weight
 

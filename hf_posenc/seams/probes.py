@@ -90,8 +90,8 @@ def _device(model: nn.Module) -> torch.device:
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and is_offloaded(module):
             raise UnsupportedModelError(
-                f"The weights of {path} are offloaded, and whether they are positions is found by reading them: keep the "
-                f"embeddings of {type(model).__name__} on a device (in the device_map), or patch it before accelerate "
+                f"The weights of {path} are offloaded, and whether they are positions is found by reading them. Keep "
+                f"the embeddings of {type(model).__name__} on a device (device_map), or patch it before accelerate "
                 "offloads them."
             )
     return device
