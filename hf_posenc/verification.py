@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, VerificationError
-from hf_posenc.model.unwrapping import evaluating, unwrap
+from hf_posenc.model.unwrapping import trial, unwrap
 from hf_posenc.model.weights import execution_device, rounding_dtype
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import from_pretrained
@@ -185,7 +185,8 @@ def _logits(model: nn.Module, probes: list[dict[str, Tensor]]) -> list[Tensor]:
     device = execution_device(model)
     logits: list[Tensor] = []
     try:
-        with evaluating(model):
+        with trial(model):
+            model.eval()  # in all its layers, as the other process runs it
             for probe in probes:
                 inputs = {name: value.to(device) for name, value in probe.items()}
                 logits.append(model(**inputs, use_cache=False).logits.float().cpu())

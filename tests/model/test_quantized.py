@@ -20,12 +20,14 @@ import hf_posenc
 from hf_posenc import get_patch, inspect_rope, load_patch, patch_model, save_patch, unpatch_model
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.measuring.identity import check_weights, weights_hash
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.model.weights import damaged_weights, is_quantized, plain_parts
 from hf_posenc.verification import verify_export
 from tests.support import zoo
 
 METHODS: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 16}, "fire": {}}
 IDS = zoo.tokens(40)
+SLOW = pytest.mark.slow
 
 Options = Callable[[], dict[str, Any]]
 Change = Callable[[Any, Path], Any]
@@ -44,7 +46,9 @@ def with_config(package: str, name: str, **knobs: Any) -> dict[str, Any]:
 LOADED: dict[str, Options] = {
     "torchao int8": lambda: torchao(lambda q: q.Int8WeightOnlyConfig()),
     "torchao int8 dynamic": lambda: torchao(lambda q: q.Int8DynamicActivationInt8WeightConfig()),
-    "torchao int4": lambda: torchao(lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
+    "torchao int4": lambda: torchao(
+        lambda q: q.IntxWeightOnlyConfig(weight_dtype=vars(torch)["int4"])
+    ),
     "torchao float8": lambda: torchao(lambda q: q.Float8WeightOnlyConfig(), dtype=torch.bfloat16),
     "bitsandbytes 4": lambda: with_config("bitsandbytes", "BitsAndBytesConfig", load_in_4bit=True),
     "bitsandbytes 8": lambda: with_config("bitsandbytes", "BitsAndBytesConfig", load_in_8bit=True),
@@ -127,7 +131,7 @@ def dispatched(*on_disk: str) -> Change:
     def change(model: Any, folder: Path) -> Any:
         parts = ("embed_tokens", "rotary_emb", "layers.0", "layers.1", "norm")
         places = {f"model.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
-        options = {"offload_folder": str(folder / "disk")}
+        options: dict[str, Any] = {"offload_folder": str(folder / "disk")}
         model.save_pretrained(folder / "whole")
         return LlamaForCausalLM.from_pretrained(
             folder / "whole", device_map=places | dict.fromkeys(on_disk, "disk"), **options
@@ -273,7 +277,13 @@ def test_a_saved_patch_is_quantized_when_it_is_loaded(
     assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes 8", "bitsandbytes 4"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bitsandbytes 4",
+        *(pytest.param(kind, marks=SLOW) for kind in ("torchao int8", "bitsandbytes 8")),
+    ],
+)
 def test_quantized_weights_are_saved_with_their_patch_and_verified(
     kind: str, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -293,6 +303,8 @@ def test_a_lora_is_trained_on_four_bits(method: str, checkpoint: Path, tmp_path:
     modules = ["posenc"] if method == "fire" else None
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=modules)
     model = peft.get_peft_model(model, config).train()
+    with trial(model):  # as a measurement before the training
+        logits(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(3):
@@ -303,21 +315,25 @@ def test_a_lora_is_trained_on_four_bits(method: str, checkpoint: Path, tmp_path:
         optimizer.zero_grad()
     assert torch.tensor(losses).isfinite().all()
     assert losses[-1] < losses[0]
-    expected = logits(model.eval())
+    with trial(model):
+        expected = logits(model)
     model.save_pretrained(tmp_path / "adapter")
     base = peft.prepare_model_for_kbit_training(load("bitsandbytes 4", checkpoint, tmp_path))
     loaded: Any = hf_posenc.load_adapter(base, tmp_path / "adapter")
     patch = get_patch(loaded)
     assert patch is not None
     assert patch.method == method
-    assert torch.equal(logits(loaded.eval()), expected)
+    with trial(loaded):
+        assert torch.equal(logits(loaded), expected)
 
 
 class Unreadable(Tensor):
     """A weight of a library that gives hf_posenc no parts to read."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} of {cls.__name__}")

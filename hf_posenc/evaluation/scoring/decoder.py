@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.model.unwrapping import evaluation_mode as evaluation_mode
 from hf_posenc.model.weights import execution_device, rounding_dtype
 
 READS_AHEAD = 1e-3
@@ -122,18 +123,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module of the model into evaluation mode, and each back into its own mode on exit."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[str, Any]) -> None:
