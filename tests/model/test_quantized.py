@@ -392,3 +392,13 @@ def test_positions_in_offloaded_embeddings_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"transformer\.wpe are offloaded"):
         patch_model(model, "interpolate", scale=2)
     assert get_patch(model) is None
+
+
+@pytest.mark.parametrize("method", ["yarn", "rerope", "log_n"])
+def test_rounding_of_activations_is_no_second_source_of_positions(method: str) -> None:
+    quantization: Any = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 512}
+    model = zoo.build("llama", **sizes)
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    patch_model(model, method, **METHODS.get(method, {}))
+    assert get_patch(model) is not None
