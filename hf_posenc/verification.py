@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, VerificationError
 from hf_posenc.model.unwrapping import trial, unwrap
+from hf_posenc.model.weights import execution_device, rounding_dtype
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import from_pretrained
 
@@ -140,7 +141,7 @@ def verify_export(
         str(directory),
         report["version"],
         math.inf if math.isnan(error) else error,
-        TOLERANCES.get(inner.dtype, 3e-2),
+        TOLERANCES.get(rounding_dtype(inner), 3e-2),
         sum(probe["input_ids"].numel() for probe in probes),
         int(positions.max()) + 1,
         tuple(report["missing"]),
@@ -181,10 +182,11 @@ def _probes(model: Any) -> list[dict[str, Tensor]]:
 
 def _logits(model: nn.Module, probes: list[dict[str, Tensor]]) -> list[Tensor]:
     """The logits of every text; only of the first where the model takes no positions (GPT-J's table is too short)."""
-    device = next(model.parameters()).device
+    device = execution_device(model)
     logits: list[Tensor] = []
     try:
         with trial(model):
+            model.eval()  # in all its layers, as the other process runs it
             for probe in probes:
                 inputs = {name: value.to(device) for name, value in probe.items()}
                 logits.append(model(**inputs, use_cache=False).logits.float().cpu())

@@ -22,6 +22,7 @@ from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
+from hf_posenc.model.weights import execution_device
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
@@ -363,7 +364,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
         grid.row(label, f"{windows:,}", f"{tokens:,}", f"{flops:.3g}", *memory, by)
     console = out()
     console.print(to_rich(grid))
-    device = next(run.model.parameters()).device
+    device = execution_device(run.model)
     free = free_memory(device)
     rest = "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
     console.print(

@@ -35,6 +35,7 @@ from hf_posenc.model.positions import named_arguments
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.weights import execution_device, plain_parts, rounding_dtype, stored
 
 # Relative tolerances of a layer's queries and keys, and of the whole model's output.
 _TOLERANCES = {torch.float64: (1e-4, 5e-3), torch.float32: (1e-3, 5e-3)}
@@ -93,7 +94,12 @@ def trial_inputs(model: Any, owner: Any) -> tuple[nn.Module, Inputs, Tensor]:
         # The states of an encoder that reads speech.
         for width in _numbers(owner.config, 1, 1 << 20, "hidden_size"):
             states = torch.randn(1, TOKENS - 2, width, generator=torch.Generator().manual_seed(0))
-            given = {"input_ids": ids, "encoder_hidden_states": states.to(next(owner.parameters()))}
+            given = {
+                "input_ids": ids,
+                "encoder_hidden_states": states.to(
+                    execution_device(owner), next(owner.parameters()).dtype
+                ),
+            }
             candidates.append((owner, given))
     for subject, candidate in candidates[:-1]:
         with contextlib.suppress(Exception):
@@ -118,7 +124,7 @@ def trial_tokens(model: Any) -> Tensor:
     """Return a few different token ids, shape (1, tokens), on the device of the embedding."""
     count = min(100, model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
-    on_device: Tensor = ids[None].to(next(model.parameters()).device)
+    on_device: Tensor = ids[None].to(execution_device(model))
     return on_device
 
 
@@ -371,7 +377,7 @@ def verify(
         Layer(encoding, beside=layer.beside).attach(layer.module)
     with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
         computed = run(subject, text)
-    dtype = next(subject.parameters()).dtype
+    dtype = rounding_dtype(subject)
     error = float((computed - expected).abs().max() / expected.abs().max())
     if not error <= _TOLERANCES.get(dtype, _HALF)[1]:
         raise UnsupportedModelError(
@@ -457,11 +463,11 @@ def _norms(module: nn.Module, features: int) -> list[nn.Module]:
         for part in module.modules()
         if isinstance(part._parameters.get("weight"), nn.Parameter)
     )
-    shaped = ((part, part.get_parameter("weight")) for part in weighted)
+    shaped = ((part, stored(part, "weight")) for part in weighted)
     return [
         part
         for part, weight in shaped
-        if weight.shape == (features,) and not weight.is_meta and bool(weight.all())
+        if weight.shape == (features,) and all(bool(held.all()) for held in plain_parts(weight))
     ]
 
 

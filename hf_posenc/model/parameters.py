@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,31 +149,3 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         and (active := parameters_in_force(module)) is not None
         for name, parameter in active.named_parameters()
     }
-
-
-def damaged_weights(named: Iterable[tuple[str, Tensor]], *, sampled: bool = False) -> str | None:
-    """Return a sentence on weights that are not finite, or all zero; `None` if there are none.
-
-    Of sharded parameters this process's part is read; if `sampled`, the first row alone, which takes no time.
-    """
-    matrices = zeros = 0
-    for name, parameter in named:
-        tensor: Tensor = getattr(parameter, "ds_tensor", parameter).detach()
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
-            continue
-        if tensor.element_size() < 2:  # 8 bits have no norm in torch
-            continue
-        row = tensor[0] if sampled and tensor.ndim > 1 else tensor
-        largest = float(torch.linalg.vector_norm(row, math.inf))
-        if not math.isfinite(largest):
-            return (
-                f"The weights of the model are not finite: {name} has NaN or infinity. Load another checkpoint, "
-                "or this one in the dtype that it was saved in."
-            )
-        if tensor.ndim > 1:
-            matrices += 1
-            zeros += largest == 0
-    if matrices and zeros == matrices:
-        return "The weights of the model are all zero: every matrix is. Load a checkpoint that is whole."
-    return None

@@ -22,6 +22,7 @@ from hf_posenc.model.attention import IMPLEMENTATION, Recorded, recording, regis
 from hf_posenc.model.calibration import trial_tokens
 from hf_posenc.model.repositioned import ENGINE
 from hf_posenc.model.unwrapping import owner_of, trial
+from hf_posenc.model.weights import rounding_dtype
 
 _FAR = 1 << 22  # tokens: past the trained length of any model whose factor could still be 1
 _PAST = (0, 1000, 1 << 13, 1 << 16, 1 << 19)
@@ -114,7 +115,7 @@ def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature 
         owner: The decoder, whose attention is recorded.
         ids: A few tokens, shape (1, tokens).
     """
-    tolerance = _TOLERANCE.get(next(owner.parameters()).dtype, _HALF)
+    tolerance = _TOLERANCE.get(rounding_dtype(owner), _HALF)
     with recording() as start:
         owner(input_ids=ids, use_cache=False)
     near = {module: _norms(calls) for module, calls in start.items()}

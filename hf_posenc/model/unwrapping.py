@@ -54,16 +54,29 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode without gradients; every module's mode is restored."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module of the model into evaluation mode, and each back into its own mode on exit.
+
+    Layers of 4-bit weights stay in training mode, which is the same to them: in evaluation bitsandbytes packs their
+    weights for good on some CPUs, and then a LoRA on them is no longer trained, nor are they saved correctly.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    for module in modes:
+        own = module.parameters(recurse=False)
+        module.training = any(hasattr(weight, "quant_state") for weight in own)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode without gradients; every module's mode is restored."""
+    with evaluation_mode(model), torch.no_grad():
+        yield
 
 
 def owner_of(model: nn.Module, place: str) -> Any:

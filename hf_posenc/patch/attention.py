@@ -57,6 +57,7 @@ from hf_posenc.model.rotary import native_rotary
 from hf_posenc.model.sharding import processes_of_heads
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
+from hf_posenc.model.weights import is_offloaded
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.handover import give_positions, hand_over, search, take_back
@@ -218,8 +219,7 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 
 def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:
     for module in model.modules():
-        offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)  # by accelerate
-        if not offloaded and any(p.is_meta for p in module.parameters(recurse=False)):
+        if not is_offloaded(module) and any(p.is_meta for p in module.parameters(recurse=False)):
             raise UnsupportedModelError(
                 "This model is on the meta device. A method that computes attention itself is tried on the model "
                 "before it is trusted: load the model first, then patch it."

@@ -22,10 +22,11 @@ from hf_posenc.model.discovery import (
     tables_of,
     uncertain_rotaries,
 )
-from hf_posenc.model.parameters import damaged_weights, trained_parameters
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
 from hf_posenc.patch.frequencies import install_rotary, install_sincos

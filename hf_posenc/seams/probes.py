@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError, one_line
 from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.weights import execution_device, is_offloaded, is_quantized
 
 TOKENS = 7
 """Length of the texts that a model is tried on: shorter than the windows of models built for tests."""
@@ -53,6 +54,8 @@ def _rounding(model: nn.Module) -> float:
         factor = torch.full((64, 64), 1 + 2**-12, device=first.device)
         if float((factor @ factor)[0, 0]) == len(factor):  # TF32 has rounded the factors to 1
             return 2.0**-10
+    if is_quantized(model):  # a code of 8 bits is as exact as the largest number of its row is
+        return 2.0**-5
     return float(torch.finfo(first.dtype).eps)
 
 
@@ -79,11 +82,18 @@ def _vocabulary(model: Any) -> int:
 
 
 def _device(model: nn.Module) -> torch.device:
-    device = next(model.parameters()).device
+    device = execution_device(model)
     if device.type == "meta":
         raise UnsupportedModelError(
             f"{type(model).__name__} is on the meta device, without weights to try. Load the model first."
         )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and is_offloaded(module):
+            raise UnsupportedModelError(
+                f"The weights of {path} are offloaded, and whether they are positions is found by reading them. Keep "
+                f"the embeddings of {type(model).__name__} on a device (device_map), or patch it before accelerate "
+                "offloads them."
+            )
     return device
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.weights import is_plain
 from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
 
 _aten = torch.ops.aten
@@ -110,13 +111,13 @@ class _Reads(TorchDispatchMode):
         ] = []  # a copy that is freed would give its address to another tensor
         self.reads: dict[str, list[tuple[int, Tensor]]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+            if tensor.is_floating_point() and is_plain(tensor) and tensor.numel():
                 self.names.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         source = args[0] if args else None
-        if not isinstance(source, Tensor) or source.is_meta or not source.is_floating_point():
+        if not isinstance(source, Tensor) or not is_plain(source) or not source.is_floating_point():
             return output
         named = self.names.get(source.untyped_storage().data_ptr())
         if named is None:

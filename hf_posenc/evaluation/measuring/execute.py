@@ -28,6 +28,7 @@ from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.files import to_json, write_atomically
+from hf_posenc.model.weights import execution_device
 
 Progress = Callable[[str, int, int], None]
 """Called with the candidate's label, the tokens read so far and those of this process's share.
@@ -275,7 +276,7 @@ def execute(
     total, done = sum(item.cost for item in todo), 0
     if scorer is not None:
         scorer.patient = not strict
-    on_cpu = bool(todo) and next(model.parameters()).device.type == "cpu"
+    on_cpu = bool(todo) and execution_device(model).type == "cpu"
 
     def report(label: str, before: int, tokens: int) -> None:
         progress(label, before + tokens, total)

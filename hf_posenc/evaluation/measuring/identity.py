@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.gguf_file import origin_of
-from hf_posenc.model.parameters import damaged_weights
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.weights import damaged_weights, plain_parts, stored
 from hf_posenc.patch.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
@@ -146,17 +146,21 @@ def _hash(text: str) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return a hash of the name, shape and bits of every parameter and buffer; if sharded, of this process's part.
+    """Return a hash of the name, shape and bits of every parameter and buffer, of its plain parts if it is not whole.
 
     Computed on the weights' device, from exact sums of integers: the bits, and the bits times their index, both modulo
     2^64. So the order of summation does not matter, and no weight leaves its device.
     """
-    lines = (f"{name} {tuple(t.shape)} {t.dtype} {_sums(t)}\n" for name, t in _tensors(model))
+    lines = (
+        f"{name} {tuple(part.shape)} {part.dtype} {_sums(part)}\n"
+        for name, tensor in _tensors(model)
+        for part in plain_parts(tensor)
+    )
     return _hash("".join(lines))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer once, by name: loaded if it is offloaded, this process's part if sharded."""
+    """Yield every parameter and buffer once, by name, loaded if it is offloaded."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -164,11 +168,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            hook = getattr(module, "_hf_hook", None)
-            stored = getattr(hook, "weights_map", None) if tensor.is_meta else None
-            whole = tensor if stored is None else stored[name]
-            part = getattr(whole, "ds_tensor", whole)  # DeepSpeed ZeRO-3; below FSDP2
-            yield f"{path}.{name}", part.to_local() if hasattr(part, "to_local") else part
+            yield f"{path}.{name}", stored(module, name)
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
@@ -178,9 +178,7 @@ def global_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> tuple[int, int]:
-    if tensor.device.type == "meta" or not tensor.numel():
-        return 0, 0
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.contiguous().view(-1)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

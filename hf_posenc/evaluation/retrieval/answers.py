@@ -31,6 +31,7 @@ from hf_posenc.evaluation.scoring.decoder import input_device
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.weights import rounding_dtype
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 SAME_HALF = 0.1
@@ -138,7 +139,7 @@ class AnswerScorer:
             cache = None if prompt.questions else self._recording_cache(prompt)
         if cache is None:
             return predicted, None
-        dtype = next(self.model.parameters()).dtype
+        dtype = rounding_dtype(self.model)
         plain, sums = _log_likelihood(predicted, answer), []
         # The right answer again at the end: the distractors must have left no trace.
         for candidate in (prompt.answer, *prompt.distractors, prompt.answer):

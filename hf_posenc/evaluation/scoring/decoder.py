@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.model.unwrapping import evaluation_mode as evaluation_mode
+from hf_posenc.model.weights import execution_device, rounding_dtype
 
 READS_AHEAD = 1e-3
 READS_AHEAD_HALF = 0.05
@@ -70,7 +72,7 @@ def input_embeddings(model: nn.Module) -> nn.Module:
 
 def input_device(model: nn.Module) -> torch.device:
     """Return the device of the model's token ids."""
-    return next(input_embeddings(model).parameters()).device
+    return execution_device(input_embeddings(model))
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
@@ -123,22 +125,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module of the model into evaluation mode, and each back into its own mode on exit."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[str, Any]) -> None:
     """Check that changing a token leaves the logits in front of it unchanged, up to the rounding of experts."""
     full = (torch.float32, torch.float64)
-    exact = logits.dtype in full and next(model.parameters()).dtype in full
+    exact = logits.dtype in full and rounding_dtype(model) in full
     largest = float(logits.float().nan_to_num(0, 0, 0).abs().max())
     limit = largest * (READS_AHEAD if exact else READS_AHEAD_HALF)
     for place in {probe.shape[1] - 1, max(1, probe.shape[1] - 2)}:  # it may read a block ahead

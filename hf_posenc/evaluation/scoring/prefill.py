@@ -29,6 +29,7 @@ from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, native_implementation, register
 from hf_posenc.model.repositioned import ENGINE
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.state import state_of
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ class Prefill:
             raise _RefusedError(f"{type(error).__name__}: {one_line(error)}") from error
         seams = {begin for each in (pieces, other) if each for begin, _ in each.bounds(tokens)}
         off = disagreement(losses, expected, sorted(seams - {0}))
-        dtype = next(self._model.parameters()).dtype
+        dtype = rounding_dtype(self._model)
         if off > (SAME if dtype in (torch.float32, torch.float64) else SAME_HALF):
             against = "one forward" if other is None else f"pieces of {other.size:,} tokens"
             raise _RefusedError(
