@@ -399,9 +399,10 @@ class GrowingPlan(Plan):
     def band(self, index: int, length: Tensor) -> Band | None:
         """Return one of the bands of a length; `None` where it has fewer."""
         tokens = int(length)
-        if tokens not in self._bands:
-            self._bands = {tokens: self.method.bands(self.original, tokens)}
-        bands = self._bands[tokens]
+        bands = self._bands.get(tokens)
+        if bands is None:
+            bands = self.method.bands(self.original, tokens)
+            self._bands = {tokens: bands}
         return bands[index] if index < len(bands) else None
 
 

@@ -99,9 +99,8 @@ class Rotation:
         found: Answer | None = self._kept.get(question)
         if found is None:  # no answer is
             if len(self._kept) >= KEPT:
-                with contextlib.suppress(
-                    StopIteration, RuntimeError
-                ):  # another thread makes room too
+                # Another thread may make room too.
+                with contextlib.suppress(StopIteration, RuntimeError):
                     self._kept.pop(next(iter(self._kept)), None)
             found = self._kept[question] = compute()
         return found

@@ -74,9 +74,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode without gradients; every module's mode is restored."""
-    with evaluation_mode(model), torch.no_grad():
-        yield
+    """Run in evaluation mode without gradients, in the model's own precision; all is restored afterwards."""
+    own = vars(model)
+    prepared = own.get("forward") if "_original_forward" in own else None
+    if prepared is not None:  # by accelerate, whose forward enters autocast
+        own["forward"] = own["_original_forward"]
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            yield
+    finally:
+        if prepared is not None:
+            own["forward"] = prepared
 
 
 def owner_of(model: nn.Module, place: str) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -57,14 +59,16 @@ def test_every_method_that_computes_attention_is_among_them() -> None:
     assert computing <= {case.method for case in METHODS.values()}
 
 
+def patched(model: Any, name: str) -> Any:
+    case = METHODS[name]
+    given = {"original_max_position_embeddings": ORIGINAL, **case.options}
+    randomise(patch_model(model, case.method, **given))
+    return model
+
+
 def build(name: str | None, **overrides: Any) -> Any:
     model = zoo.build("llama", num_hidden_layers=2, **overrides)
-    if name is not None:
-        case = METHODS[name]
-        given = {"original_max_position_embeddings": ORIGINAL, **case.options}
-        patch_model(model, case.method, **given)
-        randomise(model)
-    return model
+    return model if name is None else patched(model, name)
 
 
 def region(dtype: torch.dtype | None) -> Any:
@@ -234,6 +238,20 @@ def test_a_patch_inside_of_the_region_is_the_same(name: str, dtype: torch.dtype)
     with region(dtype):
         model = build(name)
     assert torch.equal(prefill(model, None), prefill(build(name), None))
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_yarn_row"])
+def test_a_patch_after_accelerate_has_prepared_the_model_is_the_same(name: str) -> None:
+    """Its `prepare` puts the region into the model's forward, where trials would round."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        first = prefill(patched(accelerator.prepare(build(None)), name), None)
+        second = prefill(accelerator.prepare(build(name)), None)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert torch.equal(first, second)
+    assert zoo_error(first, prefill(build(name), None)) > 1e-4  # the region is in force again
 
 
 # ------------------------------------------------------------------------------------------
