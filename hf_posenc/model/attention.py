@@ -38,7 +38,7 @@ from hf_posenc.model.masks import (
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.positions import LAYER, named_arguments, request_length
 from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
-from hf_posenc.model.sharding import refuse_parts_of_texts, sharded_weights
+from hf_posenc.model.sharding import sharded_weights
 
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -244,7 +244,6 @@ def posenc_attention(
     ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
-    refuse_parts_of_texts("a method that computes attention itself")
     _refuse_direction(module, layer)
     layer.check_heads(query.shape[1])
     query_position = _query_position(module, forward, kwargs, query)

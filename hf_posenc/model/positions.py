@@ -17,6 +17,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import ENGINE, refuse_another
+from hf_posenc.model.sharding import refuse_parts_of_texts
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
@@ -134,6 +135,7 @@ class DecoderWatch(Entering):
         if not self.computes:
             self._check_filled(kwargs.get("past_key_values"))
             return None
+        refuse_parts_of_texts("a method that computes attention itself")
         if len(args) > 1:  # by their names
             args, kwargs = (), named_arguments(module, args, kwargs)
         candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
