@@ -52,6 +52,7 @@ from hf_posenc.model.positions import (
 )
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.export import config_parts, quiet
@@ -77,7 +78,12 @@ def install_attention(
     if _is_pair(model):
         every = [table for table in every if owner_of(model, table.name) in owners]
     with trial(model):
-        subject, text, expected = trial_inputs(model, owners[-1])
+        try:
+            with state.sample.only():
+                subject, text, expected = trial_inputs(model, owners[-1])
+        except UnsupportedModelError:  # blocks that need what others leave for them
+            state.sample = Sample({})
+            subject, text, expected = trial_inputs(model, owners[-1])
     tried: tuple[Any, Inputs] = owners[0], {"input_ids": trial_tokens(owners[0])}
     if _is_pair(model):
         tried = subject, text
@@ -89,8 +95,8 @@ def install_attention(
             if any(kind.endswith("Indexer") for kind in map(_name, module.children())):
                 module.register_forward_pre_hook(catch_mask, with_kwargs=True)
     wrappers = _reposition(model, every)
-    with trial(model):
-        layers = calibrate(model, *tried, every, wrappers, state.in_attention)
+    with trial(model), state.sample.only():
+        layers = calibrate(model, *tried, every, wrappers, state.in_attention, state.sample)
         native = None if None in natives.values() else natives[owners[0]]
         if any(layer.beside for layer in layers):
             native = None  # the queries are scaled for one of two texts
@@ -102,6 +108,9 @@ def install_attention(
         verify(subject, text, expected, layers, wrappers, engine=native is None)
         scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
         own_factors = own_temperatures(owners[0], trial_tokens(owners[0])) if scaled else {}
+        for module, each in state.sample.counterparts().items():
+            if module in own_factors:
+                own_factors |= {other[module]: own_factors[module] for other in each}
         (give or _give_encodings)(layers, tables, wrappers, state, native, own_factors)
         for owner in owners:
             inside = {*owner.modules()}
@@ -142,15 +151,16 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
     """
     owner = owner_of(model, place)
     _refuse(model, owner, state.in_attention)
-    with trial(model):
+    sample = state.sample
+    with trial(model), sample.only():
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
     _choose_engine(owner, state)
     if owner.config._attn_implementation != ENGINE or not _calls_engine(owner, ids):
         _hand_over(owner, ids, state)
     base = Encoding.of(state.in_attention, state.original)
-    with trial(model):
-        layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention)
+    with trial(model), sample.only():
+        layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention, sample)
         called = owner.config if owner.config._attn_implementation == ENGINE else None
         counter = PositionCounter([layer.module for layer in layers], called)
         owner.register_forward_pre_hook(counter, with_kwargs=True)

@@ -24,6 +24,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import damaged_weights, trained_parameters
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
@@ -49,11 +50,13 @@ def patch_model(
     layers: Layers | Sequence[int] = "full",
     compose: bool = False,
     replace: bool = False,
+    verify: str = "sample",
     **options: Any,
 ) -> ModelT:
     """Change how a live model encodes position, in place and reversibly.
 
-    A model with RoPE is first run on seven tokens, which shows that positions enter nowhere else. The call ends by
+    A model with RoPE is first run on seven tokens, through one block of each kind, which shows that positions enter
+    nowhere else. The call ends by
     reading back the frequencies in force; where anything fails, the model is left as it was.
     The same request once more changes nothing, also after training. Another one needs `replace=True`.
 
@@ -73,6 +76,8 @@ def patch_model(
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.
+        verify: The blocks that the patch is tried on: `"sample"` (one of each kind: built of the same classes, shapes
+            and attributes) or `"full"` (all).
         **options: The method's own knobs (`get_method(name).knobs()`).
 
     Returns:
@@ -91,7 +96,7 @@ def patch_model(
         >>> model = patch_model(model, "rerope", window=2048, replace=True)
     """
     request = {"scale": scale, "target_length": target_length, "layers": layers, **options}
-    request |= {"compose": compose, "replace": replace}
+    request |= {"compose": compose, "replace": replace, "verify": verify}
     request["original_max_position_embeddings"] = original_max_position_embeddings
     _patch(model, method, request)
     return model
@@ -101,6 +106,10 @@ def _patch(
     model: nn.Module, method: MethodLike, request: Mapping[str, Any], *, temporary: bool = False
 ) -> Callable[[], None] | None:
     """Patch a model, and return the function that puts back the patch from before; `None` if it is the same patch."""
+    request = dict(request)
+    verify = request.pop("verify", "sample")
+    if verify not in ("sample", "full"):
+        raise PosencError(f'verify is "sample" or "full", not {verify!r}.')
     inner: Any = unwrap(model)
     earlier = state_of(model)
     trained = earlier is not None and not temporary and _is_trained(inner, earlier)
@@ -122,12 +131,15 @@ def _patch(
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
+            if verify == "sample":
+                state.sample = sample_of(inner)
             if tables and (uncertain := uncertain_rotaries(inner, tables)):
                 from hf_posenc.model.calibration import certify  # imports transformers
 
                 certify(inner, uncertain)
             if tables:
-                refuse_hidden(inner, tables, ", ".join(each.name for each in state.methods))
+                names = ", ".join(each.name for each in state.methods)
+                refuse_hidden(inner, tables, names, state.sample)
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):

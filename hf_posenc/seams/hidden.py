@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedModelError, one_line
 from hf_posenc.model.discovery import SinCosTable, Tables, adapter_of
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.inspection import (
@@ -41,8 +42,10 @@ _tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyD
 """Models that have nothing hidden, and the modules and weights that they had."""
 
 
-def refuse_hidden(model: nn.Module, tables: Tables, method: str) -> None:
+def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample) -> None:
     """Raise if an unpatched model gets positions from more than its rotation, and from no recurrence or convolution.
+
+    Only where the blocks of a sample show something is the whole model tried.
 
     A model whose weights are not all in this process, or that does not run on tokens alone, is not tried.
 
@@ -57,7 +60,7 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str) -> None:
     try:
         # Parts that torch.compile has wrapped in place are not compiled for seven tokens.
         with torch.compiler.set_stance("force_eager"):
-            found = _beside(model, tables)
+            found = [] if _clean(model, tables, sample) else _beside(model, tables)
     except Exception:  # whatever a model raises that needs more than tokens
         return
     if found:
@@ -69,6 +72,17 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str) -> None:
             "adapter (`beside`, see CONTRIBUTING.md)."
         )
     _tried[model] = version
+
+
+def _clean(model: nn.Module, tables: Tables, sample: Sample) -> bool:
+    """Return whether a model that is run on the blocks of a sample has nothing unexplained."""
+    if not sample.twins:
+        return False
+    try:
+        with sample.only(), _still(model, tables):
+            return not _unexplained(model)
+    except Exception:  # blocks that need what others leave for them
+        return False
 
 
 def _version(model: nn.Module) -> tuple[Any, ...]:
