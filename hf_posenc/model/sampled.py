@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,23 @@ class Sample:
             for module in block.modules():
                 found.setdefault(module, []).extend(pairs)
         return found
+
+    def everywhere(self, model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
+        """Return paths in blocks that stand for others, and the same ones in those."""
+        order = {
+            module: (number, path) for number, (path, module) in enumerate(model.named_modules())
+        }
+        found: dict[str, int] = {}
+        for place in places:
+            found.setdefault(place, -1)
+            for block, twins in self.twins.items():
+                number, path = order[block]
+                if place == path or place.startswith((f"{path}.", f"{path}(")):
+                    found[place] = number
+                    for twin in twins:
+                        number, other = order[twin]
+                        found[other + place.removeprefix(path)] = number
+        return tuple(sorted(found, key=found.__getitem__))
 
     @contextlib.contextmanager
     def only(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import damaged_weights, trained_parameters
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
-from hf_posenc.model.sampled import sample_of
+from hf_posenc.model.sampled import Sample, sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
@@ -120,7 +120,8 @@ def _patch(
         # time of a patch, so there is one only where tensors would be made elsewhere.
         elsewhere = torch.empty(0).device.type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
-            source = _source(inner, method)
+            sample = sample_of(inner) if verify == "sample" else Sample({})
+            source = _source(inner, method, sample)
             state = resolve_request(source, method, **request)
             tables = () if isinstance(source, NativeSeam) else source
             if earlier is not None:
@@ -131,8 +132,7 @@ def _patch(
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
-            if verify == "sample":
-                state.sample = sample_of(inner)
+            state.sample = sample
             if tables and (uncertain := uncertain_rotaries(inner, tables)):
                 from hf_posenc.model.calibration import certify  # imports transformers
 
@@ -170,7 +170,9 @@ def native_seams() -> tuple[type[NativeSeam], ...]:
     return TableSeam, BiasSeam, DistanceSeam, SilencedTable
 
 
-def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | NativeSeam:
+def _source(
+    model: nn.Module, method: MethodLike, sample: Sample
+) -> tuple[RotaryTable, ...] | NativeSeam:
     """Return what a request patches: the rotary tables of a model, or another seam that is found by trial.
 
     Raises:
@@ -185,13 +187,28 @@ def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | N
     except NoRotaryError as error:
         lack = error
     try:
-        positions = inspect(model)
+        positions = _positions(model, sample)
     except UnsupportedModelError:
         without_weights = any(each.is_meta for each in model.parameters())
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
             raise
         raise lack from None
-    return choose(native_seams(), model, positions, methods)
+    with sample.only():
+        return choose(native_seams(), model, positions, methods)
+
+
+def _positions(model: nn.Module, sample: Sample) -> Positions:
+    """Return the places where a model gets positions from, of the whole model where its sample has an unknown one."""
+    if sample.twins:
+        with contextlib.suppress(Exception), sample.only():
+            found = inspect(model)
+            if found.complete:
+                sources = (
+                    dataclasses.replace(one, places=sample.everywhere(model, one.places))
+                    for one in found.sources
+                )
+                return dataclasses.replace(found, sources=tuple(sources))
+    return inspect(model)
 
 
 def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:

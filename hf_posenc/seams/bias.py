@@ -291,14 +291,15 @@ class BiasSeam(NativeSeam):
             raise PosencError(
                 f"{type(model).__name__} has no rotation that keep_rope=True could keep."
             )
-        with trial(model):
+        with trial(model), state.sample.only():
             place, slopes = self._fitting(model)
         scaled = tuple(slope / method.scale for slope in slopes)
         state.hooks += self._hook(model, place, scaled)
         for owner in {_around(model, path): None for path in self.blocks}:
             state.hooks.append(owner.register_forward_pre_hook(WholeMask(), with_kwargs=True))
         with trial(model):
-            _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
+            with state.sample.only():
+                _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
             self._hand_over(model, state, scaled)
         state.export = None
         state.write_config(model, [])
