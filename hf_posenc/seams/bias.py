@@ -33,6 +33,7 @@ from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.handover import UnwrittenMasks, hand_over, handed_over, search, take_back
@@ -308,11 +309,13 @@ class BiasSeam(NativeSeam):
         """Let the engine compute attention, if that gives what biases in their place give."""
         register()
         owner = _around(model, self.blocks[0])
-        expected, settings = run(model, trial_tokens(model)), vars(owner.config)
+        settings = vars(owner.config)
+        with state.sample.only():
+            expected = run(model, trial_tokens(model))
         before = settings.get(IMPLEMENTATION)
         settings[IMPLEMENTATION] = "eager"  # code that may call sdpa itself must not
         try:
-            output = self._by_engine(model, owner, slopes)
+            output = self._by_engine(model, owner, slopes, state.sample)
         except (PosencError, RuntimeError, ValueError, TypeError):
             output = None
         finally:
@@ -327,7 +330,7 @@ class BiasSeam(NativeSeam):
         state.hooks += [Handed(owner), *UnwrittenMasks().around(owner)]
 
     def _by_engine(
-        self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...]
+        self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...], sample: Sample
     ) -> Tensor | None:
         """Return the output of a model whose attention is handed over; `None` where it is not found."""
         ids = trial_tokens(model)
@@ -342,7 +345,8 @@ class BiasSeam(NativeSeam):
         for forward in handed_over(owner):
             forward.optional = True
             vars(forward.module)[LAYER] = Layer(encoding, patched=True)
-        return run(model, ids)
+        with sample.only():
+            return run(model, ids)
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Return the slopes in force, read from the hooks; blocks with the same ones in a row."""
