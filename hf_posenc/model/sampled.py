@@ -10,7 +10,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 _DEPTH = 6  # of closures in closures
 _LOGITS = 1024
+_PERIOD = 65521  # a prime, so that no two rows of a matrix are the same
+_ROWS = 1 << 14
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, type)
 _OF_MODULES = {*vars(nn.Module())} - {"training"}
 """What every module has: its parameters, buffers, children and hooks are described on their own."""
@@ -30,10 +32,13 @@ class Sample:
     Attributes:
         twins: The blocks for which each block stands.
         head: A plain layer that turns hidden states into logits, of which a few are enough.
+        empty: The modules that run, of a model that has weights on the meta device.
     """
 
     twins: Mapping[nn.Module, tuple[nn.Module, ...]]
     head: nn.Module | None = None
+    empty: tuple[nn.Module, ...] = ()
+    _filled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def counterparts(self) -> dict[nn.Module, list[dict[nn.Module, nn.Module]]]:
         """Return by module of a block that stands for others, for each of these, its module for every such module."""
@@ -63,7 +68,10 @@ class Sample:
 
     @contextlib.contextmanager
     def only(self) -> Iterator[None]:
-        """Run no block that another one stands for, where that one has shown what a block returns."""
+        """Run no block that another one stands for, where that one has shown what a block returns.
+
+        Tensors on the meta device have random values on the CPU meanwhile, in the blocks that run and outside of them.
+        """
         latest: dict[nn.Module, tuple[torch.Size, Any]] = {}
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         hooks = []
@@ -90,7 +98,15 @@ class Sample:
             changed.append((values, {key: values[key] for key in ("forward",) if key in values}))
             values["forward"] = forward
 
+        swapped: list[tuple[dict[str, Any], str, Tensor]] = []
         try:
+            for module in self.empty:
+                holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for held in holders:
+                    for name, tensor in held.items():
+                        if tensor is not None and tensor.is_meta:
+                            swapped.append((held, name, tensor))
+                            held[name] = self._stand_in(tensor)
             if self.head is not None:
                 replace(self.head, functools.partial(_few_logits, self.head))
             for block, twins in self.twins.items():
@@ -101,9 +117,50 @@ class Sample:
         finally:
             for hook in hooks:
                 hook.remove()
+            for held, name, tensor in swapped:
+                held[name] = tensor
             for values, before in changed:
                 values.pop("forward", None)
                 values.update(before)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """Return random values in place of a tensor on the meta device, the same ones each time."""
+        if id(tensor) not in self._filled:
+            with torch.device("cpu"):
+                values = _random(tensor, len(self._filled)).to(tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=False)
+            self._filled[id(tensor)] = tensor, values
+        return self._filled[id(tensor)][1]
+
+
+def _random(tensor: Tensor, seed: int) -> Tensor:
+    """Return values like those of weights that were never trained; large tensors repeat themselves."""
+    shape, generator = tensor.shape, torch.Generator().manual_seed(seed)
+    if not tensor.is_floating_point():
+        return torch.zeros(shape)
+    if len(shape) < 2:  # the weight of a norm, for one
+        return 1 + 0.1 * torch.rand(shape, generator=generator)
+    values: Tensor = (
+        torch.randn(min(tensor.numel(), _PERIOD), generator=generator) * shape[-1] ** -0.5
+    )
+    values = values.to(tensor.dtype)
+    if len(shape) == 2 and shape[0] > _ROWS:  # an embedding: rows that overlap
+        count = shape[0] + shape[1]
+        return values.repeat(-(-count // len(values)))[:count].as_strided(shape, (1, 1))
+    count = tensor[0].numel() if len(shape) > 2 else tensor.numel()
+    values = values.repeat(-(-count // len(values)))[:count]
+    # Experts are all the same.
+    return values.view(shape[1:]).expand(shape) if len(shape) > 2 else values.view(shape)
+
+
+def without_weights(model: nn.Module) -> bool:
+    """Return whether a model has weights on the meta device that nothing brings when they are needed."""
+    for module in model.modules():
+        offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)  # by accelerate
+        if not offloaded and any(each.is_meta for each in module.parameters(recurse=False)):
+            return True
+    return False
 
 
 def sample_of(model: nn.Module) -> Sample:
@@ -125,7 +182,12 @@ def sample_of(model: nn.Module) -> Sample:
             distinct = dict.fromkeys(each for each in others if each is not first)
             if distinct and len({first, *distinct}) == len(others) + 1:
                 twins[first] = tuple(distinct)
-    return Sample(twins, _plain_head(model))
+    empty: tuple[nn.Module, ...] = ()
+    if without_weights(model):
+        still = {each for others in twins.values() for twin in others for each in twin.modules()}
+        still -= {each for block in twins for each in block.modules()}
+        empty = tuple(module for module in model.modules() if module not in still)
+    return Sample(twins, _plain_head(model), empty)
 
 
 def _plain_head(model: Any) -> nn.Module | None:
@@ -188,8 +250,8 @@ def _key(value: Any, depth: int = 0) -> Any:
     if isinstance(value, types.MethodType):
         return types.MethodType, inner(value.__func__), inner(value.__self__)
     if isinstance(value, types.FunctionType):
-        cells = tuple(_contents(cell) for cell in value.__closure__ or ())
-        return value.__code__, inner(cells), inner(value.__defaults__), inner(value.__kwdefaults__)
+        cells = tuple(inner(_contents(cell)) for cell in value.__closure__ or ())
+        return value.__code__, cells, inner(value.__defaults__), inner(value.__kwdefaults__)
     return id(value)
 
 

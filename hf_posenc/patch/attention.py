@@ -51,11 +51,12 @@ from hf_posenc.model.positions import (
     refuse_padding,
 )
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import native_rotary
-from hf_posenc.model.sampled import Sample
+from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.sampled import Sample, without_weights
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.export import config_parts, quiet
+from hf_posenc.patch.frequencies import keep_frequencies
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, search, take_back
 
@@ -77,14 +78,20 @@ def install_attention(
         _refuse(model, owner, state.in_attention)
     if _is_pair(model):
         every = [table for table in every if owner_of(model, table.name) in owners]
+    if empty := without_weights(model):
+        _keep_tables(model, state, every)
     with trial(model):
         try:
             with state.sample.only():
                 subject, text, expected = trial_inputs(model, owners[-1])
+                ids = trial_tokens(owners[0])
         except UnsupportedModelError:  # blocks that need what others leave for them
+            if empty:
+                raise
             state.sample = Sample({})
             subject, text, expected = trial_inputs(model, owners[-1])
-    tried: tuple[Any, Inputs] = owners[0], {"input_ids": trial_tokens(owners[0])}
+            ids = trial_tokens(owners[0])
+    tried: tuple[Any, Inputs] = owners[0], {"input_ids": ids}
     if _is_pair(model):
         tried = subject, text
     natives = {owner: _choose_engine(owner, state) for owner in owners}
@@ -107,7 +114,7 @@ def install_attention(
                 _use_engine(owner, written=written)
         verify(subject, text, expected, layers, wrappers, engine=native is None)
         scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
-        own_factors = own_temperatures(owners[0], trial_tokens(owners[0])) if scaled else {}
+        own_factors = own_temperatures(owners[0], ids) if scaled else {}
         for module, each in state.sample.counterparts().items():
             if module in own_factors:
                 own_factors |= {other[module]: own_factors[module] for other in each}
@@ -123,6 +130,28 @@ def install_attention(
                 _watch_cache(owner, of_owner)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
+
+
+def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
+    """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
+    lacking = next((f"{m.name} has parameters" for m in state.in_attention if m.trainable), "")
+    if any(table.scaled or isinstance(table, SinCosTable) for table in tables):
+        lacking = "its rotation is scaled already, or a table"
+    wrappers = {id(each.base): each for each in model.modules() if isinstance(each, PosencRotary)}
+    if any(
+        table.label not in wrappers[id(table.module)].specs
+        for table in tables
+        if id(table.module) in wrappers
+    ):
+        lacking = "one part of a rotary module keeps its frequencies"
+    if not state.sample.empty:
+        lacking = 'verify="full" needs the weights'
+    if lacking:
+        raise UnsupportedModelError(
+            f"This model is on the meta device, and {lacking}. Load the model first, then patch it."
+        )
+    if own := [table for table in tables if id(table.module) not in wrappers]:
+        keep_frequencies(model, state, own)
 
 
 def _is_pair(model: Any) -> bool:
@@ -213,13 +242,6 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:
-    for module in model.modules():
-        offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)  # by accelerate
-        if not offloaded and any(p.is_meta for p in module.parameters(recurse=False)):
-            raise UnsupportedModelError(
-                "This model is on the meta device. A method that computes attention itself is tried on the model "
-                "before it is trusted: load the model first, then patch it."
-            )
     kinds = [*map(_name, owner.modules())]
     indexers = [kind for kind in kinds if kind.endswith("Indexer")]
     if compressors := [kind for kind in kinds if kind.endswith("Compressor")]:

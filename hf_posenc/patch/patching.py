@@ -139,7 +139,9 @@ def _patch(
                 certify(inner, uncertain)
             if tables:
                 names = ", ".join(each.name for each in state.methods)
-                refuse_hidden(inner, tables, names, state.sample)
+                # Frequencies alone are changed on the meta device without a trial, which takes memory.
+                tried = sample if state.in_attention or not sample.empty else Sample({})
+                refuse_hidden(inner, tables, names, tried)
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):
@@ -199,7 +201,7 @@ def _source(
 
 def _positions(model: nn.Module, sample: Sample) -> Positions:
     """Return the places where a model gets positions from, of the whole model where its sample has an unknown one."""
-    if sample.twins:
+    if sample.twins and not sample.empty:
         with contextlib.suppress(Exception), sample.only():
             found = inspect(model)
             if found.complete:

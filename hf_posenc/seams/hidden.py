@@ -47,19 +47,22 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample)
 
     Only where the blocks of a sample show something is the whole model tried.
 
-    A model whose weights are not all in this process, or that does not run on tokens alone, is not tried.
+    A model is not tried if its weights are not all in this process, nor filled in by the sample, or if it does not run
+    on tokens alone.
 
     Raises:
         UnsupportedModelError: There is such a place; the message names it.
     """
-    if is_sharded(model) or any(each.is_meta for each in model.parameters()):
+    lacking = not sample.empty and any(each.is_meta for each in model.parameters())
+    if lacking or is_sharded(model):
         return
     version = _version(model)
     if _tried.get(model) == version:
         return
     try:
         # Parts that torch.compile has wrapped in place are not compiled for seven tokens.
-        with torch.compiler.set_stance("force_eager"):
+        filled = sample.only() if sample.empty else contextlib.nullcontext()
+        with torch.compiler.set_stance("force_eager"), filled:
             found = [] if _clean(model, tables, sample) else _beside(model, tables)
     except Exception:  # whatever a model raises that needs more than tokens
         return
