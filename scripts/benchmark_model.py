@@ -95,21 +95,30 @@ def memory() -> Iterator[Results]:
 
 
 def patching(rounds: int) -> Results:
-    """Seconds of `patch_model`, trial and verification included, on models with 4 and 32 tiny layers."""
+    """Seconds of `patch_model`, trial and verification included, and their ratio to a forward over seven tokens."""
     found: Results = {}
-    for layers in (4, 32):
-        model = _llama(layers, 1, hidden=64)
-        seconds: dict[str, list[float]] = {name: [] for name in ("yarn", *CASES)}
+    for layers, hidden in ((4, 64), (32, 64), (24, 1024)):
+        model, ids = _llama(layers, 1, hidden=hidden), torch.arange(7)[None]
+        seconds: dict[str, list[float]] = {name: [] for name in ("forward", "yarn", *CASES)}
         for round_ in range(rounds + 1):
             for name, values in seconds.items():
                 method, options = CASES.get(name, (name, {"scale": 4}))
-                start = time.perf_counter()
-                patch_model(model, method, **options)
+                with torch.no_grad():
+                    model.lm_head.weight.add_(0)  # as a model that was never tried
+                    start = time.perf_counter()
+                    if name == "forward":
+                        model(ids)
+                    else:
+                        patch_model(model, method, **options)
                 if round_:  # the first is not counted
                     values.append(time.perf_counter() - start)
-                unpatch_model(model)
-        found[f"patch_model, {layers} layers"] = {
-            name: {"seconds": statistics.median(values)} for name, values in seconds.items()
+                if name != "forward":
+                    unpatch_model(model)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        size = "" if hidden == 64 else f" of {hidden} features"
+        found[f"patch_model, {layers} layers{size}"] = {
+            name: {"seconds": value, "ratio": value / medians["forward"]}
+            for name, value in medians.items()
         }
     return found
 

@@ -34,6 +34,7 @@ from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.positions import named_arguments
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.model.weights import execution_device, plain_parts, rounding_dtype, stored
 
@@ -189,10 +190,12 @@ def calibrate(
     tables: Sequence[RotaryTable],
     wrappers: Wrappers,
     methods: Sequence[Method],
+    sample: Sample,
 ) -> list[CalibratedLayer]:
     """Find every attention layer of a model that is run on a text, and its rotation; raise where there is none to find.
 
-    `owner` is the decoder, or an encoder-decoder model, whose cross-attention is left out.
+    `owner` is the decoder, or an encoder-decoder model, whose cross-attention is left out. Layers of blocks that are
+    not among those of the `sample` are as those that stand for them.
     """
     with alone(owner), recording() as native:
         run(owner, text)
@@ -209,7 +212,8 @@ def calibrate(
     if needed:
         _refuse_dynamic(tables, wrappers)
     names = {module: name for name, module in model.named_modules()}
-    layers = []
+    layers: list[CalibratedLayer] = []
+    counterparts = sample.counterparts()
     rotations: dict[tuple[int, Layout], Rotation] = {}
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
@@ -244,26 +248,57 @@ def calibrate(
                 if needed:
                     raise
                 index = 0  # it rotates, in a way that need not be known
-        unknown = tables and first.kwargs.get("position_ids") is None
-        if inner is not None or module in beside or unknown:
-            module.register_forward_pre_hook(hand_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
         if rotation is not None and rotation.norm is None:
             # One object for all layers, which then share its angles.
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
-        layers.append(
-            CalibratedLayer(
-                name,
-                module,
-                first,
-                rotation,
-                table,
-                len(calls),
-                bidirectional,
-                beside.get(module),
-            )
+        layer = CalibratedLayer(
+            name,
+            module,
+            first,
+            rotation,
+            table,
+            len(calls),
+            bidirectional,
+            beside.get(module),
         )
-    return layers
+        others = [each for each in counterparts.get(module, ()) if each[module] is not module]
+        again = len(counterparts.get(module, ())) - len(others)  # one module in several blocks
+        layer = replace(layer, calls=layer.calls * (1 + again))
+        layers += [layer, *(_counterpart(layer, each, names, tables, wrappers) for each in others)]
+    order = {module: place for place, module in enumerate(names)}
+    for layer in layers:
+        unknown = tables and layer.recorded.kwargs.get("position_ids") is None
+        if unknown or layer.beside or _inner_rotary(layer.module) is not None:
+            layer.module.register_forward_pre_hook(hand_positions, with_kwargs=True)
+    return sorted(layers, key=lambda layer: order[layer.module])
+
+
+def _counterpart(
+    layer: CalibratedLayer,
+    modules: Mapping[nn.Module, nn.Module],
+    names: Mapping[nn.Module, str],
+    tables: Sequence[RotaryTable],
+    wrappers: Wrappers,
+) -> CalibratedLayer:
+    """Return what a layer is in another block of its kind, given the modules there by those that were tried."""
+    table, rotation, module = layer.table, layer.rotation, modules[layer.module]
+    own = None if table is None else modules.get(table.module, table.module)
+    if table is not None and own is not table.module:
+        table = next(each for each in tables if each.module is own and each.label == table.label)
+    if rotation is not None and (table is not layer.table or rotation.norm is not None):
+        assert table is not None
+        inv_freq, factor = _in_force(table, wrappers)
+        inv_freq = inv_freq if rotation.order is None else inv_freq[rotation.order]
+
+        def here(one: Rotation | None) -> Rotation | None:
+            if one is None:
+                return None
+            norm = None if one.norm is None else modules.get(one.norm, one.norm)
+            return replace(one, inv_freq=inv_freq, factor=factor, norm=norm, keys=here(one.keys))
+
+        rotation = here(rotation)
+    return replace(layer, name=names[module], module=module, rotation=rotation, table=table)
 
 
 Calls = dict[nn.Module, list[Recorded]]

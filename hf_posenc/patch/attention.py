@@ -53,12 +53,13 @@ from hf_posenc.model.positions import (
     refuse_padding,
 )
 from hf_posenc.model.repositioned import ENGINE, SCORES, RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import native_rotary
+from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.sampled import Sample, without_weights
 from hf_posenc.model.sharding import processes_of_heads
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
-from hf_posenc.model.weights import is_offloaded
 from hf_posenc.patch.export import config_parts, quiet
+from hf_posenc.patch.frequencies import keep_frequencies
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.handover import give_positions, hand_over, search, take_back
 
@@ -80,9 +81,20 @@ def install_attention(
         _refuse(model, owner, state.in_attention)
     if _is_pair(model):
         every = [table for table in every if owner_of(model, table.name) in owners]
+    if empty := without_weights(model):
+        _keep_tables(model, state, every)
     with trial(model):
-        subject, text, expected = trial_inputs(model, owners[-1])
-    tried: tuple[Any, Inputs] = owners[0], {"input_ids": trial_tokens(owners[0])}
+        try:
+            with state.sample.only():
+                subject, text, expected = trial_inputs(model, owners[-1])
+                ids = trial_tokens(owners[0])
+        except UnsupportedModelError:  # blocks that need what others leave for them
+            if empty:
+                raise
+            state.sample = Sample({})
+            subject, text, expected = trial_inputs(model, owners[-1])
+            ids = trial_tokens(owners[0])
+    tried: tuple[Any, Inputs] = owners[0], {"input_ids": ids}
     if _is_pair(model):
         tried = subject, text
     natives = {owner: _choose_engine(owner, state) for owner in owners}
@@ -98,8 +110,8 @@ def install_attention(
         # Its rows reach the layers, and its positions do not.
         watches[owners[0]].counts = "places"
         state.hooks += watches[owners[0]].around(owners[0])
-    with trial(model):
-        layers = calibrate(model, *tried, every, wrappers, state.in_attention)
+    with trial(model), state.sample.only():
+        layers = calibrate(model, *tried, every, wrappers, state.in_attention, state.sample)
         _check_hooks(state, layers)
         native = None if None in natives.values() else natives[owners[0]]
         if any(layer.beside for layer in layers):
@@ -111,7 +123,10 @@ def install_attention(
                 _use_engine(owner, written=written)
         verify(subject, text, expected, layers, wrappers, engine=native is None)
         scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
-        own_factors = own_temperatures(owners[0], trial_tokens(owners[0])) if scaled else {}
+        own_factors = own_temperatures(owners[0], ids) if scaled else {}
+        for module, each in state.sample.counterparts().items():
+            if module in own_factors:
+                own_factors |= {other[module]: own_factors[module] for other in each}
         (give or _give_encodings)(layers, tables, wrappers, state, native, own_factors)
         for owner in owners:
             inside = {*owner.modules()}
@@ -126,6 +141,28 @@ def install_attention(
                 state.hooks += [] if watch.counts else watch.around(owner)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
+
+
+def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
+    """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
+    lacking = next((f"{m.name} has parameters" for m in state.in_attention if m.trainable), "")
+    if any(table.scaled or isinstance(table, SinCosTable) for table in tables):
+        lacking = "its rotation is scaled already, or a table"
+    wrappers = {id(each.base): each for each in model.modules() if isinstance(each, PosencRotary)}
+    if any(
+        table.label not in wrappers[id(table.module)].specs
+        for table in tables
+        if id(table.module) in wrappers
+    ):
+        lacking = "one part of a rotary module keeps its frequencies"
+    if not state.sample.empty:
+        lacking = 'verify="full" needs the weights'
+    if lacking:
+        raise UnsupportedModelError(
+            f"This model is on the meta device, and {lacking}. Load the model first, then patch it."
+        )
+    if own := [table for table in tables if id(table.module) not in wrappers]:
+        keep_frequencies(model, state, own)
 
 
 def _is_pair(model: Any) -> bool:
@@ -154,16 +191,17 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
     """
     owner = owner_of(model, place)
     _refuse(model, owner, state.in_attention)
-    with trial(model):
+    sample = state.sample
+    with trial(model), sample.only():
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
     _choose_engine(owner, state)
     if owner.config._attn_implementation != ENGINE or not _calls_engine(owner, ids):
         _hand_over(owner, ids, state)
-    with trial(model):
+    with trial(model), sample.only():
         watch = DecoderWatch(owner, str(state.config), counts="tokens")
         state.hooks += watch.around(owner)
-        layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention)
+        layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention, sample)
         _check_hooks(state, layers)
         base = Encoding.of(state.in_attention, state.original)
         watch.passes = all(KEYWORD in layer.recorded.kwargs for layer in layers)
@@ -218,12 +256,6 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:
-    for module in model.modules():
-        if not is_offloaded(module) and any(p.is_meta for p in module.parameters(recurse=False)):
-            raise UnsupportedModelError(
-                "This model is on the meta device. A method that computes attention itself is tried on the model "
-                "before it is trusted: load the model first, then patch it."
-            )
     kinds = [*map(_name, owner.modules())]
     indexers = [kind for kind in kinds if kind.endswith("Indexer")]
     if compressors := [kind for kind in kinds if kind.endswith("Compressor")]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedModelError, VerificationError
-from hf_posenc.methods import RopeScaling, YaRN
+from hf_posenc.methods import PositionInterpolation, RopeScaling, YaRN
 from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import (
@@ -58,6 +58,14 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
                 f"{one.table.name} does not give the patched rotation after the patch; the model was "
                 f"restored. Please report it, with the model type and method ({method.name})."
             )
+
+
+def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:
+    """Wrap rotary modules without values, so that what fills the model's tensors leaves the frequencies as they are."""
+    patched = _wrap(tables, PositionInterpolation(scale=1.0), state, adapter_of(model).log_gain)
+    for one in patched:
+        _check_forward(one)
+    replace_modules(model, {id(one.table.module): one.wrapper for one in patched})
 
 
 def _wrap(

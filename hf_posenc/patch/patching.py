@@ -25,6 +25,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.sampled import Sample, sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
@@ -51,11 +52,13 @@ def patch_model(
     layers: Layers | Sequence[int] = "full",
     compose: bool = False,
     replace: bool = False,
+    verify: str = "sample",
     **options: Any,
 ) -> ModelT:
     """Change how a live model encodes position, in place and reversibly.
 
-    A model with RoPE is first run on seven tokens, which shows that positions enter nowhere else. The call ends by
+    A model with RoPE is first run on seven tokens, through one block of each kind, which shows that positions enter
+    nowhere else. The call ends by
     reading back the frequencies in force; where anything fails, the model is left as it was.
     The same request once more changes nothing, also after training. Another one needs `replace=True`.
 
@@ -75,6 +78,8 @@ def patch_model(
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.
+        verify: The blocks that the patch is tried on: `"sample"` (one of each kind: built of the same classes, shapes
+            and attributes) or `"full"` (all).
         **options: The method's own knobs (`get_method(name).knobs()`).
 
     Returns:
@@ -93,7 +98,7 @@ def patch_model(
         >>> model = patch_model(model, "rerope", window=2048, replace=True)
     """
     request = {"scale": scale, "target_length": target_length, "layers": layers, **options}
-    request |= {"compose": compose, "replace": replace}
+    request |= {"compose": compose, "replace": replace, "verify": verify}
     request["original_max_position_embeddings"] = original_max_position_embeddings
     _patch(model, method, request)
     return model
@@ -103,6 +108,10 @@ def _patch(
     model: nn.Module, method: MethodLike, request: Mapping[str, Any], *, temporary: bool = False
 ) -> Callable[[], None] | None:
     """Patch a model, and return the function that puts back the patch from before; `None` if it is the same patch."""
+    request = dict(request)
+    verify = request.pop("verify", "sample")
+    if verify not in ("sample", "full"):
+        raise PosencError(f'verify is "sample" or "full", not {verify!r}.')
     inner: Any = unwrap(model)
     earlier = state_of(model)
     trained = earlier is not None and not temporary and _is_trained(inner, earlier)
@@ -116,7 +125,8 @@ def _patch(
         # Trials are compared as precisely as the weights are.
         kind = next((each.device.type for each in inner.parameters()), "cpu")
         with placed, outside_autocast(kind):
-            source = _source(inner, method)
+            sample = sample_of(inner) if verify == "sample" else Sample({})
+            source = _source(inner, method, sample)
             state = resolve_request(source, method, **request)
             tables = () if isinstance(source, NativeSeam) else source
             if earlier is not None:
@@ -127,12 +137,16 @@ def _patch(
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
+            state.sample = sample
             if tables and (uncertain := uncertain_rotaries(inner, tables)):
                 from hf_posenc.model.calibration import certify  # imports transformers
 
                 certify(inner, uncertain)
             if tables:
-                refuse_hidden(inner, tables, ", ".join(each.name for each in state.methods))
+                names = ", ".join(each.name for each in state.methods)
+                # Frequencies alone are changed on the meta device without a trial, which takes memory.
+                tried = sample if state.in_attention or not sample.empty else Sample({})
+                refuse_hidden(inner, tables, names, tried)
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):
@@ -167,7 +181,9 @@ def native_seams() -> tuple[type[NativeSeam], ...]:
     return TableSeam, BiasSeam, DistanceSeam, SilencedTable
 
 
-def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | NativeSeam:
+def _source(
+    model: nn.Module, method: MethodLike, sample: Sample
+) -> tuple[RotaryTable, ...] | NativeSeam:
     """Return what a request patches: the rotary tables of a model, or another seam that is found by trial.
 
     Raises:
@@ -182,13 +198,28 @@ def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | N
     except NoRotaryError as error:
         lack = error
     try:
-        positions = inspect(model)
+        positions = _positions(model, sample)
     except UnsupportedModelError:
         without_weights = any(each.is_meta for each in model.parameters())
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
             raise
         raise lack from None
-    return choose(native_seams(), model, positions, methods)
+    with sample.only():
+        return choose(native_seams(), model, positions, methods)
+
+
+def _positions(model: nn.Module, sample: Sample) -> Positions:
+    """Return the places where a model gets positions from, of the whole model where its sample has an unknown one."""
+    if sample.twins and not sample.empty:
+        with contextlib.suppress(Exception), sample.only():
+            found = inspect(model)
+            if found.complete:
+                sources = (
+                    dataclasses.replace(one, places=sample.everywhere(model, one.places))
+                    for one in found.sources
+                )
+                return dataclasses.replace(found, sources=tuple(sources))
+    return inspect(model)
 
 
 def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:

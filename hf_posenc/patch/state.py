@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
@@ -59,6 +60,7 @@ class State:
         hooks: The forward hooks that refuse texts past the end of those tables, or count positions without padding.
         warned: True once saving has warned that the patch is not loaded with the folder by everyone.
         adapters: The PEFT configs that saving has made carry the patch.
+        sample: The blocks on which the patch is tried.
     """
 
     config: PatchConfig
@@ -74,6 +76,7 @@ class State:
     hooks: list[Removable] = field(default_factory=list)
     warned: bool = False
     adapters: list[Any] = field(default_factory=list)
+    sample: Sample = field(default_factory=lambda: Sample({}))
 
     @property
     def in_attention(self) -> list[Method]:

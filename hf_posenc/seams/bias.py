@@ -34,6 +34,7 @@ from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.handover import hand_over, handed_over, search, take_back
@@ -290,14 +291,15 @@ class BiasSeam(NativeSeam):
             raise PosencError(
                 f"{type(model).__name__} has no rotation that keep_rope=True could keep."
             )
-        with trial(model):
+        with trial(model), state.sample.only():
             place, slopes = self._fitting(model)
         scaled = tuple(slope / method.scale for slope in slopes)
         state.hooks += self._hook(model, place, scaled)
         for owner in {_around(model, path): None for path in self.blocks}:
             state.hooks.append(owner.register_forward_pre_hook(WholeMask(), with_kwargs=True))
         with trial(model):
-            _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
+            with state.sample.only():
+                _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
             self._hand_over(model, state, scaled)
         state.export = None
         state.write_config(model, [])
@@ -306,11 +308,13 @@ class BiasSeam(NativeSeam):
         """Let the engine compute attention, if that gives what biases in their place give."""
         register()
         owner = _around(model, self.blocks[0])
-        expected, settings = run(model, trial_tokens(model)), vars(owner.config)
+        settings = vars(owner.config)
+        with state.sample.only():
+            expected = run(model, trial_tokens(model))
         before = settings.get(IMPLEMENTATION)
         settings[IMPLEMENTATION] = SCORES  # code that may call sdpa itself must not
         try:
-            output = self._by_engine(model, owner, slopes)
+            output = self._by_engine(model, owner, slopes, state.sample)
         except (PosencError, RuntimeError, ValueError, TypeError):
             output = None
         finally:
@@ -325,7 +329,7 @@ class BiasSeam(NativeSeam):
         state.hooks.append(Handed(owner))
 
     def _by_engine(
-        self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...]
+        self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...], sample: Sample
     ) -> Tensor | None:
         """Return the output of a model whose attention is handed over; `None` where it is not found."""
         ids = trial_tokens(model)
@@ -340,7 +344,8 @@ class BiasSeam(NativeSeam):
         for forward in handed_over(owner):
             forward.optional = True
             Layer(encoding, patched=True).attach(forward.module)
-        return run(model, ids)
+        with sample.only():
+            return run(model, ids)
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Return the slopes in force, read from the hooks; blocks with the same ones in a row."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_posenc.errors import UnsupportedModelError, one_line
 from hf_posenc.model.discovery import SinCosTable, Tables, adapter_of
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.inspection import (
@@ -41,23 +42,28 @@ _tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyD
 """Models that have nothing hidden, and the modules and weights that they had."""
 
 
-def refuse_hidden(model: nn.Module, tables: Tables, method: str) -> None:
+def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample) -> None:
     """Raise if an unpatched model gets positions from more than its rotation, and from no recurrence or convolution.
 
-    A model whose weights are not all in this process, or that does not run on tokens alone, is not tried.
+    Only where the blocks of a sample show something is the whole model tried.
+
+    A model is not tried if its weights are not all in this process, nor filled in by the sample, or if it does not run
+    on tokens alone.
 
     Raises:
         UnsupportedModelError: There is such a place; the message names it.
     """
-    if is_sharded(model) or any(each.is_meta for each in model.parameters()):
+    lacking = not sample.empty and any(each.is_meta for each in model.parameters())
+    if lacking or is_sharded(model):
         return
     version = _version(model)
     if _tried.get(model) == version:
         return
     try:
         # Parts that torch.compile has wrapped in place are not compiled for seven tokens.
-        with torch.compiler.set_stance("force_eager"):
-            found = _beside(model, tables)
+        filled = sample.only() if sample.empty else contextlib.nullcontext()
+        with torch.compiler.set_stance("force_eager"), filled:
+            found = [] if _clean(model, tables, sample) else _beside(model, tables)
     except Exception:  # whatever a model raises that needs more than tokens
         return
     if found:
@@ -69,6 +75,17 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str) -> None:
             "adapter (`beside`, see CONTRIBUTING.md)."
         )
     _tried[model] = version
+
+
+def _clean(model: nn.Module, tables: Tables, sample: Sample) -> bool:
+    """Return whether a model that is run on the blocks of a sample has nothing unexplained."""
+    if not sample.twins:
+        return False
+    try:
+        with sample.only(), _still(model, tables):
+            return not _unexplained(model)
+    except Exception:  # blocks that need what others leave for them
+        return False
 
 
 def _version(model: nn.Module) -> tuple[Any, ...]:

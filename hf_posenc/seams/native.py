@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
+from hf_posenc.model.sampled import Sample
 from hf_posenc.seams.inspection import (
     RECURRENCE,
     ROTARY,
@@ -43,6 +44,7 @@ class Undo(Protocol):
         export: The form in which plain transformers computes the patch, as in `Patch`.
         tensors: Places whose tensor was swapped, and their tensors from before.
         hooks: Hooks of the patch, and what else it takes out by itself.
+        sample: The blocks on which the patch is tried.
     """
 
     original: int
@@ -50,6 +52,7 @@ class Undo(Protocol):
     export: str | None
     tensors: list[tuple[Swappable, Tensor]]
     hooks: list[Removable]
+    sample: Sample
 
     def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Set attributes of a config or module, and return their values from before."""

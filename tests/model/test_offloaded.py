@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_posenc import patched
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
@@ -59,11 +58,3 @@ def test_their_weights_have_the_same_hash(models: tuple[Any, Any]) -> None:
     with torch.no_grad():
         whole.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-6
     assert weights_hash(whole) != weights_hash(offloaded)
-
-
-def test_a_model_without_weights_is_refused_still() -> None:
-    config: Any = zoo.build("llama").config
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    with pytest.raises(PosencError, match="on the meta device"):
-        patched(model, "rerope", window=16).__enter__()

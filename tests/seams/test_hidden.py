@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
 from hf_posenc.errors import UntrainedWarning
 from hf_posenc.model.discovery import tables_of
+from hf_posenc.model.sampled import sample_of
 from hf_posenc.seams import hidden, probes
 from hf_posenc.seams.hidden import refuse_hidden
 from scripts.positions_coverage import rotary_encoders
@@ -364,7 +365,7 @@ def test_compiled_parts_are_not_compiled_for_the_trial() -> None:
 def test_no_rotary_type_is_refused(model_type: str, dtype: torch.dtype) -> None:
     model: Any = zoo.build(model_type)
     model.to(dtype)
-    refuse_hidden(model, tables_of(model), "pi")
+    refuse_hidden(model, tables_of(model), "pi", sample_of(model))
 
 
 @pytest.mark.slow
@@ -373,4 +374,4 @@ def test_no_rotary_encoder_is_refused(dtype: torch.dtype) -> None:
     for model_type in rotary_encoders():
         model: Any = build_text_model(model_type)
         model.to(dtype)
-        refuse_hidden(model, tables_of(model), "pi")
+        refuse_hidden(model, tables_of(model), "pi", sample_of(model))

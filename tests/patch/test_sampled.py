@@ -1,0 +1,240 @@
+"""The price of a patch: it is tried on one block of each kind, and finds what a trial of all blocks finds."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
+from hf_posenc.errors import PosencError, UntrainedWarning
+from hf_posenc.model.sampled import sample_of
+from tests.support import zoo
+
+METHODS: list[tuple[Any, dict[str, Any]]] = [
+    ("yarn", {"scale": 4}),
+    ("rerope", {"window": 16}),
+    ("alibi", {}),
+    (["yarn", "log_n"], {"scale": 4}),
+]
+DEPTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _untrained() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)
+        yield
+
+
+def _calls(model: nn.Module, blocks: Any, *args: Any, **options: Any) -> list[int]:
+    """Return how often a patch runs the attention of each block."""
+    inner = [next(m for m in block.modules() if "ttention" in type(m).__name__) for block in blocks]
+    calls: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, _: Any) -> None:
+        calls[module] += 1
+
+    hooks = [module.register_forward_pre_hook(count) for module in inner]
+    patch_model(model, *args, **options)
+    for hook in hooks:
+        hook.remove()
+    return [calls[module] for module in inner]
+
+
+def _llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        **options,
+    }
+    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+def test_a_patch_runs_one_block_of_each_kind(method: Any, options: dict[str, Any]) -> None:
+    model = _llama()
+    first, *others = _calls(model, model.model.layers, method, **options)
+    assert first
+    assert not any(others)
+
+
+def test_the_blocks_of_a_model_without_rotation_too() -> None:
+    model: Any = zoo.build("bloom", n_layer=DEPTH)
+    first, *others = _calls(model, model.transformer.h, "alibi", scale=2)
+    assert first > 5 * max(others)  # code of its own is searched in every block
+
+
+def test_verify_full_runs_all() -> None:
+    model = _llama()
+    calls = _calls(model, model.model.layers, "rerope", window=16, verify="full")
+    assert len({*calls}) == 1
+    assert calls[0]
+    with pytest.raises(PosencError, match='"sample" or "full"'):
+        patch_model(model, "rerope", window=16, verify="half")
+
+
+@pytest.mark.parametrize("method", ["rerope", "alibi"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "qwen3", "gptj", "deepseek_v3", "qwen3_next", "gpt_oss"]
+)
+def test_the_patch_is_the_one_that_a_trial_of_all_blocks_gives(
+    model_type: str, method: str
+) -> None:
+    model, ids = zoo.build(model_type), zoo.tokens(40)
+    options: dict[str, Any] = {"window": 16} if method == "rerope" else {}
+    outputs: list[tuple[Tensor, object]] = []
+    for verify in ("sample", "full"):
+        try:
+            with patched(model, method, verify=verify, **options):
+                outputs.append((zoo.logits(model, ids), get_patch(model)))
+        except UnsupportedModelError as error:
+            outputs.append((torch.zeros(()), str(error)))
+    (one, report), (other, expected) = outputs
+    assert torch.equal(one, other)
+    assert str(report) == str(expected)
+
+
+class _Rows(nn.Module):
+    """A projection that adds something by position."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: Tensor) -> Any:
+        rows = torch.arange(values.shape[-2], dtype=values.dtype)[:, None]
+        return self.inner(values) * (1 + 0.3 * rows)
+
+
+def _wrapped(layer: Any) -> None:
+    layer.mlp.up_proj = _Rows(layer.mlp.up_proj)
+
+
+def _new_forward(layer: Any) -> None:
+    mlp, native = layer.mlp, layer.mlp.forward
+    mlp.forward = lambda values: native(
+        values * (1 + 0.3 * torch.arange(values.shape[-2])[:, None])
+    )
+
+
+def _hooked(layer: Any) -> None:
+    layer.mlp.register_forward_hook(
+        lambda _, args, output: output * (1 + 0.3 * torch.arange(output.shape[-2])[:, None])
+    )
+
+
+@pytest.mark.parametrize("method", ["pi", "rerope"])
+@pytest.mark.parametrize("change", [_wrapped, _new_forward, _hooked])
+def test_one_block_that_was_changed_by_hand_is_found_at_any_depth(change: Any, method: str) -> None:
+    model = _llama()
+    change(model.model.layers[5])
+    options: dict[str, Any] = {"window": 16} if method == "rerope" else {"scale": 4}
+    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
+        patch_model(model, method, **options)
+
+
+def test_a_class_that_was_changed_by_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _llama()
+    unpatch_model(patch_model(model, "pi", scale=4))
+    other = _llama()
+    kind = type(other.model.layers[0].mlp)
+    native = kind.forward
+    monkeypatch.setattr(
+        kind,
+        "forward",
+        lambda self, x: native(self, x) * (1 + 0.3 * torch.arange(x.shape[-2])[:, None]),
+    )
+    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
+        patch_model(other, "pi", scale=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer.self_attn, "scaling", 3.0),
+        lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+        lambda layer: layer.register_buffer("rows", torch.zeros(3)),
+        lambda layer: layer.double(),
+    ],
+)
+def test_blocks_that_differ_are_of_several_kinds(change: Any) -> None:
+    model = _llama()
+    assert [len(each) for each in sample_of(model).twins.values()] == [DEPTH - 1]
+    change(model.model.layers[5])
+    assert [len(each) for each in sample_of(model).twins.values()] == [DEPTH - 2]
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox", "deepseek_v3", "qwen3_moe"])
+def test_a_model_is_patched_on_the_meta_device_then_loaded(
+    model_type: str, method: Any, options: dict[str, Any]
+) -> None:
+    model, ids = zoo.build(model_type), zoo.tokens(40)
+    with patched(model, method, **options):
+        expected = zoo.logits(model, ids)
+    with torch.device("meta"):
+        empty: Any = type(model)(copy.deepcopy(model.config)).eval()
+        patch_model(empty, method, **options)
+    assert all(each.is_meta for each in empty.parameters())
+    empty.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, buffer in empty.named_buffers():
+            buffer.fill_(7)  # what `to_empty` leaves there may be anything
+            if "inv_freq" not in name:
+                buffer.copy_(model.get_buffer(name))
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(zoo.logits(empty, ids), expected)
+
+
+def test_positions_beside_the_rotation_are_found_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = _llama()
+    _wrapped(model.model.layers[5])
+    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
+        patch_model(model, "rerope", window=16)
+    assert all(each.is_meta for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("fire", {}, "has parameters"),
+        ("rerope", {"window": 16, "verify": "full"}, "needs the weights"),
+    ],
+)
+def test_what_needs_weights_is_refused_on_the_meta_device(
+    method: str, options: dict[str, Any], words: str
+) -> None:
+    with torch.device("meta"):
+        model = _llama()
+        with pytest.raises(UnsupportedModelError, match=f"meta device.*{words}"):
+            patch_model(model, method, **options)
+    assert get_patch(model) is None
+
+
+def test_of_offloaded_blocks_one_is_run() -> None:
+    from accelerate import cpu_offload
+
+    model, ids = _llama(), zoo.tokens(40)
+    with patched(model, "rerope", window=16):
+        expected = zoo.logits(model, ids)
+    for layer in model.model.layers:
+        cpu_offload(layer, execution_device=torch.device("cpu"))
+    first, *others = _calls(model, model.model.layers, "rerope", window=16)
+    assert first
+    assert not any(others)
+    assert torch.equal(zoo.logits(model, ids), expected)
