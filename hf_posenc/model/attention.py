@@ -106,8 +106,7 @@ _PLAIN = Encoding(original=1)  # of a layer without a patch, whose length it doe
 
 def register() -> None:
     """Register the attention function in transformers; models that do not choose it are as before."""
-    for name in (ENGINE, SCORES):  # a model may be built from the config of a patched one
-        AttentionInterface.register(name, posenc_attention)
+    AttentionInterface.register(ENGINE, posenc_attention)
     AttentionMaskInterface.register(ENGINE, posenc_mask)
     AttentionMaskInterface.register(SCORES, scores_mask)
 
@@ -156,12 +155,14 @@ def hand_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     shown: list[Mask] = []
 
     def written(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() != 4 or value.is_complex():
-            return value
         mask: Mask
+        if not isinstance(value, Tensor) or value.dim() != 4:
+            return value
         if value.dtype == HANDLE:
             lazy = mask = described(value)
             value = lazy.decided("written", lambda: lazy.rows(0, value.shape[2]))
+        elif value.is_complex():
+            return value
         else:
             mask = shared(value, value.shape[2:], lambda: WrittenMask.copied(value))
         shown.append(mask)

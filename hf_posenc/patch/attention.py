@@ -52,7 +52,7 @@ from hf_posenc.model.positions import (
     count_positions,
     refuse_padding,
 )
-from hf_posenc.model.repositioned import ENGINE, SCORES, RepositionedRotary, RepositionedTable
+from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary, native_rotary
 from hf_posenc.model.sampled import Sample, without_weights
 from hf_posenc.model.sharding import processes_of_heads
@@ -61,7 +61,7 @@ from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.frequencies import keep_frequencies
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.seams.handover import give_positions, hand_over, search, take_back
+from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, search, take_back
 
 
 def install_attention(
@@ -180,7 +180,7 @@ def _use_engine(owner: Any, *, written: bool) -> None:
     """Let the engine compute where scaled queries were planned; `written`: with masks that the model can join."""
     for _, part in config_parts(owner.config):
         name = vars(part).get(IMPLEMENTATION)
-        if isinstance(name, str) and name.startswith(ENGINE) and name != SCORES:
+        if isinstance(name, str) and name.startswith(ENGINE):
             vars(part)[IMPLEMENTATION] = WithWrittenMasks(ENGINE) if written else ENGINE
 
 
@@ -352,7 +352,7 @@ def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
             f"{FREQUENCY_METHODS_WORK}"
         )
     hand_over(found)
-    vars(owner.config)[IMPLEMENTATION] = SCORES
+    state.hooks.append(UnwrittenMasks.of(owner))
 
 
 def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:

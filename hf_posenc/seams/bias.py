@@ -33,11 +33,10 @@ from hf_posenc.model.forward import Forward, carry
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
-from hf_posenc.model.repositioned import SCORES
 from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
-from hf_posenc.seams.handover import hand_over, handed_over, search, take_back
+from hf_posenc.seams.handover import UnwrittenMasks, hand_over, handed_over, search, take_back
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
 from hf_posenc.seams.native import NativeSeam, Undo
 from hf_posenc.seams.traces import Argument, flattened, read_arguments
@@ -167,7 +166,7 @@ class ExactBias:
 def _follows(module: Any) -> bool:
     """Return whether attention code still runs as it did when it was handed over."""
     config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", SCORES) in ("eager", SCORES)
+    return getattr(config, "_attn_implementation", "eager") == "eager"
 
 
 def _hiding(mask: Tensor) -> Tensor:
@@ -312,7 +311,7 @@ class BiasSeam(NativeSeam):
         with state.sample.only():
             expected = run(model, trial_tokens(model))
         before = settings.get(IMPLEMENTATION)
-        settings[IMPLEMENTATION] = SCORES  # code that may call sdpa itself must not
+        settings[IMPLEMENTATION] = "eager"  # code that may call sdpa itself must not
         try:
             output = self._by_engine(model, owner, slopes, state.sample)
         except (PosencError, RuntimeError, ValueError, TypeError):
@@ -325,8 +324,8 @@ class BiasSeam(NativeSeam):
             return
         for forward in handed_over(owner):
             forward.least = masks.DENSE
-        state.set(owner.config, {IMPLEMENTATION: SCORES})
-        state.hooks.append(Handed(owner))
+        state.set(owner.config, {IMPLEMENTATION: "eager"})
+        state.hooks += [Handed(owner), UnwrittenMasks.of(owner)]
 
     def _by_engine(
         self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...], sample: Sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 from collections.abc import Callable
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from hf_posenc.model.attention import recording
+from hf_posenc.model.attention import IMPLEMENTATION, recording
 from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.forward import KEYWORD, Forward, carried, running
 from hf_posenc.model.masks import HANDLE, described, visible
-from hf_posenc.model.repositioned import RepositionedTable
-from hf_posenc.seams.held import Replaced, shown
+from hf_posenc.model.repositioned import SCORES, RepositionedTable
+from hf_posenc.seams.held import Replaced
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
 
 
@@ -144,17 +145,37 @@ class HandedOver(Replaced):
         scope.transposed = self.transposed
         scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
         scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
-        module = self.module
-        if self.table is not None and isinstance(module, nn.Embedding):
+        others = {}
+        if self.table is not None and isinstance(self.module, nn.Embedding):
             scope.embedding = self.table
         elif self.table is not None:
-            module = shown(module, {self.table.table.attribute: self.table.rows(positions)})
+            others[self.table.table.attribute] = self.table.rows(positions)
         with scope:
-            output = self.native(module, *args, **kwargs)
+            output = self.seen_as(others, *args, **kwargs)
         output = _settled(output, weights=scope.weights)
         if not scope.attended:
             scope.check()
         return output
+
+
+class UnwrittenMasks(Replaced):
+    """The forward of a decoder whose attention is handed over: the masks that it makes are `scores_mask`'s."""
+
+    @classmethod
+    def of(cls, owner: nn.Module) -> UnwrittenMasks:
+        """Replace the forward of a decoder."""
+        masks = cls(owner)
+        masks.install()
+        return masks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = self.module.config
+        # Another implementation may have been chosen since the patch.
+        if torch.compiler.is_compiling() or vars(config).get(IMPLEMENTATION) != "eager":
+            return self.native(self.module, *args, **kwargs)
+        config = copy.copy(config)
+        vars(config)[IMPLEMENTATION] = SCORES
+        return self.seen_as({"config": config}, *args, **kwargs)
 
 
 def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:

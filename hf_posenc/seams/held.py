@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -91,17 +92,6 @@ def tokens_of_rows(mask: Any) -> list[int] | None:
     return rows or None
 
 
-def shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a view of a module that has other tensors in its own attributes, and shares all else with it.
-
-    What its forward writes to its own attributes does not reach the module.
-    """
-    view = object.__new__(type(module))
-    own = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
-    view.__dict__.update({**vars(module), **own, **tensors})
-    return view
-
-
 class Replaced:
     """A forward that stands in for that of a module's class, as an attribute of the module.
 
@@ -114,6 +104,12 @@ class Replaced:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.earlier: Any = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The arguments of the forward from before."""
+        native = types.MethodType(type(self.module).forward, self.module)
+        return inspect.signature(native if self.earlier is None else self.earlier)
 
     def install(self) -> None:
         """Replace the forward, until `remove`."""
@@ -148,6 +144,23 @@ class Replaced:
             )
         return earlier(*args, **kwargs)
 
+    def seen_as(self, others: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the code from before on a view of the module that has other attributes, and shares all else with it.
+
+        So no other forward sees them. What the code writes to attributes of the module does not reach it, but for new
+        ones, as those by which transformers knows that its hooks are there.
+        """
+        if not others:
+            return self.native(self.module, *args, **kwargs)
+        own = vars(self.module)
+        view = object.__new__(type(self.module))
+        separate = {name: dict(own[name]) for name in ("_parameters", "_buffers")}
+        view.__dict__.update({**own, **separate, **others})
+        output = self.native(view, *args, **kwargs)
+        for name in vars(view).keys() - own.keys() - others.keys():
+            own[name] = vars(view)[name]
+        return output
+
 
 class ShownTable(Replaced):
     """The forward of a module that holds a table, to which another tensor is shown in its place; the table stays."""
@@ -160,8 +173,7 @@ class ShownTable(Replaced):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module's own code."""
         tensor = self.tensor(getattr(self.module, self.name))
-        view = self.module if tensor is None else shown(self.module, {self.name: tensor})
-        return self.native(view, *args, **kwargs)
+        return self.seen_as({} if tensor is None else {self.name: tensor}, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
