@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
-from hf_posenc.seams.hidden import refuse_hidden
+from hf_posenc.seams.hidden import refuse_hidden, version_of
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
 
@@ -208,8 +209,21 @@ def _source(
         return choose(native_seams(), model, positions, methods)
 
 
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Positions]] = weakref.WeakKeyDictionary()
+"""The places where models get positions from, and the modules and weights that they had then."""
+
+
 def _positions(model: nn.Module, sample: Sample) -> Positions:
-    """Return the places where a model gets positions from, of the whole model where its sample has an unknown one."""
+    """Return the places where a model gets positions from, found once for the weights that it has."""
+    version = version_of(model)
+    known = _found.get(model)
+    if known is None or known[0] != version:
+        _found[model] = known = version, _inspected(model, sample)
+    return known[1]
+
+
+def _inspected(model: nn.Module, sample: Sample) -> Positions:
+    """Inspect the sample of a model, or the whole model where that has an unknown place."""
     if sample.twins and not sample.empty:
         with contextlib.suppress(Exception), sample.only():
             found = inspect(model)

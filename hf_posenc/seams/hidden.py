@@ -56,7 +56,7 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample)
     lacking = not sample.empty and any(each.is_meta for each in model.parameters())
     if lacking or is_sharded(model):
         return
-    version = _version(model)
+    version = version_of(model)
     if _tried.get(model) == version:
         return
     try:
@@ -88,7 +88,7 @@ def _clean(model: nn.Module, tables: Tables, sample: Sample) -> bool:
         return False
 
 
-def _version(model: nn.Module) -> tuple[Any, ...]:
+def version_of(model: nn.Module) -> tuple[Any, ...]:
     """Return what differs once modules, hooks or weights have changed."""
     modules = (
         (id(each), id(vars(each).get("forward")), *each._forward_hooks, *each._forward_pre_hooks)
