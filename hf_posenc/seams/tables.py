@@ -253,7 +253,8 @@ class TableSeam(NativeSeam):
             width = tensor.numel() // tensor.shape[_axis(tensor)]
             check_table(method, table.positions, width, lengths[table.path])
         ids = probes.ordinary_tokens(model, min(probes.TOKENS, self.length or 1))
-        before = _outputs(model, ids)
+        with state.sample.only():
+            before = _outputs(model, ids)
         edits, twin = take_over_lengths(model, state, self.tables, lengths)
         for table in self.tables:
             place, positions = places[table.path], lengths[table.path]
@@ -287,7 +288,7 @@ class TableSeam(NativeSeam):
                 state.set(config, values)
         else:
             state.write_config(model, edits)
-        self._verify(model, method, lengths, ids, before)
+        self._verify(model, state, method, lengths, ids, before)
         if self.beside or self.rest:
             self._warn(model, method)
 
@@ -327,6 +328,7 @@ class TableSeam(NativeSeam):
     def _verify(
         self,
         model: nn.Module,
+        state: Undo,
         method: TableMethod,
         lengths: Mapping[str, int],
         ids: Tensor,
@@ -334,7 +336,8 @@ class TableSeam(NativeSeam):
     ) -> None:
         """Verify that short texts are as they should be, and that longer texts than before run."""
         if method.keeps_short or method.by_request or method.scale == 1:
-            after = _outputs(model, ids)
+            with state.sample.only():
+                after = _outputs(model, ids)
             if not all(map(torch.equal, after, before)):
                 raise VerificationError(
                     f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
