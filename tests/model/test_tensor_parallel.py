@@ -192,7 +192,7 @@ def parts_of_texts(rank: int, folder: Path) -> dict[str, Tensor]:
     found, places = {}, torch.arange(LENGTH)[None]
     for case, method in PARTS.items():
         model = patch_model(AutoModelForCausalLM.from_pretrained(folder / "model").eval(), method)
-        with torch.no_grad(), patch.dict(ALL_ATTENTION_FUNCTIONS, sdpa=exchanging):
+        with torch.no_grad(), patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=exchanging):
             given = {"input_ids": batch(9)[:, half], "position_ids": places[:, half]}
             found[case] = model(**given, use_cache=False).logits
     return found
@@ -352,7 +352,7 @@ def test_frequencies_and_scaled_queries_of_parts_of_a_text(
 def test_bands_of_parts_of_a_text_are_refused(model: PreTrainedModel) -> None:
     patch_model(model, "rerope")
     with (
-        patch.dict(ALL_ATTENTION_FUNCTIONS, sdpa=exchanging),
+        patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=exchanging),
         pytest.raises(PosencError, match="Context or sequence parallelism gives each process"),
     ):
         logits_of(model)
