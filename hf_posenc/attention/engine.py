@@ -36,7 +36,7 @@ from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
 from hf_posenc.attention.kernels import turning
 from hf_posenc.attention.rotation import Rotation
-from hf_posenc.attention.softmax import is_exporting
+from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
 
 
@@ -249,7 +249,7 @@ def attend(call: Call, encoding: Encoding) -> Result:
     # As in PyTorch's fused attention, autocast chooses the dtype of the products alone, and none of what is inside.
     with outside_autocast(call.value.device.type):
         # An exported graph is for all lengths and devices.
-        if call.beside is not None or is_exporting():
+        if call.beside is not None or is_exporting() or is_transformed():
             return exact(call, encoding)
         return choose(call, encoding).run(call, encoding)
 

@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.call import Beside, Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.softmax import grouped_scores, is_exporting, weighted_values
+from hf_posenc.attention.softmax import (
+    grouped_scores,
+    is_exporting,
+    is_transformed,
+    weighted_values,
+)
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import DistanceBias, LengthDependent, Method, RelativeKeys
 
@@ -44,8 +49,9 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     needs_grad = torch.is_grad_enabled() and call.query.requires_grad
     for start, stop in _blocks(call, encoding):
         arguments = (call, encoding, shared, start, stop)
-        if needs_grad and stop - start < call.query.shape[2]:
-            # Kept for the backward, the scores of all blocks would be a matrix of queries times keys.
+        if needs_grad and stop - start < call.query.shape[2] and not is_transformed():
+            # Kept for the backward, the scores of all blocks would be a matrix of queries times keys. `torch.func`
+            # keeps them: it has no hooks of saved tensors.
             out, weight = checkpoint(_block, *arguments, use_reentrant=False)
         else:
             out, weight = _block(*arguments)

@@ -21,6 +21,8 @@ CONVERTED = 1 << 17
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 """Return whether `torch.export` traces; an older PyTorch does not tell."""
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return whether a transform of `torch.func` runs, which differentiates PyTorch's own operations alone."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,7 +42,7 @@ def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     if query.dtype == accumulation_dtype(query.dtype):
         return (folded(query * scaling, key.shape[1]) @ key.transpose(-1, -2)).view(shape)
     rows = folded(query, key.shape[1])
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed():
         scores = rows.float() @ key.float().transpose(-1, -2)
     else:
         scores = _Products.apply(rows, key)  # type: ignore[no-untyped-call]
@@ -159,7 +161,7 @@ def weighted_values(
     rows = folded(weights, value.shape[1])
     if weights.dtype == value.dtype:
         out = rows @ value
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() or is_transformed():
         out = (rows @ value.float()).to(value.dtype)
     else:
         out = _WeightedSum.apply(rows, value)  # type: ignore[no-untyped-call]

@@ -62,7 +62,7 @@ class MethodParameters(nn.Module):
         shared = self._shared()
         if shared is not None and name in shared._parameters:
             return shared[name]
-        parameter = self.get_parameter(name)
+        parameter: Tensor = getattr(self, name)  # `torch.func.functional_call` puts a tensor there
         if self.mesh is None or not (torch.is_grad_enabled() and parameter.requires_grad):
             return parameter
         return with_summed_gradient(parameter, self.mesh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,12 @@ from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import ENGINE, refuse_another
 from hf_posenc.model.sharding import refuse_parts_of_texts
 
+if TYPE_CHECKING:
+    from hf_posenc.patch.config import PatchConfig
+
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
-# Attributes of a cache.
+# Attributes of a cache, or of the part of an encoder-decoder's that has the decoder's own keys. A copy has them too.
 _PINNED = "_hf_posenc_lengths"
 _ROTATED = "_hf_posenc_rotated"
 _FILLED = "_hf_posenc_filled_by"
@@ -32,6 +35,12 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
     """Return the arguments of a module's forward by their names."""
     names = inspect.signature(module.forward).parameters
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def text_of(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the tokens of a forward, or their embeddings; `None` if it gets neither."""
+    given = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
+    return next((value for value in given if isinstance(value, Tensor)), None)
 
 
 # Positions of a padded batch, which a model that gets none counts with the padding.
@@ -45,8 +54,7 @@ def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
     """
     if len(args) > 1:  # by their names
         args, kwargs = (), named_arguments(module, args, kwargs)
-    tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-    inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
+    inputs = text_of(args, kwargs)
     if inputs is None or kwargs.get("position_ids") is not None:
         return None
     cache = kwargs.get("past_key_values")
@@ -55,6 +63,19 @@ def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
     if positions is None:
         return None
     return args, {**kwargs, "position_ids": positions.to(inputs.device)}
+
+
+def refuse_drafts(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse drafts behind the text of a request, whose length in force they would change: a forward pre-hook."""
+    kept, cache = kwargs.get("logits_to_keep"), kwargs.get("past_key_values")
+    if not isinstance(kept, int) or kept < 2 or cache is None or torch.compiler.is_compiling():
+        return
+    if not cache.get_seq_length():
+        raise PosencError(
+            f'logits_to_keep={kept} in the first forward of a text: with update="request" its length is in force, and '
+            "the drafts behind it, which assisted generation and prompt lookup add there, would count. Patch with "
+            'update="row", generate without drafts, or leave out logits_to_keep.'
+        )
 
 
 def refuse_padding(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -99,7 +120,7 @@ class DecoderWatch(Entering):
     another patch has filled, or none: its keys are at other positions.
 
     Attributes:
-        filled_by: The patch, in words.
+        filled_by: The patch.
         counts: Of a model whose layers get no positions: `"tokens"`, which a mask shows, or `"places"`, padding too.
         config: Of which another attention implementation is refused; `None`: any is fine.
         lengths: Bucket and original length of the layers with `update="request"`.
@@ -111,7 +132,7 @@ class DecoderWatch(Entering):
     def __init__(
         self,
         owner: nn.Module,
-        filled_by: str,
+        filled_by: PatchConfig,
         counts: Literal["", "tokens", "places"] = "",
         *,
         computes: bool = True,
@@ -132,17 +153,16 @@ class DecoderWatch(Entering):
         """Read the decoder's arguments, and add the record to them."""
         if self.config is not None:
             refuse_another(self.config, ENGINE)
-        if not self.computes:
-            self._check_filled(kwargs.get("past_key_values"))
-            return None
-        refuse_parts_of_texts("a method that computes attention itself")
         if len(args) > 1:  # by their names
             args, kwargs = (), named_arguments(module, args, kwargs)
-        candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-        inputs = next((value for value in candidates if isinstance(value, Tensor)), None)
+        cache, positions = _own_part(kwargs.get("past_key_values")), kwargs.get("position_ids")
+        if not self.computes:
+            self._check_filled(cache)
+            return None
+        refuse_parts_of_texts("a method that computes attention itself")
+        inputs = text_of(args, kwargs)
         if inputs is None:
             return None
-        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
         if self.counts:
             seen = 0 if cache is None else cache.get_seq_length()
             if positions is None and self.counts == "tokens":
@@ -152,11 +172,10 @@ class DecoderWatch(Entering):
             positions = positions.to(inputs.device)
         forward = Forward(positions if self.counts else None)
         if not torch.compiler.is_compiling():
-            forward = self._watched(forward, inputs, positions, kwargs)
-        elif (
-            self.lengths and not is_exporting()
-        ):  # they are read from the cache, which a graph would keep as it was
-            forward = self._watched_outside(forward, inputs, positions, kwargs)
+            forward = self._watched(forward, inputs, positions, cache, kwargs)
+        elif self.lengths and not is_exporting():
+            # They are read from the cache, which a graph would keep as it was.
+            forward = self._watched_outside(forward, inputs, positions, cache, kwargs)
         if not self.counts and not self.lengths and not self.rotated:
             return None
         if not self.passes:
@@ -172,7 +191,7 @@ class DecoderWatch(Entering):
         )
         for cache in caches:
             if hasattr(cache, "get_seq_length"):
-                setattr(cache, _FILLED, self.filled_by)
+                setattr(_own_part(cache), _FILLED, self.filled_by)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watched_outside(self, *arguments: Any) -> Forward:
@@ -180,10 +199,10 @@ class DecoderWatch(Entering):
         return self._watched(*arguments)
 
     def _watched(
-        self, forward: Forward, inputs: Tensor, positions: Tensor | None, kwargs: Any
+        self, forward: Forward, inputs: Tensor, positions: Tensor | None, cache: Any, kwargs: Any
     ) -> Forward:
         """Return the record with what the cache holds, or raise for a cache or positions that cannot be."""
-        cache, masks = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        masks = kwargs.get("attention_mask")
         forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
         batch, queries = inputs.shape[:2]
         if positions is not None:
@@ -213,24 +232,29 @@ class DecoderWatch(Entering):
         return Forward(forward.positions, lengths=lengths, rotated=rotated)
 
     def _check_filled(self, cache: Any) -> None:
-        """Refuse a cache that something else than this patch has filled.
+        """Refuse a cache that something else than this patch has filled; mark an empty one as its own.
 
         Learned keys have no rotation, and so suit a patch that computes no attention.
         """
         by = getattr(cache, _FILLED, None)
-        known = cache is None or by == self.filled_by or torch.compiler.is_compiling()
-        if known or not (seen := int(cache.get_seq_length())):
+        if cache is None or by == self.filled_by or torch.compiler.is_compiling():
+            return
+        if not (seen := int(cache.get_seq_length())):
+            setattr(cache, _FILLED, self.filled_by)
             return
         what = f"The cache holds {seen} tokens that were computed"
         if by is not None:
+            same = str(by) == str(self.filled_by)
+            other = "other layers, or another original length" if same else str(by)
             raise PosencError(
-                f"{what} with {by}, and the model is now patched with {self.filled_by}. Start with an empty cache."
+                f"{what} with {other}, and the model is now patched with {self.filled_by}. Start with an empty cache."
             )
         what += f" before the model was patched with {self.filled_by}"
         if self.computes:
             raise PosencError(
-                f"{what}, or are learned keys without a position, as those of PEFT's prefix tuning. Start with an "
-                "empty cache; with prefix tuning, use a frequency method (yarn, ntk_by_parts, ...)."
+                f"{what}, or by hand, or are learned keys without a position, as those of PEFT's prefix tuning. Start "
+                "with an empty cache. To change keys that this patch has computed, change those of a copy of their "
+                "cache (copy.deepcopy). With prefix tuning, use a frequency method (yarn, ntk_by_parts, ...)."
             )
         warnings.warn(
             f"{what}, and are read wrong, unless they are learned keys, as those of PEFT's prefix tuning. Start with "
@@ -265,7 +289,12 @@ class DecoderWatch(Entering):
         return lengths
 
 
-def watch_caches(model: nn.Module, filled_by: str) -> list[RemovableHandle]:
+def _own_part(cache: Any) -> Any:
+    """Return the part of an encoder-decoder's cache that has the decoder's own keys; any other cache as it is."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def watch_caches(model: nn.Module, filled_by: PatchConfig) -> list[RemovableHandle]:
     """Hook the decoders of a model whose patch computes no attention, so that each cache is of one patch."""
     takers = [
         module
@@ -305,7 +334,7 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     shown = _shown(mask, seen, positions.shape[1]) if branches else None
     if shown is not None:  # padding has any position
         wrong |= shown.to(wrong.device) & (positions.diff(dim=1) < 1).any()
-    if bool(wrong):  # the one wait of a forward
+    if bool(wrong):
         raise PosencError(
             "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
             "order the methods that compute attention themselves derive the position of a key. Pass contiguous "

@@ -50,6 +50,7 @@ from hf_posenc.model.positions import (
     LAYER,
     DecoderWatch,
     count_positions,
+    refuse_drafts,
     refuse_padding,
 )
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
@@ -105,7 +106,7 @@ def install_attention(
             if any(kind.endswith("Indexer") for kind in map(_name, module.children())):
                 module.register_forward_pre_hook(hand_mask, with_kwargs=True)
     wrappers = _reposition(model, every)
-    watches = {owner: DecoderWatch(owner, str(state.config)) for owner in owners}
+    watches = {owner: DecoderWatch(owner, state.config) for owner in owners}
     if any(isinstance(table.module, nn.Embedding) for table in every):
         # Its rows reach the layers, and its positions do not.
         watches[owners[0]].counts = "places"
@@ -137,7 +138,7 @@ def install_attention(
                 owner.register_forward_pre_hook(refuse_padding, with_kwargs=True)
             watch = watches[owner]
             if native is None:
-                _watch_cache(watch, of_owner)
+                state.hooks += _watch_cache(model, watch, of_owner)
                 state.hooks += [] if watch.counts else watch.around(owner)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
@@ -199,7 +200,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
     if owner.config._attn_implementation != ENGINE or not _calls_engine(owner, ids):
         _hand_over(owner, ids, state)
     with trial(model), sample.only():
-        watch = DecoderWatch(owner, str(state.config), counts="tokens")
+        watch = DecoderWatch(owner, state.config, counts="tokens")
         state.hooks += watch.around(owner)
         layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention, sample)
         _check_hooks(state, layers)
@@ -212,7 +213,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
             encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
             Layer(encoding, patched=True).attach(layer.module)
         _share(owner, layers)
-        _watch_cache(watch, layers)
+        state.hooks += _watch_cache(model, watch, layers)
         run(subject, ids)
 
 
@@ -539,8 +540,10 @@ def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHand
     ]
 
 
-def _watch_cache(watch: DecoderWatch, layers: Sequence[CalibratedLayer]) -> None:
-    """Name the lengths and the rotated keys that layers read of the cache."""
+def _watch_cache(
+    model: nn.Module, watch: DecoderWatch, layers: Sequence[CalibratedLayer]
+) -> list[RemovableHandle]:
+    """Name the lengths and the rotated keys that layers read of the cache; return further hooks that these need."""
     for layer in layers:
         seam: Layer = getattr(layer.module, LAYER)
         method, original = seam.encoding.method, seam.encoding.original
@@ -554,3 +557,6 @@ def _watch_cache(watch: DecoderWatch, layers: Sequence[CalibratedLayer]) -> None
         if index is not None and index >= 0 and layer.calls == 1:
             seam.index = index
             watch.rotated.add(index)
+    if not watch.lengths:
+        return []
+    return [model.register_forward_pre_hook(refuse_drafts, with_kwargs=True)]

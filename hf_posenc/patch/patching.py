@@ -158,7 +158,7 @@ def _patch(
                 if not state.in_attention:
                     from hf_posenc.model.positions import watch_caches  # imports transformers
 
-                    state.hooks += watch_caches(inner, str(state.config))
+                    state.hooks += watch_caches(inner, state.config)
             except BaseException as error:
                 _undo(inner, state)
                 if isinstance(error, UnsupportedModelError) and state.in_attention:

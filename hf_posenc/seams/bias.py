@@ -32,7 +32,7 @@ from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
 from hf_posenc.model.forward import Forward, carry
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
-from hf_posenc.model.positions import LAYER
+from hf_posenc.model.positions import LAYER, named_arguments, text_of
 from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
@@ -215,11 +215,9 @@ class WholeMask:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments with a mask of shape (batch, keys); `None` without a static cache."""
-        names = inspect.signature(module.forward).parameters
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        values = named_arguments(module, args, kwargs)
         cache, mask = values.get("past_key_values"), values.get("attention_mask")
-        given = (values.get("input_ids"), values.get("inputs_embeds"))
-        tokens = next((each for each in given if each is not None), None)
+        tokens = text_of((), values)
         if cache is None or not getattr(cache, "is_compileable", False) or tokens is None:
             return None
         keys = (getattr(cache, "get_max_length", None) or cache.get_max_cache_shape)()

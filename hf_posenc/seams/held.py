@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.model.positions import text_of
 
 
 @dataclass(eq=False)
@@ -53,8 +54,7 @@ def held(model: nn.Module, path: str) -> Held:
 
 def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the tokens of a forward, padding included, and those in its cache; `None` if it gets no text."""
-    values = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
-    given = next((value for value in values if isinstance(value, Tensor)), None)
+    given = text_of(args, kwargs)
     if given is None or given.dim() < 2:
         return None
     count = getattr(kwargs.get("past_key_values"), "get_seq_length", None)

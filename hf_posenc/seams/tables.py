@@ -523,7 +523,10 @@ def _check_memory(
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+    """Return the shapes of all weights; a quantized layer of torch has values of other kinds beside them."""
+    return {
+        name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)
+    }
 
 
 def _check_other_weights(model: nn.Module, twin: nn.Module, names: set[str]) -> None:

@@ -1,0 +1,102 @@
+"""Whatever runs unpatched runs patched, as precisely, or is refused: the table of `tests/support/ways_to_run.py`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import PosencError
+from tests.support.ways_to_run import (
+    KINDS,
+    REFUSED,
+    UNPATCHED,
+    WAYS,
+    Kind,
+    Run,
+    Way,
+)
+
+ROOT = Path(__file__).parents[2]
+TIMES = 4.0
+"""The error of a patched model as a multiple of that of the unpatched one, at most."""
+ROUNDING = 1e-4
+"""What is no error: two orders of float32 operations."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of one process, for the ways that need one."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def truth(name: str, plain: Run, patched: bool) -> Tensor:
+    """Return what a kind computes in float64."""
+    kind = KINDS[name]
+    model = kind.build().double()
+    return plain(kind.patch(model) if patched else model, kind)
+
+
+def found(way: Way, kind: Kind, run: Run, folder: Path, *, patched: bool) -> Tensor:
+    folder.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = way.before(kind.build(), folder)
+        model = way.after(kind.patch(model) if patched else model, folder)
+        with way.within():
+            return run(model, kind)
+
+
+def error(values: Tensor, expected: Tensor) -> float:
+    return float((values - expected).abs().max() / expected.abs().max())
+
+
+CELLS = [(way, kind) for way in WAYS for kind in KINDS if WAYS[way].takes(KINDS[kind])]
+
+
+def cells() -> list[Any]:
+    """Every cell; each way runs with two kinds in the fast suite, and each kind with several ways."""
+    fast, count = set[tuple[str, str]](), dict.fromkeys(KINDS, 0)
+    for way in WAYS:
+        kinds = sorted((kind for name, kind in CELLS if name == way), key=lambda kind: count[kind])
+        for kind in kinds[:2]:
+            count[kind] += 1
+            fast.add((way, kind))
+    return [
+        pytest.param(*cell, marks=() if cell in fast else pytest.mark.slow, id="-".join(cell))
+        for cell in CELLS
+    ]
+
+
+@pytest.mark.parametrize(("way_name", "kind_name"), cells())
+def test_a_cell(way_name: str, kind_name: str, tmp_path: Path) -> None:
+    way, kind, cell = WAYS[way_name], KINDS[kind_name], (way_name, kind_name)
+    if way.needs:
+        pytest.importorskip(way.needs)
+    for name, (run, plain) in way.pairs(kind).items():
+        folder = tmp_path / name
+        folder.mkdir()
+        if cell in UNPATCHED:
+            with pytest.raises(Exception, match=UNPATCHED[cell]):
+                found(way, kind, run, folder / "unpatched", patched=False)
+            continue
+        control = found(way, kind, run, folder / "unpatched", patched=False)
+        if cell in REFUSED:
+            with pytest.raises(PosencError, match=REFUSED[cell]):
+                found(way, kind, run, folder / "patched", patched=True)
+            continue
+        limit = error(control, truth(kind_name, plain, False))
+        values = found(way, kind, run, folder / "patched", patched=True)
+        assert error(values, truth(kind_name, plain, True)) <= TIMES * limit + ROUNDING, name

@@ -1,0 +1,447 @@
+"""Ways to run a model, kinds of patches, and the table of both: whatever runs unpatched runs patched, or is refused.
+
+A new way to run is a row of `WAYS`, and a new kind of patch a column of `KINDS`. `docs/running.md` is `page()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+from hf_posenc import patch_model
+from tests.support import zoo
+from tests.support.families import build_text_model
+
+# Kinds of patches
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A patch, and the type of the model that gets it."""
+
+    model: str
+    method: str
+    options: Mapping[str, Any]
+    length: int = (
+        72  # tokens: more than the fused paths of attention need, or as many as a table has
+    )
+
+    def build(self) -> Any:
+        """Return an unpatched model without dropout."""
+        known = self.model in zoo.decoder_types()
+        model = zoo.build(self.model) if known else build_text_model(self.model)
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        if self.model == "bert":  # of the start, positions do less than 8 bits round
+            model.bert.embeddings.position_embeddings.weight.data.mul_(4)
+        return model
+
+    def patch(self, model: Any) -> Any:
+        """Patch a model; parameters to train get the same values each time."""
+        return trained(patch_model(model, self.method, **self.options))
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """How it can be run: an encoder has no cache, and that of an encoder-decoder is of another kind."""
+        return (
+            ("prefill", "training")
+            if self.model in ("bert", "t5")
+            else ("prefill", "steps", "training")
+        )
+
+
+def trained(model: Any) -> Any:
+    """Give a method's own parameters values that a training could."""
+    generator = torch.Generator().manual_seed(0)
+    for name, value in model.named_parameters():
+        if ".posenc." in name:
+            values = 0.3 + 0.4 * torch.rand(value.shape, generator=generator)
+            value.data.copy_(values)
+    return model
+
+
+_SHORT = {"original_max_position_embeddings": 32}
+KINDS: dict[str, Kind] = {
+    "static frequencies": Kind("llama", "yarn", {"scale": 4}),
+    "dynamic by row": Kind("llama", "dynamic_ntk", _SHORT),
+    "dynamic by request": Kind("llama", "dynamic_ntk", {"update": "request", **_SHORT}),
+    "dynamic by sequence": Kind("llama", "dynamic_ntk", {"update": "sequence", **_SHORT}),
+    "bands": Kind("llama", "rerope", {"window": 16}),
+    "chunks": Kind("llama", "dual_chunk", _SHORT),
+    "bias": Kind("llama", "alibi", {}),
+    "trained bias": Kind("llama", "kerple_log", {}),
+    "longer table": Kind("gpt2", "interpolate", {"scale": 2}, 60),
+    "bias for a table": Kind("gpt2", "alibi", {}, 60),
+    "bias for an encoder": Kind("bert", "alibi", {}, 60),
+    "scaled T5 bias": Kind("t5", "t5", {"scale": 2}, 60),
+    "scaled ALiBi": Kind("bloom", "alibi", {"scale": 2}, 60),
+}
+
+# Runs
+
+
+def texts(model: Any, kind: Kind, seed: int = 3) -> dict[str, Tensor]:
+    """Return two texts as arguments of a forward."""
+    ids = zoo.tokens(kind.length, batch=2, seed=seed)
+    if getattr(model, "module", model).config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+    return {"input_ids": ids}
+
+
+def _uncached(model: Any) -> dict[str, Any]:
+    config = getattr(model, "module", model).config
+    return {} if config.model_type == "bert" else {"use_cache": False}
+
+
+def prefill(model: Any, kind: Kind) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(**texts(model, kind), **_uncached(model)).logits
+    return logits.double()
+
+
+def steps(model: Any, kind: Kind, cache: Any = None) -> Tensor:
+    """Logits of the texts, whose last tokens follow a cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    ids, parts = texts(model, kind)["input_ids"], []
+    with torch.no_grad():
+        for piece in ids.split([kind.length - 7, 1, 1, 4, 1], 1):
+            parts.append(model(input_ids=piece, past_key_values=cache).logits.double())
+    return torch.cat(parts, 1)
+
+
+def loss_of(model: Any, kind: Kind) -> Tensor:
+    loss: Tensor = model(**texts(model, kind), **_uncached(model)).logits.float().square().mean()
+    return loss
+
+
+def gradients(model: Any) -> Tensor:
+    """All gradients of float parameters, in the order of their names."""
+    named = sorted(model.named_parameters(), key=lambda pair: pair[0].replace("_orig_mod.", ""))
+    found = [torch.zeros_like(each) if each.grad is None else each.grad for _, each in named]
+    whole = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in found)
+    return torch.cat([each.double().flatten() for each in whole])
+
+
+def training(model: Any, kind: Kind) -> Tensor:
+    model.train().zero_grad()
+    loss_of(model, kind).backward()
+    return gradients(model)
+
+
+def generated(model: Any, kind: Kind, **options: Any) -> Tensor:
+    """The greedy continuation of one text."""
+    ids = texts(model, kind)["input_ids"][:1, : kind.length - 20]
+    given = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 1}
+    with torch.no_grad():
+        found: Tensor = model.generate(ids, **{**given, **options})
+    return found.double()
+
+
+Run = Callable[[Any, Kind], Tensor]
+PLAIN: dict[str, Run] = {"prefill": prefill, "steps": steps, "training": training}
+
+# Ways
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a model.
+
+    Attributes:
+        sentence: What a reader of the page knows it by.
+        before, after: What is done to a model before it is patched, and afterwards; a folder is at hand.
+        within: The context of a run.
+        runs: The runs of this way, each with the plain one that gives the same; `None`: all plain ones.
+        models: The model types that it is for; all if empty.
+        needs: The library that it needs.
+    """
+
+    sentence: str
+    before: Callable[[Any, Path], Any] = lambda model, folder: model
+    after: Callable[[Any, Path], Any] = lambda model, folder: model
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    runs: Mapping[str, tuple[Run, Run]] | None = None
+    models: tuple[str, ...] = ()
+    needs: str = ""
+
+    def pairs(self, kind: Kind) -> dict[str, tuple[Run, Run]]:
+        """Return the runs of a kind in this way, and the plain ones."""
+        runs = self.runs or {name: (run, run) for name, run in PLAIN.items()}
+        return {name: pair for name, pair in runs.items() if name in kind.runs}
+
+    def takes(self, kind: Kind) -> bool:
+        """Return whether the way is for models of a kind."""
+        return (not self.models or kind.model in self.models) and bool(self.pairs(kind))
+
+
+def cast(dtype: torch.dtype) -> Way:
+    name = str(dtype).removeprefix("torch.")
+    return Way(f"weights in {name}", after=lambda model, folder: model.to(dtype))
+
+
+def autocast(dtype: torch.dtype) -> Way:
+    name = str(dtype).removeprefix("torch.")
+    region = functools.partial(torch.autocast, "cpu", dtype=dtype)
+    return Way(f"float32 weights under `torch.autocast` in {name}", within=region)
+
+
+def scaled_training(model: Any, kind: Kind) -> Tensor:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.train().zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = loss_of(model, kind)
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.unscale_(optimizer)
+    return gradients(model)
+
+
+def at_once(run: Run) -> Run:
+    """Two threads, which take turns every ten microseconds."""
+
+    def both(model: Any, kind: Kind) -> Tensor:
+        results: list[Any] = [None, None]
+
+        def work(index: int) -> None:
+            for _ in range(3):
+                results[index] = run(model, kind)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        return torch.stack(results).mean(0)
+
+    return both
+
+
+def recomputed(reentrant: bool) -> Way:
+    def enabled(model: Any, folder: Path) -> Any:
+        if reentrant:
+            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    def run(model: Any, kind: Kind) -> Tensor:
+        model.train().zero_grad()
+        loss = loss_of(model, kind)
+        with torch.no_grad():
+            model(**{key: ids[:, :20] for key, ids in texts(model, kind, seed=9).items()})
+        loss.backward()
+        return gradients(model)
+
+    name = "reentrant" if reentrant else "not reentrant"
+    sentence = f"gradient checkpointing, {name}, with another forward before the backward"
+    return Way(sentence, after=enabled, runs={"training": (run, training)})
+
+
+def exported(model: Any, kind: Kind) -> Tensor:
+    given = {**texts(model, kind), **_uncached(model)}
+    program = torch.export.export(model.eval(), (), given)
+    logits: Tensor = program.module()(**given).logits
+    return logits.detach().double()
+
+
+def functional(model: Any, kind: Kind) -> Tensor:
+    given = {**texts(model, kind), **_uncached(model)}
+    with torch.no_grad():
+        values = {name: value.detach() for name, value in model.named_parameters()}
+        logits: Tensor = torch.func.functional_call(model, values, (), given).logits
+    return logits.double()
+
+
+def functional_gradients(model: Any, kind: Kind) -> Tensor:
+    given, values = (
+        {**texts(model, kind), **_uncached(model)},
+        dict(model.train().named_parameters()),
+    )
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = torch.func.functional_call(model, values, (), given).logits
+        return logits.float().square().mean()
+
+    found = torch.func.grad(loss)({name: value.detach() for name, value in values.items()})
+    return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+
+def with_cache(make: Callable[[Any, Kind], Any]) -> dict[str, tuple[Run, Run]]:
+    return {"steps": (lambda model, kind: steps(model, kind, make(model, kind)), steps)}
+
+
+def quantized_cache(model: Any, kind: Kind) -> Any:
+    import transformers
+
+    return transformers.QuantizedCache("quanto", model.config, nbits=4, q_group_size=32)
+
+
+def generating(**options: Any) -> dict[str, tuple[Run, Run]]:
+    return {"steps": (lambda model, kind: generated(model, kind, **options), generated)}
+
+
+def assisted(model: Any, kind: Kind) -> Tensor:
+    return generated(model, kind, assistant_model=kind.build())
+
+
+def hooked(model: Any, folder: Path) -> Any:
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+        module.register_forward_hook(lambda module, args, kwargs, output: None, with_kwargs=True)
+    return model
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def emptied(model: Any, folder: Path) -> Any:
+    torch.save(model.state_dict(), folder / "weights.pt")
+    with accelerate.init_empty_weights(include_buffers=False):
+        return type(model)(copy.deepcopy(model.config)).eval()
+
+
+def filled(model: Any, folder: Path) -> Any:
+    for name, value in model.named_parameters():
+        if ".posenc." in name:
+            parent, _, own = name.rpartition(".")
+            setattr(
+                model.get_submodule(parent),
+                own,
+                nn.Parameter(torch.empty_like(value, device="cpu")),
+            )
+    model.load_state_dict(torch.load(folder / "weights.pt"), strict=False, assign=True)
+    model.tie_weights()
+    return trained(model)
+
+
+def offloaded(model: Any, folder: Path) -> Any:
+    return accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def on_disk(model: Any, folder: Path) -> Any:
+    accelerate.disk_offload(model, str(folder / "disk"), torch.device("cpu"))
+    return model
+
+
+def sharded(model: Any, folder: Path) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    return fully_shard(model, mesh=mesh)
+
+
+INFERENCE: dict[str, tuple[Run, Run]] = {"prefill": (prefill, prefill), "steps": (steps, steps)}
+WAYS: dict[str, Way] = {
+    "float64": cast(torch.float64),
+    "float32": cast(torch.float32),
+    "bfloat16": cast(torch.bfloat16),
+    "float16": cast(torch.float16),
+    "autocast bfloat16": autocast(torch.bfloat16),
+    "autocast float16": autocast(torch.float16),
+    "gradient scaler": Way(
+        "a gradient scaler, under autocast in float16",
+        runs={"training": (scaled_training, training)},
+    ),
+    "dynamic int8": Way(
+        "torch's dynamic quantization to int8",
+        before=lambda model, folder: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
+        runs=INFERENCE,
+    ),
+    "CPU offload": Way("accelerate's `cpu_offload`, before the patch", offloaded, runs=INFERENCE),
+    "disk offload": Way("accelerate's `disk_offload`, before the patch", on_disk, runs=INFERENCE),
+    "meta device": Way("patched on the meta device, then filled with weights", emptied, filled),
+    "threads": Way(
+        "two threads at once",
+        runs={name: (at_once(run), run) for name, run in (("prefill", prefill), ("steps", steps))},
+    ),
+    "checkpointing": recomputed(False),
+    "reentrant checkpointing": recomputed(True),
+    "torch.compile": Way(
+        "`torch.compile`", after=lambda model, folder: torch.compile(model, backend="eager")
+    ),
+    "torch.export": Way("`torch.export`", runs={"prefill": (exported, prefill)}),
+    "torch.func": Way(
+        "`torch.func.functional_call` and `grad`",
+        runs={"prefill": (functional, prefill), "training": (functional_gradients, training)},
+    ),
+    "static cache": Way(
+        "a static cache",
+        runs=with_cache(lambda model, kind: StaticCache(model.config, max_cache_len=kind.length)),
+    ),
+    "offloaded cache": Way(
+        "an offloaded cache",
+        runs=with_cache(lambda model, kind: DynamicCache(config=model.config, offloading=True)),
+    ),
+    "quantized cache": Way(
+        "a cache of 4 bits", runs=with_cache(quantized_cache), needs="optimum.quanto"
+    ),
+    "assisted generation": Way(
+        "generation with an assistant model, which is not patched",
+        runs={"steps": (assisted, generated)},
+    ),
+    "prompt lookup": Way(
+        "generation with drafts from the prompt", runs=generating(prompt_lookup_num_tokens=4)
+    ),
+    "early exit": Way(
+        "generation with drafts of the first layers", runs=generating(assistant_early_exit=2)
+    ),
+    "deterministic": Way("`torch.use_deterministic_algorithms`", within=deterministic),
+    "hooks": Way("hooks of a user around every module", after=hooked),
+    "deepcopy": Way("a copy", after=lambda model, folder: copy.deepcopy(model)),
+    "pickle": Way("a pickled model", after=lambda model, folder: pickle.loads(pickle.dumps(model))),
+    "DDP": Way(
+        "DistributedDataParallel",
+        after=lambda model, folder: nn.parallel.DistributedDataParallel(model),
+        runs={"training": (training, training)},
+    ),
+    "FSDP2": Way("`fully_shard`, after the patch", after=sharded),
+}
+
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "tensor parallel": (
+        "`tp_plan`, two processes: logits, training, saving",
+        "tests/model/test_tensor_parallel.py",
+    ),
+    "ZeRO-3": ("DeepSpeed, two processes: training", "tests/training/test_launch.py"),
+    "quantized weights": (
+        "torchao, bitsandbytes, quanto, compressed-tensors, GPTQ, AWQ; QLoRA",
+        "tests/model/test_quantized.py",
+    ),
+}
+"""Ways that need other libraries or processes, with the tests that hold them."""
+
+UNPATCHED: dict[tuple[str, str], str] = {}
+"""Cells that do not run unpatched either, by way and kind, with words of the error."""
+
+REFUSED: dict[tuple[str, str], str] = {}
+"""Cells that are refused, by way and kind, with words of the error."""
+
+
+def page() -> str:
+    """Return the table as a page of the documentation."""
+    return ""
