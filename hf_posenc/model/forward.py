@@ -1,7 +1,8 @@
 """The record of a running forward: what the attention function reads beside its arguments.
 
-It travels with the call. No module, config or cache of the package holds it, so that several threads may run one model,
-and a layer that gradient checkpointing computes again gets the record of its own forward. There are three ways:
+It travels with the call. No module and no config holds it, so that several threads may run one model, and a layer that
+gradient checkpointing computes again gets the record of its own forward. What outlives a forward is an attribute of
+transformers' cache. There are three ways:
 
 * as a keyword, which most decoders hand on to their layers, and these to the attention function;
 * as an attribute of a tensor among a module's arguments, for code that hands on no keywords;
@@ -29,7 +30,7 @@ _TensorT = TypeVar("_TensorT", bound=Tensor)
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """The record of one forward of a decoder, or of one call of an attention module; it never changes.
+    """The record of one forward of a decoder, or of one call of an attention module; its fields never change.
 
     Attributes:
         positions: Those of the queries, shape (batch or 1, queries); `None`: the module hands them over itself.

@@ -36,6 +36,7 @@ from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
+from hf_posenc.seams.held import refuse_replica
 from hf_posenc.seams.hidden import refuse_hidden, version_of
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
@@ -159,6 +160,7 @@ def _patch(
                     from hf_posenc.model.positions import watch_caches  # imports transformers
 
                     state.hooks += watch_caches(inner, state.config)
+                state.hooks.append(inner.register_forward_pre_hook(refuse_replica))
             except BaseException as error:
                 _undo(inner, state)
                 if isinstance(error, UnsupportedModelError) and state.in_attention:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.model.parameters import PARAMETERS
 from hf_posenc.model.positions import text_of
 
 
@@ -162,13 +163,30 @@ class Replaced:
         return output
 
 
+def refuse_replica(model: nn.Module, args: Any) -> None:
+    """Refuse a replica of DataParallel, in which replaced code reads weights of the model itself: a pre-hook."""
+    if not getattr(model, "_is_replica", False):
+        return
+    held = any(
+        isinstance(value, Replaced) or hasattr(module, PARAMETERS)
+        for module in model.modules()
+        for value in vars(module).values()
+    )
+    if held:
+        raise PosencError(
+            f"torch.nn.DataParallel does not run this patch of {type(model).__name__}, whose layers read weights by "
+            "the model that was patched, and not by its replicas. Start a process for each device instead (accelerate "
+            "launch, torchrun: DistributedDataParallel), or show one device to this process (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
 class ShownTable(Replaced):
     """The forward of a module that holds a table, to which another tensor is shown in its place; the table stays."""
 
     def __init__(self, module: nn.Module, name: str, start: int) -> None:
         super().__init__(module)
         self.name, self.start = name, start  # of the table, and its row of position 0
-        self._made: tuple[tuple[Any, ...], Tensor] | None = None
+        self._made: tuple[Tensor, Tensor] | None = None  # a copy of the table, and what was made of it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module's own code."""
@@ -183,12 +201,17 @@ class ShownTable(Replaced):
         raise NotImplementedError
 
     def made(self, table: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what is made of the table; the last one if the table has not changed."""
-        if torch.compiler.is_compiling() or table.is_inference():
+        """Return what is made of the table; the last one if the table has the same values.
+
+        Its version does not tell: casts and DeepSpeed's optimizers write to `.data`.
+        """
+        if torch.compiler.is_compiling() or table.is_inference() or table.is_meta:
             return make(table.detach())
-        version = id(table), table._version, table.dtype, table.device
         made = self._made  # once, for the threads
-        if made is None or made[0] != version:
+        last = None if made is None else made[0]
+        kind = (table.dtype, table.device)
+        if last is None or (last.dtype, last.device) != kind or not torch.equal(last, table):
             with torch.inference_mode(False), torch.no_grad():
-                self._made = made = version, make(table.detach())
+                self._made = made = table.detach().clone(), make(table.detach())
+        assert made is not None
         return made[1]

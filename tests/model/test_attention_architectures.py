@@ -308,7 +308,6 @@ def test_a_bias_beside_the_rotation_leaves_the_choice_of_keys_alone(
     """Masks are written where an indexer reads them, however large they are."""
     monkeypatch.setattr(masks, "DENSE", dense)
     model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
-    options: dict[str, Any]
     other, (options, rule) = zoo.twin(model), KEEPING
     before = zoo.logits(model, ids)
     patch_model(model, "alibi", layers="all", original_max_position_embeddings=ORIGINAL, **options)

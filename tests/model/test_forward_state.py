@@ -8,6 +8,7 @@ import functools
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -446,3 +447,60 @@ def test_rows_of_a_request_are_repeated_or_chosen_where_they_have_one_length() -
             attention_mask=mask[:, :21].repeat_interleave(2, 0),
             past_key_values=first,
         )
+
+
+def test_drafts_behind_the_text_of_a_request_are_refused() -> None:
+    """They would count in its length; without them, or behind a first forward, all is well."""
+    model, ids = requested(), zoo.tokens(20, batch=1).tile(1, 2)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    with pytest.raises(PosencError, match="logits_to_keep=4 in the first forward"):
+        model.generate(ids, prompt_lookup_num_tokens=3, **options)
+    model(input_ids=ids, logits_to_keep=3, use_cache=False)
+    filled(model, ids[:, 20:], filled(model, ids[:, :20]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rerope", "yarn"])
+def test_the_keys_of_a_patch_are_its_own_wherever_they_are(name: str) -> None:
+    """After a forward that raised behind its layers, in another cache of both texts, and changed in a copy."""
+    options = {"window": 4} if name == "rerope" else {"scale": 2}
+    model, ids = built("llama", name, options), zoo.tokens(30)
+    cache = DynamicCache(config=model.config)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.lm_head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids[:, :20], past_key_values=cache)
+    hook.remove()
+    joined: Any = copy.deepcopy(cache)
+    for layer in joined.layers:
+        layer.keys, layer.values = (torch.cat((x, x)) for x in (layer.keys, layer.values))
+    want = model(input_ids=ids).logits[:, 20:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = model(input_ids=ids[:, 20:].tile(2, 1), past_key_values=joined).logits
+    assert zoo.relative_difference(got[1:].double(), want.double()) < 1e-5
+
+
+@torch.no_grad()
+def test_a_cache_of_both_texts_is_built_again_from_its_parts() -> None:
+    model = built("t5", "t5", {"scale": 2})
+    ids = zoo.tokens(16)
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, :9]}
+    cache = model(**given, use_cache=True).past_key_values
+    again = type(cache)(cache.self_attention_cache, cache.cross_attention_cache)
+    want = model(input_ids=ids, decoder_input_ids=ids[:, :10]).logits[:, 9:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = model(input_ids=ids, decoder_input_ids=ids[:, 9:10], past_key_values=again).logits
+    assert zoo.relative_difference(got.double(), want.double()) < 1e-5
+
+
+def test_a_cache_of_the_same_method_in_other_layers_is_refused() -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(30)
+    cache = filled(patch_model(model, "rerope", window=4), ids[:, :10])
+    patch_model(model, "rerope", window=4, layers=[1], replace=True)
+    with pytest.raises(PosencError, match="10 tokens that were computed with"):
+        filled(model, ids[:, 10:], cache)

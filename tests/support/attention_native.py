@@ -62,7 +62,7 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
     "alibi": ({}, Rule(torch.zeros_like, torch.zeros_like, torch.zeros_like, alibi=True)),
 }
 """Method, its options, and the same as positions."""
-KEEPING = ({"keep_rope": True}, Rule(alibi=True, keeps=True))
+KEEPING: tuple[dict[str, Any], Rule] = ({"keep_rope": True}, Rule(alibi=True, keeps=True))
 """The same of ALiBi beside the rotation."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import pickle
 import sys
 import threading
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import torch
@@ -43,7 +45,7 @@ class Kind:
     def build(self) -> Any:
         """Return an unpatched model without dropout."""
         known = self.model in zoo.decoder_types()
-        model = zoo.build(self.model) if known else build_text_model(self.model)
+        model: Any = zoo.build(self.model) if known else build_text_model(self.model)
         for part in model.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
@@ -54,6 +56,12 @@ class Kind:
     def patch(self, model: Any) -> Any:
         """Patch a model; parameters to train get the same values each time."""
         return trained(patch_model(model, self.method, **self.options))
+
+    @property
+    def words(self) -> str:
+        """The arguments of `patch_model`."""
+        given = (f"{key}={json.dumps(value)}" for key, value in self.options.items())
+        return ", ".join((json.dumps(self.method), *given))
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -206,7 +214,7 @@ def scaled_training(model: Any, kind: Kind) -> Tensor:
     model.train().zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):
         loss = loss_of(model, kind)
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     return gradients(model)
 
@@ -348,6 +356,19 @@ def on_disk(model: Any, folder: Path) -> Any:
     return model
 
 
+def replica(model: Any, folder: Path) -> Any:
+    """What `nn.DataParallel` runs on a second device; here the first has other weights, as none may be read."""
+
+    def copies(tensors: Any, devices: Any, detach: bool = False) -> Any:
+        return [[tensor.detach().clone() for tensor in tensors]]
+
+    with mock.patch("torch.nn.parallel.replicate._broadcast_coalesced_reshape", copies):
+        (found,) = nn.parallel.replicate(model, [0], detach=True)
+    for weight in model.parameters():
+        weight.data.zero_()
+    return found
+
+
 def sharded(model: Any, folder: Path) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -382,20 +403,16 @@ WAYS: dict[str, Way] = {
     "checkpointing": recomputed(False),
     "reentrant checkpointing": recomputed(True),
     "torch.compile": Way(
-        "`torch.compile`", after=lambda model, folder: torch.compile(model, backend="eager")
+        "`torch.compile`, without Inductor", after=lambda model, folder: torch.compile(model, backend="eager")
     ),
     "torch.export": Way("`torch.export`", runs={"prefill": (exported, prefill)}),
-    "torch.func": Way(
-        "`torch.func.functional_call` and `grad`",
-        runs={"prefill": (functional, prefill), "training": (functional_gradients, training)},
+    "functional_call": Way("`torch.func.functional_call`", runs={"prefill": (functional, prefill)}),
+    "torch.func.grad": Way(
+        "`torch.func.grad`", runs={"training": (functional_gradients, training)}
     ),
     "static cache": Way(
         "a static cache",
         runs=with_cache(lambda model, kind: StaticCache(model.config, max_cache_len=kind.length)),
-    ),
-    "offloaded cache": Way(
-        "an offloaded cache",
-        runs=with_cache(lambda model, kind: DynamicCache(config=model.config, offloading=True)),
     ),
     "quantized cache": Way(
         "a cache of 4 bits", runs=with_cache(quantized_cache), needs="optimum.quanto"
@@ -419,29 +436,119 @@ WAYS: dict[str, Way] = {
         after=lambda model, folder: nn.parallel.DistributedDataParallel(model),
         runs={"training": (training, training)},
     ),
+    "DataParallel": Way(
+        "DataParallel", after=replica, runs={"prefill": (prefill, prefill), "steps": (steps, steps)}
+    ),
     "FSDP2": Way("`fully_shard`, after the patch", after=sharded),
 }
 
-ELSEWHERE: dict[str, tuple[str, str]] = {
-    "tensor parallel": (
-        "`tp_plan`, two processes: logits, training, saving",
-        "tests/model/test_tensor_parallel.py",
-    ),
-    "ZeRO-3": ("DeepSpeed, two processes: training", "tests/training/test_launch.py"),
-    "quantized weights": (
-        "torchao, bitsandbytes, quanto, compressed-tensors, GPTQ, AWQ; QLoRA",
+PAGE = Path(__file__).parents[2] / "docs" / "running.md"
+ELSEWHERE = (
+    ("tensor parallel (`tp_plan`), two processes", "tests/model/test_tensor_parallel.py"),
+    ("DeepSpeed ZeRO-3, two processes", "tests/training/test_launch.py"),
+    ("FSDP2 and weights that are loaded in shards", "tests/training/test_sharded_loading.py"),
+    (
+        "torchao, bitsandbytes, quanto, compressed-tensors, GPTQ and AWQ weights; QLoRA",
         "tests/model/test_quantized.py",
     ),
-}
+    ("`generate` with an offloaded cache, on a GPU", "tests/model/test_attention_generation.py"),
+)
 """Ways that need other libraries or processes, with the tests that hold them."""
 
-UNPATCHED: dict[tuple[str, str], str] = {}
+_TABLES = "longer table", "bias for a table"
+_NATIVE = (*_TABLES, "bias for an encoder", "scaled T5 bias", "scaled ALiBi")
+UNPATCHED: dict[tuple[str, str], str] = {
+    **{("early exit", kind): "list index out of range" for kind in (*_TABLES, "scaled ALiBi")},
+    ("torch.func.grad", "scaled ALiBi"): "setup_context",
+}
 """Cells that do not run unpatched either, by way and kind, with words of the error."""
 
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED: dict[tuple[str, str], str] = {
+    **{(f"{way} offload", kind): "are offloaded" for way in ("CPU", "disk") for kind in _NATIVE},
+    **{("meta device", kind): "without weights to try" for kind in _NATIVE},
+    ("meta device", "trained bias"): "kerple_log has parameters",
+    ("torch.export", "dynamic by row"): "cannot trace dynamic_ntk",
+    **{
+        ("DataParallel", kind): "does not run this patch"
+        for kind in ("trained bias", "bias for a table", "bias for an encoder", "scaled ALiBi")
+    },
+    **{
+        (way, "dynamic by request"): "in the first forward of a text"
+        for way in ("assisted generation", "early exit")
+    },
+}
 """Cells that are refused, by way and kind, with words of the error."""
+
+DRAFTS_COUNT = {(way, "dynamic by sequence") for way in ("assisted generation", "prompt lookup")}
+"""Cells whose tokens depend on the way, so that its own run in float64 is the truth."""
+
+REASONS = {
+    "are offloaded": "Positions of these models are found by reading weights. Patch before accelerate offloads them.",
+    "without weights to try": "Positions of these models are found by reading weights. Load them first.",
+    "kerple_log has parameters": "Nothing would give the parameters their first values. Load the weights first.",
+    "cannot trace dynamic_ntk": (
+        'Tokens are computed in groups that depend on their positions. `update="sequence"` can be exported.'
+    ),
+    "does not run this patch": (
+        "Replicas share code that reads the weights of the model itself. Use DistributedDataParallel."
+    ),
+    "in the first forward of a text": (
+        'Drafts behind the prompt would count in the length of the request. `update="row"` takes them.'
+    ),
+}
+"""The reason of a refusal in a sentence, by the words of its error."""
 
 
 def page() -> str:
     """Return the table as a page of the documentation."""
-    return ""
+    lines = [
+        "# Ways to run a patched model",
+        "",
+        "Generated by `python -m tests.support.ways_to_run`; do not edit.",
+        "",
+        "Whatever runs unpatched runs patched, as precisely, or is refused with the reason. Each cell is a test on a",
+        "tiny model (`tests/model/test_ways_to_run.py`), whose control is the unpatched model in the same way. The",
+        "error of the patched model, against itself in float64, is at most four times that of the unpatched one.",
+        "Logits of a whole text and of cached steps are compared, and gradients in training.",
+        "",
+        "| kind of patch | model | patched with |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {kind.model} | `{kind.words}` |" for name, kind in KINDS.items()),
+        "",
+        "In the table below, ✓ is a cell that is tested, a number a refusal, and – a way that does not run unpatched",
+        "either, or is not for such models.",
+        "",
+        f"| way to run | {' | '.join(KINDS)} |",
+        f"| --- |{' --- |' * len(KINDS)}",
+    ]
+    numbers = {words: str(number) for number, words in enumerate(REASONS, 1)}
+    for name, way in WAYS.items():
+        cells = (
+            numbers[REFUSED[name, kind]]
+            if (name, kind) in REFUSED
+            else "✓*"
+            if (name, kind) in DRAFTS_COUNT
+            else "✓"
+            if way.takes(KINDS[kind]) and (name, kind) not in UNPATCHED
+            else "–"
+            for kind in KINDS
+        )
+        lines.append(f"| {way.sentence} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        *(f"{number}. {REASONS[words]}" for words, number in numbers.items()),
+        "",
+        "✓*: drafts count in the length of a text while they are in it, as in transformers' own dynamic NTK. So the",
+        "tokens may differ from those without drafts; the test compares them with the same way in float64.",
+        "",
+        "Other ways need several processes, other libraries or a GPU, and have tests of their own:",
+        "",
+        "| way to run | tests |",
+        "| --- | --- |",
+        *(f"| {sentence} | `{tests}` |" for sentence, tests in ELSEWHERE),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
