@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -149,21 +149,20 @@ class Call:
         queries = _rows(self.query_position, run.batch)[:, run.queries]
         return queries, _rows(self.key_position, run.batch)[:, run.keys]
 
-    def by_row(self) -> Iterator[Call]:
-        """Yield the call of each row of the batch."""
-        for row in range(len(self.query)):
-            part = slice(row, row + 1)
-            yield replace(
-                self,
-                query=self.query[part],
-                key=self.key[part],
-                value=self.value[part],
-                query_position=_rows(self.query_position, part),
-                key_position=_rows(self.key_position, part),
-                mask=RowOf(self.mask, part),
-                lengths=None if self.lengths is None else self.lengths[part],
-                beside=self.beside and Beside(self.beside.key[part], RowOf(self.beside.mask, part)),
-            )
+    def of_row(self, row: int) -> Call:
+        """Return the call of one row of the batch."""
+        part = slice(row, row + 1)
+        return replace(
+            self,
+            query=self.query[part],
+            key=self.key[part],
+            value=self.value[part],
+            query_position=_rows(self.query_position, part),
+            key_position=_rows(self.key_position, part),
+            mask=RowOf(self.mask, part),
+            lengths=None if self.lengths is None else self.lengths[part],
+            beside=self.beside and Beside(self.beside.key[part], RowOf(self.beside.mask, part)),
+        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
     )
     if several:
-        rows = [exact(row, encoding) for row in call.by_row()]
+        rows = [exact(call.of_row(row), encoding) for row in range(len(call.query))]
         weights = [weight for _, weight in rows if weight is not None]
         return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
     shared: list[Tensor] | None = None

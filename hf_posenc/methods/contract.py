@@ -235,7 +235,7 @@ def check_table(method: TableMethod, trained: int, width: int, length: int) -> N
         PosencError: A hook raised an error, or returned a result that cannot be meant.
     """
     called(method, "check", method.check, trained, length)
-    length = min(length, 2 * trained)  # for which there is memory
+    length, width = min(length, 2 * trained), min(width, 64)  # for which there is memory and time
     if isinstance(method, Sinusoidal):
         angles = called(method, "angles", method.angles, (1.0, 0.1), length, 0)
         require_tensor(method, "angles", angles, (length, 2), (torch.float64,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import ENGINE, refuse_another
 from hf_posenc.model.sharding import refuse_parts_of_texts
-
-if TYPE_CHECKING:
-    from hf_posenc.patch.config import PatchConfig
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
@@ -120,7 +117,7 @@ class DecoderWatch(Entering):
     another patch has filled, or none: its keys are at other positions.
 
     Attributes:
-        filled_by: The patch.
+        filled_by: The patch, which is another one if it compares as such, and in words as a string.
         counts: Of a model whose layers get no positions: `"tokens"`, which a mask shows, or `"places"`, padding too.
         config: Of which another attention implementation is refused; `None`: any is fine.
         lengths: Bucket and original length of the layers with `update="request"`.
@@ -132,7 +129,7 @@ class DecoderWatch(Entering):
     def __init__(
         self,
         owner: nn.Module,
-        filled_by: PatchConfig,
+        filled_by: object,
         counts: Literal["", "tokens", "places"] = "",
         *,
         computes: bool = True,
@@ -294,7 +291,7 @@ def _own_part(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
-def watch_caches(model: nn.Module, filled_by: PatchConfig) -> list[RemovableHandle]:
+def watch_caches(model: nn.Module, filled_by: object) -> list[RemovableHandle]:
     """Hook the decoders of a model whose patch computes no attention, so that each cache is of one patch."""
     takers = [
         module

@@ -186,7 +186,9 @@ class ShownTable(Replaced):
     def __init__(self, module: nn.Module, name: str, start: int) -> None:
         super().__init__(module)
         self.name, self.start = name, start  # of the table, and its row of position 0
-        self._made: tuple[Tensor, Tensor] | None = None  # a copy of the table, and what was made of it
+        self._made: tuple[Tensor, Tensor] | None = (
+            None  # a copy of the table, and what was made of it
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module's own code."""

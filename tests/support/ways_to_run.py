@@ -403,7 +403,8 @@ WAYS: dict[str, Way] = {
     "checkpointing": recomputed(False),
     "reentrant checkpointing": recomputed(True),
     "torch.compile": Way(
-        "`torch.compile`, without Inductor", after=lambda model, folder: torch.compile(model, backend="eager")
+        "`torch.compile`, without Inductor",
+        after=lambda model, folder: torch.compile(model, backend="eager"),
     ),
     "torch.export": Way("`torch.export`", runs={"prefill": (exported, prefill)}),
     "functional_call": Way("`torch.func.functional_call`", runs={"prefill": (functional, prefill)}),
