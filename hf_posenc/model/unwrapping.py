@@ -61,15 +61,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     weights for good on some CPUs, and then a LoRA on them is no longer trained, nor are they saved correctly.
     """
     modes = {module: module.training for module in model.modules()}
-    model.eval()
-    for module in modes:
-        own = module.parameters(recurse=False)
-        module.training = any(hasattr(weight, "quant_state") for weight in own)
+    if any(modes.values()):
+        model.eval()
+    for module in modes:  # without `parameters()` and needless writes, which take a third of the time of a patch
+        if any(hasattr(weight, "quant_state") for weight in module._parameters.values()):
+            module.training = True
     try:
         yield
     finally:
         for module, mode in modes.items():
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
 
 
 @contextlib.contextmanager

@@ -57,14 +57,19 @@ def execution_device(model: nn.Module) -> torch.device:
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether layers of a model are quantized, so that they may round what they read, too."""
-    dtypes = {
-        each.dtype for weight in model.parameters() for each in (weight, *plain_parts(weight))
-    }
-    return (
-        getattr(getattr(model, "config", None), "quantization_config", None) is not None
-        or any(not dtype.is_floating_point or dtype.itemsize < 2 for dtype in dtypes)
-        or any("_packed_params" in module._modules for module in model.modules())  # torch's own
-    )
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        return True
+    dtypes: set[torch.dtype] = set()
+    for module in model.modules():
+        if "_packed_params" in module._modules:  # torch's own
+            return True
+        for weight in module._parameters.values():
+            if weight is None:
+                continue
+            dtypes.add(weight.dtype)
+            if type(weight) is not nn.Parameter or hasattr(weight, "ds_tensor"):
+                dtypes |= {part.dtype for part in plain_parts(weight)}
+    return any(not dtype.is_floating_point or dtype.itemsize < 2 for dtype in dtypes)
 
 
 def rounding_dtype(model: nn.Module) -> torch.dtype:

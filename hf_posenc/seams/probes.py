@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,8 +209,8 @@ def twice(model: nn.Module, mended: Collection[str] = ()) -> dict[str, float]:
     return moved
 
 
-def _around(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the innermost of some modules that another one lies in; `""` if it lies in none."""
+def _around(path: str, modules: Container[str]) -> str:
+    """Return the innermost of some modules, by path, that another one lies in; `""` if it lies in none."""
     while path := path.rpartition(".")[0]:
         if path in modules:
             return path
@@ -381,14 +381,14 @@ def _texts(output: Any) -> Iterator[Tensor]:
 
 def block_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of every block, and of every module inside one that has modules of its own."""
-    found: set[str] = set()
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{block}.") for block in found)
+    modules, found = dict(model.named_modules()), set[str]()
+    for path, module in modules.items():
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or not any(
             module.children()
         ):
             continue
-        if inside or isinstance(_parent(model, path), nn.ModuleList):
+        parent = modules[path.rpartition(".")[0]]
+        if _around(path, found) or (path and isinstance(parent, nn.ModuleList)):
             found.add(path)
             yield path, module
 
@@ -396,10 +396,6 @@ def block_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_block(path: str) -> bool:
     """Return whether a path ends with a number, as those of the blocks of a list do."""
     return path.rpartition(".")[2].isdigit()
-
-
-def _parent(model: nn.Module, path: str) -> nn.Module | None:
-    return model.get_submodule(path.rpartition(".")[0]) if path else None
 
 
 Recorder = Callable[[str, nn.Module, _Call], None]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
-import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
 from tests.support.families import build_text_model, text_types
+from tests.support.ways_to_run import at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -215,32 +214,6 @@ def test_a_forward_that_raises_leaves_nothing() -> None:
 
 
 # Threads
-
-
-def at_once(works: list[Callable[[], Any]]) -> list[Any]:
-    """Run functions in threads that take turns every ten microseconds."""
-    results: list[Any] = [None] * len(works)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = works[index]()
-        except BaseException as error:  # it belongs to the test
-            results[index] = error
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize(("kind", "name", "options"), EVERY)
