@@ -119,22 +119,26 @@ ALLOWED = {
     ("PosencRotary", "_warned"): "a warning that is given once",
     ("PosencRotary", "_engines"): "a table for each device",
     ("Rotation", "_kept"): "tables by length and device, which are what they are for every forward",
-    ("Silenced", "_made"): "made of a table, kept by its version",
-    ("ByRequest", "_made"): "made of a table, kept by its version",
+    ("Silenced", "_made"): "made of a table, kept by its values",
+    ("ByRequest", "_made"): "made of a table, kept by its values",
     ("RepositionedTable", "_kept"): "rows of a table, kept by its identity",
     ("GrowingPlan", "_bands"): "the bands of a length, kept by it",
 }
 
 
 def held_by(model: nn.Module) -> Iterator[tuple[object, str, Any]]:
-    """Yield every attribute of a model's modules, configs, hooks and of what belongs to hf_posenc in these."""
+    """Yield every attribute of modules, configs, hooks, and of what belongs to hf_posenc in these, classes too."""
     waiting: list[Any] = [*model.modules()]
     seen: set[int] = set()
     while waiting:
         holder = waiting.pop()
-        if id(holder) in seen or isinstance(holder, type | types.ModuleType | Tensor):
+        if id(holder) in seen or isinstance(holder, types.ModuleType | Tensor):
             continue
         seen.add(id(holder))
+        if isinstance(holder, type):
+            own = vars(holder).items() if holder.__module__.startswith("hf_posenc") else ()
+            yield from ((holder, name, value) for name, value in [*own])
+            continue
         if isinstance(holder, types.MethodType):
             waiting.append(holder.__self__)
         elif isinstance(holder, dict):
@@ -152,6 +156,7 @@ def held_by(model: nn.Module) -> Iterator[tuple[object, str, Any]]:
             else:
                 yield holder, name, value
             waiting.append(value)
+        waiting.append(type(holder))
 
 
 def snapshot(model: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:
