@@ -248,7 +248,7 @@ def seen_keys(mask: Tensor | None) -> Tensor | None:
         return None
     if mask.dtype == HANDLE:
         return described(mask).seen()
-    return visible(mask).any(1).any(-2)
+    return mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
 
 
 def visible(mask: Tensor) -> Tensor:

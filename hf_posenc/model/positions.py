@@ -15,7 +15,7 @@ from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError
 from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward
-from hf_posenc.model.masks import HANDLE, described, visible
+from hf_posenc.model.masks import HANDLE, described, seen_keys
 from hf_posenc.model.repositioned import ENGINE, refuse_another
 from hf_posenc.model.sharding import refuse_parts_of_texts
 
@@ -96,7 +96,8 @@ def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | No
         mask, by_type = described(mask).arguments.get("attention_mask"), True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         return None
-    shown = mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
+    if (shown := seen_keys(mask)) is None:
+        return None
     if not torch.compiler.is_compiling():
         present = int(seen) + queries
         if shown.shape[1] < present or bool(shown[:, :present].all()):
@@ -315,8 +316,8 @@ def _shown(mask: Any, seen: int, queries: int) -> Tensor | None:
         return torch.tensor(True)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
         return None
-    shown = mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
-    return shown[:, seen : seen + queries].all()
+    shown = seen_keys(mask)
+    return None if shown is None else shown[:, seen : seen + queries].all()
 
 
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
