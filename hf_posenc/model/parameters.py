@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Method
 from hf_posenc.model.sharding import replicated, with_summed_gradient
+from hf_posenc.model.weights import stored
 
 PARAMETERS = "posenc"
 """The child of an attention module that holds the parameters of a method, and of a decoder those of all its layers."""
@@ -62,7 +63,7 @@ class MethodParameters(nn.Module):
         shared = self._shared()
         if shared is not None and name in shared._parameters:
             return shared[name]
-        parameter: Tensor = getattr(self, name)  # `torch.func.functional_call` puts a tensor there
+        parameter = stored(self, name)
         if self.mesh is None or not (torch.is_grad_enabled() and parameter.requires_grad):
             return parameter
         return with_summed_gradient(parameter, self.mesh)

@@ -63,7 +63,10 @@ def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def refuse_drafts(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuse drafts behind the text of a request, whose length in force they would change: a forward pre-hook."""
+    """Refuse what may be drafts behind the text of a request, whose length they would change: a forward pre-hook.
+
+    Assisted generation asks for the logits of all drafts, and nothing else tells of them.
+    """
     kept, cache = kwargs.get("logits_to_keep"), kwargs.get("past_key_values")
     if not isinstance(kept, int) or kept < 2 or cache is None or torch.compiler.is_compiling():
         return
@@ -176,7 +179,7 @@ class DecoderWatch(Entering):
             forward = self._watched_outside(forward, inputs, positions, cache, kwargs)
         if not self.counts and not self.lengths and not self.rotated:
             return None
-        if not self.passes:
+        if not self.passes and torch.is_grad_enabled():
             Again.install(module)
         self.enter(forward)
         return (args, {**kwargs, KEYWORD: forward}) if self.passes else None

@@ -35,10 +35,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def stored(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer of a module, loaded if accelerate has offloaded it."""
+    """Return a parameter or buffer of a module, loaded to where it is computed if accelerate has offloaded it."""
     tensor: Tensor = getattr(module, name)
-    weights = next((hook.weights_map for hook in _hooks(module) if hook.offload), None)
-    return weights[name] if tensor.is_meta and weights is not None else tensor
+    hook = next((hook for hook in _hooks(module) if hook.offload), None) if tensor.is_meta else None
+    return tensor if hook is None else hook.weights_map[name].to(hook.execution_device)
 
 
 def is_offloaded(module: nn.Module) -> bool:

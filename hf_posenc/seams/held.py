@@ -167,12 +167,12 @@ def refuse_replica(model: nn.Module, args: Any) -> None:
     """Refuse a replica of DataParallel, in which replaced code reads weights of the model itself: a pre-hook."""
     if not getattr(model, "_is_replica", False):
         return
-    held = any(
+    bound = any(
         isinstance(value, Replaced) or hasattr(module, PARAMETERS)
         for module in model.modules()
         for value in vars(module).values()
     )
-    if held:
+    if bound:
         raise PosencError(
             f"torch.nn.DataParallel does not run this patch of {type(model).__name__}, whose layers read weights by "
             "the model that was patched, and not by its replicas. Start a process for each device instead (accelerate "

@@ -18,6 +18,7 @@ from tests.support.ways_to_run import (
     ELSEWHERE,
     KINDS,
     PAGE,
+    PLAIN,
     REFUSED,
     UNPATCHED,
     WAYS,
@@ -75,7 +76,8 @@ def cells() -> list[Any]:
     fast, count = set[tuple[str, str]](), dict.fromkeys(KINDS, 0)
     for way in WAYS:
         kinds = sorted((kind for name, kind in CELLS if name == way), key=lambda kind: count[kind])
-        for kind in kinds[:2]:
+        # Each graph is traced for many seconds.
+        for kind in kinds[: 0 if way == "torch.compile" else 2]:
             count[kind] += 1
             fast.add((way, kind))
     return [
@@ -101,10 +103,20 @@ def test_a_cell(way_name: str, kind_name: str, tmp_path: Path) -> None:
             with pytest.raises(PosencError, match=REFUSED[cell]):
                 found(way, kind, run, folder / "patched", patched=True)
             continue
-        limit = error(control, truth(kind_name, plain, False))
+        unpatched = truth(kind_name, plain, False)
+        limit = TIMES * error(control, unpatched) + ROUNDING
+        assert limit < 1, "the control is wrong itself"
         values = found(way, kind, run, folder / "patched", patched=True)
         expected = truth(kind_name, run if cell in DRAFTS_COUNT else plain, True)
-        assert error(values, expected) <= TIMES * limit + ROUNDING, name
+        assert error(values, expected) <= limit, name
+
+
+@pytest.mark.parametrize("kind_name", KINDS)
+def test_a_patch_that_is_lost_would_be_seen(kind_name: str) -> None:
+    """What is compared above changes with the patch, by far more than the error that is allowed in float32."""
+    for name in KINDS[kind_name].runs:
+        unpatched, patched = (truth(kind_name, PLAIN[name], on) for on in (False, True))
+        assert unpatched.shape != patched.shape or error(unpatched, patched) > 100 * ROUNDING, name
 
 
 def test_the_page_of_the_documentation_is_this_table() -> None:

@@ -523,3 +523,10 @@ def test_by_request_a_table_that_was_written_to_in_place_is_read_anew() -> None:
     assert difference(outputs(model, ids), before) > 1e-3
     table.data.div_(2)
     assert difference(outputs(model, ids), before) == 0
+
+
+def test_a_model_with_quantized_layers_gets_a_longer_table() -> None:
+    """Torch's int8 layers keep values of other kinds than tensors among their weights."""
+    model: Any = torch.ao.quantization.quantize_dynamic(build_text_model("gpt2"), {torch.nn.Linear})
+    patch_model(model, "interpolate", scale=2)
+    assert all(bool(each.isfinite().all()) for each in outputs(model, ids_of(model, LENGTH + 20)))

@@ -13,7 +13,7 @@ import json
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,12 @@ from tests.support.families import build_text_model
 
 @dataclass(frozen=True)
 class Kind:
-    """A patch, and the type of the model that gets it."""
+    """A patch, the type of the model that gets it, and the patches that it stands for."""
 
     model: str
     method: str
     options: Mapping[str, Any]
+    others: str
     length: int = (
         72  # tokens: more than the fused paths of attention need, or as many as a table has
     )
@@ -50,6 +51,8 @@ class Kind:
         for part in model.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
+            elif isinstance(vars(part).get("dropout"), float):  # T5's attention has a number
+                vars(part)["dropout"] = 0.0
         if self.model == "bert":  # of the start, positions do less than 8 bits round
             model.bert.embeddings.position_embeddings.weight.data.mul_(4)
         return model
@@ -86,19 +89,55 @@ def trained(model: Any) -> Any:
 
 _SHORT = {"original_max_position_embeddings": 32}
 KINDS: dict[str, Kind] = {
-    "static frequencies": Kind("llama", "yarn", {"scale": 4}),
-    "dynamic by row": Kind("llama", "dynamic_ntk", _SHORT),
-    "dynamic by request": Kind("llama", "dynamic_ntk", {"update": "request", **_SHORT}),
-    "dynamic by sequence": Kind("llama", "dynamic_ntk", {"update": "sequence", **_SHORT}),
-    "bands": Kind("llama", "rerope", {"window": 16}),
-    "chunks": Kind("llama", "dual_chunk", _SHORT),
-    "bias": Kind("llama", "alibi", {}),
-    "trained bias": Kind("llama", "kerple_log", {}),
-    "longer table": Kind("gpt2", "interpolate", {"scale": 2}, 60),
-    "bias for a table": Kind("gpt2", "alibi", {}, 60),
-    "bias for an encoder": Kind("bert", "alibi", {}, 60),
-    "scaled T5 bias": Kind("t5", "t5", {"scale": 2}, 60),
-    "scaled ALiBi": Kind("bloom", "alibi", {"scale": 2}, 60),
+    "static frequencies": Kind(
+        "llama",
+        "yarn",
+        {"scale": 4},
+        "methods that change frequencies once: `pi`, `ntk`, `longrope`, ...",
+    ),
+    "dynamic by row": Kind("llama", "dynamic_ntk", _SHORT, "`dynamic_*` as they come"),
+    "dynamic by request": Kind(
+        "llama",
+        "dynamic_ntk",
+        {"update": "request", **_SHORT},
+        '`dynamic_*` with `update="request"`',
+    ),
+    "dynamic by sequence": Kind(
+        "llama",
+        "dynamic_ntk",
+        {"update": "sequence", **_SHORT},
+        '`dynamic_*` with `update="sequence"`',
+    ),
+    "bands": Kind(
+        "llama",
+        "rerope",
+        {"window": 16},
+        "two or more rotations by distance: `self_extend`, `leaky_rerope`, ...",
+    ),
+    "chunks": Kind("llama", "dual_chunk", _SHORT, "rotations by chunk"),
+    "bias": Kind(
+        "llama", "alibi", {}, "biases by distance in place of the rotation: `sandwich`, ..."
+    ),
+    "trained bias": Kind(
+        "llama", "kerple_log", {}, "methods with parameters: `t5`, `fire`, `rope_bias`, ..."
+    ),
+    "longer table": Kind(
+        "gpt2",
+        "interpolate",
+        {"scale": 2},
+        "tables of positions that are made longer: `stretch`, `hierarchical`, ...",
+        60,
+    ),
+    "bias for a table": Kind(
+        "gpt2", "alibi", {}, "biases in decoders with a table of positions", 60
+    ),
+    "bias for an encoder": Kind("bert", "alibi", {}, "biases in encoders", 60),
+    "scaled T5 bias": Kind(
+        "t5", "t5", {"scale": 2}, "the model's own biases by distance, for longer texts", 60
+    ),
+    "scaled ALiBi": Kind(
+        "bloom", "alibi", {"scale": 2}, "the model's own ALiBi, for longer texts", 60
+    ),
 }
 
 # Runs
@@ -153,8 +192,9 @@ def training(model: Any, kind: Kind) -> Tensor:
 
 
 def generated(model: Any, kind: Kind, **options: Any) -> Tensor:
-    """The greedy continuation of one text."""
-    ids = texts(model, kind)["input_ids"][:1, : kind.length - 20]
+    """The greedy continuation of one text, which has its first half twice, so that there are drafts from the prompt."""
+    half = texts(model, kind)["input_ids"][:1, : kind.length // 2 - 10]
+    ids = half.tile(1, 2)
     given = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 1}
     with torch.no_grad():
         found: Tensor = model.generate(ids, **{**given, **options})
@@ -249,13 +289,19 @@ def at_once(works: list[Callable[[], Any]]) -> list[Any]:
 def beside_another(run: Run) -> Run:
     """A run in one thread, while another one runs shorter texts."""
 
-    def thrice(model: Any, kind: Kind) -> Tensor:
-        return torch.stack([run(model, kind) for _ in range(3)]).mean(0)
+    def thrice(model: Any, kind: Kind) -> list[Tensor]:
+        return [run(model, kind) for _ in range(3)]
 
     def both(model: Any, kind: Kind) -> Tensor:
-        kinds = kind, dataclasses.replace(kind, length=kind.length - 20)
-        found: Tensor = at_once([functools.partial(thrice, model, each) for each in kinds])[0]
-        return found
+        shorter = dataclasses.replace(kind, length=kind.length - 20)
+        want = run(model, shorter)
+        works: list[Callable[[], Any]] = [
+            functools.partial(thrice, model, each) for each in (kind, shorter)
+        ]
+        found, others = at_once(works)
+        for each in others:
+            torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+        return torch.stack(found).mean(0)
 
     return both
 
@@ -275,22 +321,27 @@ def recomputed(reentrant: bool) -> Way:
         loss.backward()
         return gradients(model)
 
-    name = "reentrant" if reentrant else "not reentrant"
-    sentence = f"gradient checkpointing, {name}, with another forward before the backward"
+    sentence = (
+        f"gradient checkpointing, `use_reentrant={reentrant}`, another forward before the backward"
+    )
     return Way(sentence, after=enabled, runs={"training": (run, training)})
 
 
 def exported(model: Any, kind: Kind) -> Tensor:
+    """Run a program that another text of the same shape has made."""
     given = {**texts(model, kind), **_uncached(model)}
-    program = torch.export.export(model.eval(), (), given)
+    other = {**texts(model, kind, seed=9), **_uncached(model)}
+    program = torch.export.export(model.eval(), (), other)
     logits: Tensor = program.module()(**given).logits
     return logits.detach().double()
 
 
 def functional(model: Any, kind: Kind) -> Tensor:
     given = {**texts(model, kind), **_uncached(model)}
+    """Run with the values of the model, which itself has others."""
     with torch.no_grad():
-        values = {name: value.detach() for name, value in model.named_parameters()}
+        values = {name: value.detach().clone() for name, value in model.named_parameters()}
+        _zero(model.parameters())
         logits: Tensor = torch.func.functional_call(model, values, (), given).logits
     return logits.double()
 
@@ -307,6 +358,26 @@ def functional_gradients(model: Any, kind: Kind) -> Tensor:
 
     found = torch.func.grad(loss)({name: value.detach() for name, value in values.items()})
     return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+
+def _zero(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data.zero_()
+
+
+def copied(model: Any, folder: Path) -> Any:
+    found = copy.deepcopy(model)
+    _zero((*model.parameters(), *model.buffers()))
+    return found
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[None]:
+    """Forget what was compiled before, and see that something is."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def with_cache(make: Callable[[Any, Kind], Any]) -> dict[str, tuple[Run, Run]]:
@@ -350,17 +421,9 @@ def emptied(model: Any, folder: Path) -> Any:
 
 
 def filled(model: Any, folder: Path) -> Any:
-    for name, value in model.named_parameters():
-        if ".posenc." in name:
-            parent, _, own = name.rpartition(".")
-            setattr(
-                model.get_submodule(parent),
-                own,
-                nn.Parameter(torch.empty_like(value, device="cpu")),
-            )
     model.load_state_dict(torch.load(folder / "weights.pt"), strict=False, assign=True)
     model.tie_weights()
-    return trained(model)
+    return model
 
 
 def offloaded(model: Any, folder: Path) -> Any:
@@ -380,8 +443,7 @@ def replica(model: Any, folder: Path) -> Any:
 
     with mock.patch("torch.nn.parallel.replicate._broadcast_coalesced_reshape", copies):
         (found,) = nn.parallel.replicate(model, [0], detach=True)
-    for weight in model.parameters():
-        weight.data.zero_()
+    _zero(model.parameters())
     return found
 
 
@@ -404,14 +466,14 @@ WAYS: dict[str, Way] = {
         "a gradient scaler, under autocast in float16",
         runs={"training": (scaled_training, training)},
     ),
-    "dynamic int8": Way(
-        "torch's dynamic quantization to int8",
-        before=lambda model, folder: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
-        runs=INFERENCE,
+    "CPU offload": Way("`accelerate.cpu_offload`, then the patch", offloaded, runs=INFERENCE),
+    "disk offload": Way("`accelerate.disk_offload`, then the patch", on_disk, runs=INFERENCE),
+    "offload after": Way(
+        "the patch, then `accelerate.cpu_offload`", after=offloaded, runs=INFERENCE
     ),
-    "CPU offload": Way("accelerate's `cpu_offload`, before the patch", offloaded, runs=INFERENCE),
-    "disk offload": Way("accelerate's `disk_offload`, before the patch", on_disk, runs=INFERENCE),
-    "meta device": Way("patched on the meta device, then filled with weights", emptied, filled),
+    "meta device": Way(
+        "patched without weights (`init_empty_weights`), then filled", emptied, filled
+    ),
     "threads": Way(
         "two threads at once",
         runs={
@@ -424,6 +486,7 @@ WAYS: dict[str, Way] = {
     "torch.compile": Way(
         "`torch.compile`, without Inductor",
         after=lambda model, folder: torch.compile(model, backend="eager"),
+        within=compiled,
     ),
     "torch.export": Way("`torch.export`", runs={"prefill": (exported, prefill)}),
     "functional_call": Way("`torch.func.functional_call`", runs={"prefill": (functional, prefill)}),
@@ -431,44 +494,45 @@ WAYS: dict[str, Way] = {
         "`torch.func.grad`", runs={"training": (functional_gradients, training)}
     ),
     "static cache": Way(
-        "a static cache",
+        '`cache_implementation="static"`',
         runs=with_cache(lambda model, kind: StaticCache(model.config, max_cache_len=kind.length)),
     ),
     "quantized cache": Way(
-        "a cache of 4 bits", runs=with_cache(quantized_cache), needs="optimum.quanto"
+        '`cache_implementation="quantized"`, 4 bits',
+        runs=with_cache(quantized_cache),
+        needs="optimum.quanto",
     ),
     "assisted generation": Way(
-        "generation with an assistant model, which is not patched",
+        "`generate(assistant_model=...)`, which is not patched",
         runs={"steps": (assisted, generated)},
     ),
     "prompt lookup": Way(
-        "generation with drafts from the prompt", runs=generating(prompt_lookup_num_tokens=4)
+        "`generate(prompt_lookup_num_tokens=4)`", runs=generating(prompt_lookup_num_tokens=4)
     ),
     "early exit": Way(
-        "generation with drafts of the first layers", runs=generating(assistant_early_exit=2)
+        "`generate(assistant_early_exit=2)`", runs=generating(assistant_early_exit=2)
     ),
     "deterministic": Way("`torch.use_deterministic_algorithms`", within=deterministic),
     "hooks": Way("hooks of a user around every module", after=hooked),
-    "deepcopy": Way("a copy", after=lambda model, folder: copy.deepcopy(model)),
-    "pickle": Way("a pickled model", after=lambda model, folder: pickle.loads(pickle.dumps(model))),
+    "deepcopy": Way("a copy (`copy.deepcopy`)", after=copied),
+    "pickle": Way("a pickle", after=lambda model, folder: pickle.loads(pickle.dumps(model))),
     "DDP": Way(
-        "DistributedDataParallel",
+        "DistributedDataParallel, one process",
         after=lambda model, folder: nn.parallel.DistributedDataParallel(model),
         runs={"training": (training, training)},
     ),
     "DataParallel": Way(
         "DataParallel", after=replica, runs={"prefill": (prefill, prefill), "steps": (steps, steps)}
     ),
-    "FSDP2": Way("`fully_shard`, after the patch", after=sharded),
+    "FSDP2": Way("the patch, then `fully_shard`, one process", after=sharded),
 }
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 ELSEWHERE = (
     ("tensor parallel (`tp_plan`), two processes", "tests/model/test_tensor_parallel.py"),
-    ("DeepSpeed ZeRO-3, two processes", "tests/training/test_launch.py"),
-    ("FSDP2 and weights that are loaded in shards", "tests/training/test_sharded_loading.py"),
+    ("DDP, FSDP2 and ZeRO-3, two processes", "tests/training/test_launch.py"),
     (
-        "torchao, bitsandbytes, quanto, compressed-tensors, GPTQ and AWQ weights; QLoRA",
+        "int8 of torch, torchao, bitsandbytes, quanto, compressed-tensors; layers as of GPTQ and AWQ; QLoRA",
         "tests/model/test_quantized.py",
     ),
     ("`generate` with an offloaded cache, on a GPU", "tests/model/test_attention_generation.py"),
@@ -494,7 +558,7 @@ REFUSED: dict[tuple[str, str], str] = {
     },
     **{
         (way, "dynamic by request"): "in the first forward of a text"
-        for way in ("assisted generation", "early exit")
+        for way in ("assisted generation", "early exit", "prompt lookup")
     },
 }
 """Cells that are refused, by way and kind, with words of the error."""
@@ -503,17 +567,17 @@ DRAFTS_COUNT = {(way, "dynamic by sequence") for way in ("assisted generation", 
 """Cells whose tokens depend on the way, so that its own run in float64 is the truth."""
 
 REASONS = {
-    "are offloaded": "Positions of these models are found by reading weights. Patch before accelerate offloads them.",
-    "without weights to try": "Positions of these models are found by reading weights. Load them first.",
-    "kerple_log has parameters": "Nothing would give the parameters their first values. Load the weights first.",
+    "are offloaded": "Positions are found by reading the weights of this model. Patch it before that.",
+    "without weights to try": "Positions are found by reading the weights of this model. Load them before the patch.",
+    "kerple_log has parameters": "Nothing would set first values of the parameters. Load the weights before the patch.",
     "cannot trace dynamic_ntk": (
-        'Tokens are computed in groups that depend on their positions. `update="sequence"` can be exported.'
+        'Tokens are computed in groups that depend on their positions. Export `update="sequence"` or `"request"`.'
     ),
     "does not run this patch": (
-        "Replicas share code that reads the weights of the model itself. Use DistributedDataParallel."
+        "Copies on other GPUs would read weights of the first. Use a process for each (`accelerate launch`)."
     ),
     "in the first forward of a text": (
-        'Drafts behind the prompt would count in the length of the request. `update="row"` takes them.'
+        'Drafts in the first forward would count in the length of the request. `update="row"` takes them.'
     ),
 }
 """The reason of a refusal in a sentence, by the words of its error."""
@@ -526,17 +590,21 @@ def page() -> str:
         "",
         "Generated by `python -m tests.support.ways_to_run`; do not edit.",
         "",
-        "Whatever runs unpatched runs patched, as precisely, or is refused with the reason. Each cell is a test on a",
-        "tiny model (`tests/model/test_ways_to_run.py`), whose control is the unpatched model in the same way. The",
-        "error of the patched model, against itself in float64, is at most four times that of the unpatched one.",
-        "Logits of a whole text and of cached steps are compared, and gradients in training.",
+        "Whatever runs unpatched runs patched, as precisely, or is refused with the reason. Below are ways to run a",
+        "model, and kinds of patches. Each cell is a test (`tests/model/test_ways_to_run.py`) on a tiny model. It",
+        "compares logits of a whole text, logits of steps with a cache (not of T5), generated tokens or gradients with",
+        "those of the same patch in float64. The error is at most four times that of the unpatched model in the same",
+        "way, plus 1e-4 of the largest value.",
         "",
-        "| kind of patch | model | patched with |",
+        "| kind | tested as | stands for |",
         "| --- | --- | --- |",
-        *(f"| {name} | {kind.model} | `{kind.words}` |" for name, kind in KINDS.items()),
+        *(
+            f"| {name} | {kind.model}, `patch_model(model, {kind.words})` | {kind.others} |"
+            for name, kind in KINDS.items()
+        ),
         "",
-        "In the table below, ✓ is a cell that is tested, a number a refusal, and – a way that does not run unpatched",
-        "either, or is not for such models.",
+        "✓ is right, a number is refused for the reason below (which is tested too), and – does not run unpatched, or",
+        "is not tested for such models.",
         "",
         f"| way to run | {' | '.join(KINDS)} |",
         f"| --- |{' --- |' * len(KINDS)}",
@@ -558,10 +626,10 @@ def page() -> str:
         "",
         *(f"{number}. {REASONS[words]}" for words, number in numbers.items()),
         "",
-        "✓*: drafts count in the length of a text while they are in it, as in transformers' own dynamic NTK. So the",
-        "tokens may differ from those without drafts; the test compares them with the same way in float64.",
+        "✓*: drafts count in the length of a text while they are in it, as in transformers' own dynamic NTK. So",
+        "tokens may differ from those without drafts.",
         "",
-        "Other ways need several processes, other libraries or a GPU, and have tests of their own:",
+        "Other ways need several processes, libraries or a GPU, and have tests of their own:",
         "",
         "| way to run | tests |",
         "| --- | --- |",
