@@ -217,7 +217,6 @@ class Way:
         within: The context of a run.
         runs: The runs of this way, each with the plain one that gives the same; `None`: all plain ones.
         models: The model types that it is for; all if empty.
-        needs: The library that it needs.
     """
 
     sentence: str
@@ -226,7 +225,6 @@ class Way:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     runs: Mapping[str, tuple[Run, Run]] | None = None
     models: tuple[str, ...] = ()
-    needs: str = ""
 
     def pairs(self, kind: Kind) -> dict[str, tuple[Run, Run]]:
         """Return the runs of a kind in this way, and the plain ones."""
@@ -384,12 +382,6 @@ def with_cache(make: Callable[[Any, Kind], Any]) -> dict[str, tuple[Run, Run]]:
     return {"steps": (lambda model, kind: steps(model, kind, make(model, kind)), steps)}
 
 
-def quantized_cache(model: Any, kind: Kind) -> Any:
-    import transformers
-
-    return transformers.QuantizedCache("quanto", model.config, nbits=4, q_group_size=32)
-
-
 def generating(**options: Any) -> dict[str, tuple[Run, Run]]:
     return {"steps": (lambda model, kind: generated(model, kind, **options), generated)}
 
@@ -487,6 +479,7 @@ WAYS: dict[str, Way] = {
         "`torch.compile`, without Inductor",
         after=lambda model, folder: torch.compile(model, backend="eager"),
         within=compiled,
+        runs={"prefill": (prefill, prefill), "training": (training, training)},
     ),
     "torch.export": Way("`torch.export`", runs={"prefill": (exported, prefill)}),
     "functional_call": Way("`torch.func.functional_call`", runs={"prefill": (functional, prefill)}),
@@ -496,11 +489,6 @@ WAYS: dict[str, Way] = {
     "static cache": Way(
         '`cache_implementation="static"`',
         runs=with_cache(lambda model, kind: StaticCache(model.config, max_cache_len=kind.length)),
-    ),
-    "quantized cache": Way(
-        '`cache_implementation="quantized"`, 4 bits',
-        runs=with_cache(quantized_cache),
-        needs="optimum.quanto",
     ),
     "assisted generation": Way(
         "`generate(assistant_model=...)`, which is not patched",
@@ -535,7 +523,11 @@ ELSEWHERE = (
         "int8 of torch, torchao, bitsandbytes, quanto, compressed-tensors; layers as of GPTQ and AWQ; QLoRA",
         "tests/model/test_quantized.py",
     ),
-    ("`generate` with an offloaded cache, on a GPU", "tests/model/test_attention_generation.py"),
+    ("compiled steps", "tests/model/test_attention_generation.py"),
+    (
+        '`cache_implementation="quantized"`, and on a GPU `"offloaded"`',
+        "tests/model/test_attention_generation.py",
+    ),
 )
 """Ways that need other libraries or processes, with the tests that hold them."""
 
