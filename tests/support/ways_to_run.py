@@ -216,7 +216,6 @@ class Way:
         before, after: What is done to a model before it is patched, and afterwards; a folder is at hand.
         within: The context of a run.
         runs: The runs of this way, each with the plain one that gives the same; `None`: all plain ones.
-        models: The model types that it is for; all if empty.
     """
 
     sentence: str
@@ -224,7 +223,6 @@ class Way:
     after: Callable[[Any, Path], Any] = lambda model, folder: model
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     runs: Mapping[str, tuple[Run, Run]] | None = None
-    models: tuple[str, ...] = ()
 
     def pairs(self, kind: Kind) -> dict[str, tuple[Run, Run]]:
         """Return the runs of a kind in this way, and the plain ones."""
@@ -233,7 +231,7 @@ class Way:
 
     def takes(self, kind: Kind) -> bool:
         """Return whether the way is for models of a kind."""
-        return (not self.models or kind.model in self.models) and bool(self.pairs(kind))
+        return bool(self.pairs(kind))
 
 
 def cast(dtype: torch.dtype) -> Way:
