@@ -21,7 +21,9 @@ CONVERTED = 1 << 17
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 """Return whether `torch.export` traces; an older PyTorch does not tell."""
-is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_transformed: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
 """Return whether a transform of `torch.func` runs, which differentiates PyTorch's own operations alone."""
 
 

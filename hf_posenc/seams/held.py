@@ -167,12 +167,11 @@ def refuse_replica(model: nn.Module, args: Any) -> None:
     """Refuse a replica of DataParallel, in which replaced code reads weights of the model itself: a pre-hook."""
     if not getattr(model, "_is_replica", False):
         return
-    bound = any(
-        isinstance(value, Replaced) or hasattr(module, PARAMETERS)
+    if any(
+        hasattr(module, PARAMETERS)
+        or any(isinstance(own, Replaced) for own in vars(module).values())
         for module in model.modules()
-        for value in vars(module).values()
-    )
-    if bound:
+    ):
         raise PosencError(
             f"torch.nn.DataParallel does not run this patch of {type(model).__name__}, whose layers read weights by "
             "the model that was patched, and not by its replicas. Start a process for each device instead (accelerate "
@@ -186,9 +185,8 @@ class ShownTable(Replaced):
     def __init__(self, module: nn.Module, name: str, start: int) -> None:
         super().__init__(module)
         self.name, self.start = name, start  # of the table, and its row of position 0
-        self._made: tuple[Tensor, Tensor] | None = (
-            None  # a copy of the table, and what was made of it
-        )
+        # A copy of the table, and what was made of it.
+        self._made: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module's own code."""
@@ -205,7 +203,7 @@ class ShownTable(Replaced):
     def made(self, table: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what is made of the table; the last one if the table has the same values.
 
-        Its version does not tell: casts and DeepSpeed's optimizers write to `.data`.
+        Its version does not tell: what is written to `.data` leaves it as it was.
         """
         if torch.compiler.is_compiling() or table.is_inference() or table.is_meta:
             return make(table.detach())

@@ -514,7 +514,7 @@ def test_every_table_grows(model_type: str) -> None:
 
 
 def test_by_request_a_table_that_was_written_to_in_place_is_read_anew() -> None:
-    """A write to `.data`, as DeepSpeed's, leaves the tensor's version as it was."""
+    """A write to `.data` leaves the tensor's version as it was."""
     model: Any = build_text_model("gpt2")
     ids = ids_of(model, LENGTH + 20)
     patch_model(model, "interpolate", scale=4, update="request")

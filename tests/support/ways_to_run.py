@@ -40,9 +40,8 @@ class Kind:
     method: str
     options: Mapping[str, Any]
     others: str
-    length: int = (
-        72  # tokens: more than the fused paths of attention need, or as many as a table has
-    )
+    # In tokens: more than the fused paths of attention need, or as many as a table has.
+    length: int = 72
 
     def build(self) -> Any:
         """Return an unpatched model without dropout."""
@@ -53,8 +52,6 @@ class Kind:
                 part.p = 0.0
             elif isinstance(vars(part).get("dropout"), float):  # T5's attention has a number
                 vars(part)["dropout"] = 0.0
-        if self.model == "bert":  # of the start, positions do less than 8 bits round
-            model.bert.embeddings.position_embeddings.weight.data.mul_(4)
         return model
 
     def patch(self, model: Any) -> Any:
@@ -69,7 +66,7 @@ class Kind:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """How it can be run: an encoder has no cache, and that of an encoder-decoder is of another kind."""
+        """The names of its runs; steps with a cache are for decoders alone."""
         return (
             ("prefill", "training")
             if self.model in ("bert", "t5")
@@ -229,10 +226,6 @@ class Way:
         runs = self.runs or {name: (run, run) for name, run in PLAIN.items()}
         return {name: pair for name, pair in runs.items() if name in kind.runs}
 
-    def takes(self, kind: Kind) -> bool:
-        """Return whether the way is for models of a kind."""
-        return bool(self.pairs(kind))
-
 
 def cast(dtype: torch.dtype) -> Way:
     name = str(dtype).removeprefix("torch.")
@@ -333,8 +326,8 @@ def exported(model: Any, kind: Kind) -> Tensor:
 
 
 def functional(model: Any, kind: Kind) -> Tensor:
+    """Run with the weights of the model, whose own are zero meanwhile."""
     given = {**texts(model, kind), **_uncached(model)}
-    """Run with the values of the model, which itself has others."""
     with torch.no_grad():
         values = {name: value.detach().clone() for name, value in model.named_parameters()}
         _zero(model.parameters())
@@ -367,13 +360,22 @@ def copied(model: Any, folder: Path) -> Any:
     return found
 
 
+_graphs: list[Any] = []
+
+
+def traced(graph: Any, inputs: Any) -> Any:
+    """Note a graph, and run it as it was traced: a backend of `torch.compile`."""
+    _graphs.append(graph)
+    return graph.forward
+
+
 @contextlib.contextmanager
 def compiled() -> Iterator[None]:
-    """Forget what was compiled before, and see that something is."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    """Forget what was compiled before, and check that a graph is traced."""
+    torch.compiler.reset()
+    _graphs.clear()
     yield
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert _graphs
 
 
 def with_cache(make: Callable[[Any, Kind], Any]) -> dict[str, tuple[Run, Run]]:
@@ -426,7 +428,7 @@ def on_disk(model: Any, folder: Path) -> Any:
 
 
 def replica(model: Any, folder: Path) -> Any:
-    """What `nn.DataParallel` runs on a second device; here the first has other weights, as none may be read."""
+    """Return what `nn.DataParallel` runs on a second device; the weights of the model itself become zero."""
 
     def copies(tensors: Any, devices: Any, detach: bool = False) -> Any:
         return [[tensor.detach().clone() for tensor in tensors]]
@@ -475,7 +477,7 @@ WAYS: dict[str, Way] = {
     "reentrant checkpointing": recomputed(True),
     "torch.compile": Way(
         "`torch.compile`, without Inductor",
-        after=lambda model, folder: torch.compile(model, backend="eager"),
+        after=lambda model, folder: torch.compile(model, backend=traced),
         within=compiled,
         runs={"prefill": (prefill, prefill), "training": (training, training)},
     ),
@@ -507,9 +509,7 @@ WAYS: dict[str, Way] = {
         after=lambda model, folder: nn.parallel.DistributedDataParallel(model),
         runs={"training": (training, training)},
     ),
-    "DataParallel": Way(
-        "DataParallel", after=replica, runs={"prefill": (prefill, prefill), "steps": (steps, steps)}
-    ),
+    "DataParallel": Way("DataParallel", after=replica, runs=INFERENCE),
     "FSDP2": Way("the patch, then `fully_shard`, one process", after=sharded),
 }
 
@@ -607,7 +607,7 @@ def page() -> str:
             else "✓*"
             if (name, kind) in DRAFTS_COUNT
             else "✓"
-            if way.takes(KINDS[kind]) and (name, kind) not in UNPATCHED
+            if way.pairs(KINDS[kind]) and (name, kind) not in UNPATCHED
             else "–"
             for kind in KINDS
         )
