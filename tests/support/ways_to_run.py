@@ -90,7 +90,7 @@ KINDS: dict[str, Kind] = {
         "llama",
         "yarn",
         {"scale": 4},
-        "methods that change frequencies once: `pi`, `ntk`, `longrope`, ...",
+        "methods that change frequencies once: `pi`, `ntk`, `llama3`, ...",
     ),
     "dynamic by row": Kind("llama", "dynamic_ntk", _SHORT, "`dynamic_*` as they come"),
     "dynamic by request": Kind(
