@@ -22,7 +22,6 @@ from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
-from hf_posenc.model.weights import execution_device
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
@@ -326,6 +325,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     """Print tokens, operations and peak memory of every method, and the free memory."""
     from hf_posenc.evaluation.grid import Grid, to_rich
     from hf_posenc.model.memory import free_memory
+    from hf_posenc.model.weights import execution_device
 
     rows: list[tuple[Any, ...]] = []
     jobs = cast("list[Any]", run.items)

@@ -23,7 +23,7 @@ from hf_posenc.attention.call import Beside, Call, Mask, shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
-from hf_posenc.model.forward import KEYWORD, Forward, carried, running
+from hf_posenc.model.forward import KEYWORD, Forward, carried, named_arguments, running
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
@@ -36,7 +36,7 @@ from hf_posenc.model.masks import (
     visible,
 )
 from hf_posenc.model.parameters import parameters_in_force
-from hf_posenc.model.positions import LAYER, named_arguments, request_length
+from hf_posenc.model.positions import LAYER, request_length
 from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
 from hf_posenc.model.sharding import sharded_weights
 

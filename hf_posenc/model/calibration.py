@@ -31,7 +31,7 @@ from hf_posenc.model.attention import (
     recording,
 )
 from hf_posenc.model.discovery import RotaryTable, layer_type
-from hf_posenc.model.positions import named_arguments
+from hf_posenc.model.forward import named_arguments
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.sampled import Sample

@@ -11,6 +11,7 @@ transformers' cache. There are three ways:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,6 +27,18 @@ KEYWORD = "posenc"
 """The keyword of a decoder, its layers and the attention function that holds the `Forward`."""
 _ATTRIBUTE = "_hf_posenc_forward"
 _TensorT = TypeVar("_TensorT", bound=Tensor)
+
+
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a module's forward by their names."""
+    names = inspect.signature(module.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def text_of(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the tokens of a forward, or their embeddings; `None` if it gets neither."""
+    given = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
+    return next((value for value in given if isinstance(value, Tensor)), None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError
-from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward
+from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward, named_arguments, text_of
 from hf_posenc.model.masks import HANDLE, described, seen_keys
 from hf_posenc.model.repositioned import ENGINE, refuse_another
 from hf_posenc.model.sharding import refuse_parts_of_texts
@@ -26,18 +26,6 @@ _PINNED = "_hf_posenc_lengths"
 _ROTATED = "_hf_posenc_rotated"
 _FILLED = "_hf_posenc_filled_by"
 _LAST = "_hf_posenc_last_positions"
-
-
-def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a module's forward by their names."""
-    names = inspect.signature(module.forward).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def text_of(args: Any, kwargs: Any) -> Tensor | None:
-    """Return the tokens of a forward, or their embeddings; `None` if it gets neither."""
-    given = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
-    return next((value for value in given if isinstance(value, Tensor)), None)
 
 
 # Positions of a padded batch, which a model that gets none counts with the padding.
@@ -67,6 +55,8 @@ def refuse_drafts(module: nn.Module, args: Any, kwargs: Any) -> None:
 
     Assisted generation asks for the logits of all drafts, and nothing else tells of them.
     """
+    if len(args) > 1:
+        kwargs = named_arguments(module, args, kwargs)
     kept, cache = kwargs.get("logits_to_keep"), kwargs.get("past_key_values")
     if not isinstance(kept, int) or kept < 2 or cache is None or torch.compiler.is_compiling():
         return
@@ -220,6 +210,7 @@ class DecoderWatch(Entering):
         seen = int(cache.get_seq_length())
         if positions is None:
             positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
+        positions = positions.expand(batch, -1)
         _refuse_gaps(cache, seen, positions, masks)
         if not self.lengths and not self.rotated:
             return forward
@@ -229,7 +220,7 @@ class DecoderWatch(Entering):
             keys = getattr(layers[index], "keys", None) if index < len(layers) else None
             rotated.setdefault(index, RotatedKeys()).check(keys)
         setattr(cache, _ROTATED, rotated)
-        lengths = self._lengths(cache, seen, positions.expand(batch, -1)) if self.lengths else {}
+        lengths = self._lengths(cache, seen, positions) if self.lengths else {}
         return Forward(forward.positions, lengths=lengths, rotated=rotated)
 
     def _check_filled(self, cache: Any) -> None:
@@ -296,7 +287,7 @@ def _own_part(cache: Any) -> Any:
 
 
 def watch_caches(model: nn.Module, filled_by: object) -> list[RemovableHandle]:
-    """Hook the decoders of a model whose patch computes no attention, so that each cache is of one patch."""
+    """Hook the decoders of a model whose own attention stays, so that each cache is of one patch."""
     takers = [
         module
         for module in model.modules()
@@ -313,29 +304,32 @@ def request_length(positions: Tensor, original: int, batch: int) -> Tensor:
     return (positions.amax(-1) + 1).clamp(min=original).expand(batch)
 
 
-def _shown(mask: Any, seen: int, queries: int) -> Tensor | None:
-    """Return whether no query of a forward is padding, as its mask says; `None`: there is no telling."""
+def _shown(mask: Any, start: int, tokens: int) -> bool:
+    """Return whether a mask shows that none of these tokens is padding; false if there is no telling."""
     if mask is None:
-        return torch.tensor(True)
+        return True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
-        return None
+        return False
     shown = seen_keys(mask)
-    return None if shown is None else shown[:, seen : seen + queries].all()
+    return shown is not None and bool(shown[:, start : start + tokens].all())
 
 
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
-    counted = positions.new_full((len(positions), 1), seen - 1)
-    length, last = getattr(cache, _LAST, (seen, counted))
-    if length != seen or len(last) != len(positions):  # cropped or repeated since
-        last = counted
-    setattr(cache, _LAST, (seen + positions.shape[1], positions[:, -1:]))
-    text = torch.cat((last, positions), 1) if seen else positions
-    wrong = (text.diff(dim=1) > 1).any()
-    branches = seen > 0 and positions.shape[1] > 1
-    shown = _shown(mask, seen, positions.shape[1]) if branches else None
-    if shown is not None:  # padding has any position
-        wrong |= shown.to(wrong.device) & (positions.diff(dim=1) < 1).any()
-    if bool(wrong):
+    rows, queries = positions.shape
+    length, last = getattr(cache, _LAST, (0, positions))
+    known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
+    setattr(cache, _LAST, (seen + queries, positions[:, -1:]))
+    if seen and not known:
+        last = positions.new_full((rows, 1), seen - 1)
+    steps = (torch.cat((last, positions), 1) if seen else positions).diff(dim=1)
+    if not bool((steps != 1).any()):
+        return
+    wrong = bool((steps > 1).any())
+    if seen and not wrong:
+        shown = _shown(mask, seen - known, queries + known)
+        # Padding has any position.
+        wrong = shown and bool((steps[:, not known :] < 1).any())
+    if wrong:
         raise PosencError(
             "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
             "order the methods that compute attention themselves derive the position of a key. Pass contiguous "

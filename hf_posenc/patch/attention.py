@@ -52,6 +52,7 @@ from hf_posenc.model.positions import (
     count_positions,
     refuse_drafts,
     refuse_padding,
+    watch_caches,
 )
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary, native_rotary
@@ -140,6 +141,8 @@ def install_attention(
             if native is None:
                 state.hooks += _watch_cache(model, watch, of_owner)
                 state.hooks += [] if watch.counts else watch.around(owner)
+        if native is not None and len(state.methods) > len(state.in_attention):
+            state.hooks += watch_caches(model, state.config)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
 

@@ -29,10 +29,10 @@ from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, Layer, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
-from hf_posenc.model.forward import Forward, carry
+from hf_posenc.model.forward import Forward, carry, named_arguments, text_of
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
-from hf_posenc.model.positions import LAYER, named_arguments, text_of
+from hf_posenc.model.positions import LAYER
 from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes

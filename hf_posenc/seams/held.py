@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.model.forward import text_of
 from hf_posenc.model.parameters import PARAMETERS
-from hf_posenc.model.positions import text_of
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ from hf_posenc.methods import Method, Sinusoidal, TableMethod
 from hf_posenc.methods.contract import check_table
 from hf_posenc.model.forward import Entering, running
 from hf_posenc.model.memory import free_memory
+from hf_posenc.model.sharding import refuse_parts_of_texts
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import Held, ShownTable, TableEnd, held, length_of, tokens_of_rows
@@ -62,10 +63,12 @@ class LongText(Entering):
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the length of a text; raise for texts on both sides of the trained length."""
-        length = length_of(args, kwargs)
-        if length is None or sum(length) <= self.trained:
+        if (length := length_of(args, kwargs)) is None:
             return
+        refuse_parts_of_texts(f"{self.method.name} with update='request'")
         (new, past), trained = length, self.trained
+        if new + past <= trained:
+            return
         if 0 < past <= trained:
             raise PosencError(
                 f"The text grows past {trained:,} tokens, up to which {self.method.name} with update='request' keeps "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -378,6 +379,29 @@ def test_learned_tokens_of_prompt_tuning_are_tokens(
     with torch.no_grad():
         expected = model(inputs_embeds=embeddings, use_cache=False).logits
     assert torch.equal(zoo.logits(wrapped, ids).float(), expected)
+
+
+@torch.no_grad()
+def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> None:
+    """Padding may stand behind a text, and a cropped cache goes on from where it is."""
+    patch_model(model, "rerope", window=16)
+    ids, mask = zoo.tokens(22, batch=2), torch.ones(2, 22, dtype=torch.long)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache)
+    for place in (19, 4):
+        step = torch.full((2, 1), place)
+        with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
+            model(ids[:, 20:21], past_key_values=copy.deepcopy(cache), position_ids=step)
+    cache.crop(-5)
+    model(ids[:, 15:16], past_key_values=cache, position_ids=torch.full((2, 1), 15))
+    mask[1, 17:20] = 0
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    places = torch.tensor([[20, 21], [17, 18]])
+    got = model(ids[:, 20:], attention_mask=mask, position_ids=places, past_key_values=cache)
+    alone = torch.cat((ids[1:, :17], ids[1:, 20:]), 1)
+    want = model(alone, use_cache=False).logits[0, -2:]
+    torch.testing.assert_close(got.logits[1], want, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_that_repeat_behind_cached_tokens_are_refused(model: PreTrainedModel) -> None:

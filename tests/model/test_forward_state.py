@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_posenc import PosencError, patch_model
+from hf_posenc.methods import LogN, YaRN
 from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
@@ -343,15 +344,22 @@ def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
     return model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
 
 
-COMPUTED = pytest.mark.parametrize("name", ["rerope", "dynamic_ntk", "alibi", "yarn"])
+COMPUTED = pytest.mark.parametrize("name", ["rerope", "dynamic_ntk", "alibi", "yarn", "yarn+log_n"])
+
+
+def patched_by(model: Any, name: str) -> Any:
+    """A model patched by a method, or by two of which transformers' own attention computes the second."""
+    if name == "yarn+log_n":
+        return patch_model(model, [YaRN(scale=2), LogN()], replace=True)
+    scale: dict[str, Any] = {} if name in ("rerope", "alibi") else {"scale": 2}
+    return patch_model(model, name, replace=True, **scale)
 
 
 @COMPUTED
 def test_a_cache_of_another_patch_is_refused(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(30)
-    scale: dict[str, Any] = {} if name in ("rerope", "alibi") else {"scale": 2}
     cache = filled(patch_model(model, "rerope", window=4), ids[:, :10])
-    patch_model(model, name, replace=True, **scale)
+    patched_by(model, name)
     with pytest.raises(PosencError, match=r"10 tokens that were computed with rerope\(window=4"):
         filled(model, ids[:, 10:], cache)
     filled(model, ids[:, 20:], filled(model, ids[:, :20]))
@@ -362,10 +370,9 @@ def test_a_cache_that_was_filled_before_the_patch_is_found(name: str) -> None:
     """A frequency method warns, since its keys may be learned ones, which have no rotation."""
     model, ids = zoo.build("llama"), zoo.tokens(30)
     cache = filled(model, ids[:, :10])
-    scale: dict[str, Any] = {} if name in ("rerope", "alibi") else {"scale": 2}
-    patch_model(model, name, **scale)
-    words = f"10 tokens that were computed before the model was patched with {name}"
-    if name == "yarn":
+    patched_by(model, name)
+    words = f"10 tokens that were computed before the model was patched with {name.split('+')[0]}"
+    if name.startswith("yarn"):
         with pytest.warns(UserWarning, match=words):
             filled(model, ids[:, 10:], cache)
     else:

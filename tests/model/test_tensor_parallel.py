@@ -38,6 +38,7 @@ from hf_posenc.methods import (
     YaRN,
 )
 from hf_posenc.model.parameters import trained_parameters
+from tests.support.families import build_text_model
 from tests.support.killing import in_two_processes
 
 HEADS, LENGTH, RATE = 6, 24, 0.5
@@ -210,8 +211,8 @@ def refused(folder: Path) -> dict[str, str]:
             parallelize_module(layer.self_attn, mesh, {**columns, "o_proj": RowwiseParallel()})
         logits_of(model)
 
-    def part_of_a_text(method: str, **options: Any) -> None:
-        model = patch_model(copy.deepcopy(whole), method, **options)
+    def part_of_a_text(method: str, model: Any = whole, **options: Any) -> None:
+        model = patch_model(copy.deepcopy(model), method, **options)
         ids, places = batch(0), torch.arange(LENGTH)[None].clone()
         with torch.no_grad(), context_parallel(mesh, buffers=[ids, places], buffer_seq_dims=[1, 1]):
             model(input_ids=ids, position_ids=places, use_cache=False)
@@ -228,6 +229,9 @@ def refused(folder: Path) -> dict[str, str]:
         "patched before": patched_before,
         "bands": partial(part_of_a_text, "rerope"),
         "dynamic": partial(part_of_a_text, "dynamic_ntk", update="sequence"),
+        "table": partial(
+            part_of_a_text, "interpolate", build_text_model("gpt2"), scale=2, update="request"
+        ),
     }
     messages = {}
     for name, trial in trials.items():
@@ -323,6 +327,7 @@ def test_what_two_processes_trained_is_saved_whole(folder: Path, case: str) -> N
         ("sharded before", "UserWarning: FSDP does not manage the parameters that kerple_log adds"),
         ("bands", "gives each process a part of the text, and a method that computes attention"),
         ("dynamic", "gives each process a part of the text, and dynamic_ntk with update="),
+        ("table", "gives each process a part of the text, and interpolate with update="),
     ],
 )
 def test_what_a_process_cannot_compute_is_refused(folder: Path, case: str, message: str) -> None:

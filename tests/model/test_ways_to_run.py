@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_posenc import PosencError
 from tests.support.ways_to_run import (
-    DRAFTS_COUNT,
     ELSEWHERE,
     KINDS,
+    LENGTHS_DIFFER,
     PAGE,
     PLAIN,
     REFUSED,
@@ -105,7 +105,7 @@ def test_a_cell(way_name: str, kind_name: str, tmp_path: Path) -> None:
         limit = TIMES * error(control, unpatched) + ROUNDING
         assert limit < 1, "the control is wrong itself"
         values = found(way, kind, run, folder / "patched", patched=True)
-        expected = truth(kind_name, run if cell in DRAFTS_COUNT else plain, True)
+        expected = truth(kind_name, run if cell in LENGTHS_DIFFER else plain, True)
         assert error(values, expected) <= limit, name
 
 

@@ -169,6 +169,40 @@ def steps(model: Any, kind: Kind, cache: Any = None) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def padded(model: Any, kind: Kind) -> Tensor:
+    """Logits of a whole text, beside a shorter one with padding behind it."""
+    given, last = texts(model, kind), kind.length - 9
+    mask = torch.ones_like(given["input_ids"])
+    mask[1, last:] = 0
+    masks = {name.replace("input_ids", "attention_mask"): mask for name in given}
+    with torch.no_grad():
+        logits = model(**given, **masks, **_uncached(model)).logits.double()
+    return torch.cat((logits[0], logits[1, :last]))
+
+
+def unpadded(model: Any, kind: Kind) -> Tensor:
+    given, last = texts(model, kind), kind.length - 9
+    with torch.no_grad():
+        whole, shorter = (
+            model(**{name: ids[row : row + 1, :end] for name, ids in given.items()}).logits
+            for row, end in enumerate((None, last))
+        )
+    return torch.cat((whole[0], shorter[0])).double()
+
+
+def batch_generated(model: Any, kind: Kind) -> Tensor:
+    """The greedy continuation of two texts, of which the first one has padding before it."""
+    ids = texts(model, kind)["input_ids"][:, :-12]
+    ids[0, :9], mask = 0, torch.ones_like(ids)
+    mask[0, :9] = 0
+    return _greedy(model, ids, attention_mask=mask)[:, -12:]
+
+
+def each_generated(model: Any, kind: Kind) -> Tensor:
+    ids = texts(model, kind)["input_ids"][:, :-12]
+    return torch.cat([_greedy(model, each)[:, -12:] for each in (ids[:1, 9:], ids[1:])])
+
+
 def loss_of(model: Any, kind: Kind) -> Tensor:
     loss: Tensor = model(**texts(model, kind), **_uncached(model)).logits.float().square().mean()
     return loss
@@ -191,7 +225,10 @@ def training(model: Any, kind: Kind) -> Tensor:
 def generated(model: Any, kind: Kind, **options: Any) -> Tensor:
     """The greedy continuation of one text, which has its first half twice, so that there are drafts from the prompt."""
     half = texts(model, kind)["input_ids"][:1, : kind.length // 2 - 10]
-    ids = half.tile(1, 2)
+    return _greedy(model, half.tile(1, 2), **options)
+
+
+def _greedy(model: Any, ids: Tensor, **options: Any) -> Tensor:
     given = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 1}
     with torch.no_grad():
         found: Tensor = model.generate(ids, **{**given, **options})
@@ -486,6 +523,10 @@ WAYS: dict[str, Way] = {
     "torch.func.grad": Way(
         "`torch.func.grad`", runs={"training": (functional_gradients, training)}
     ),
+    "padding": Way(
+        "a padded batch: behind a text, and before one in `generate`",
+        runs={"prefill": (padded, unpadded), "steps": (batch_generated, each_generated)},
+    ),
     "static cache": Way(
         '`cache_implementation="static"`',
         runs=with_cache(lambda model, kind: StaticCache(model.config, max_cache_len=kind.length)),
@@ -553,7 +594,9 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 """Cells that are refused, by way and kind, with words of the error."""
 
-DRAFTS_COUNT = {(way, "dynamic by sequence") for way in ("assisted generation", "prompt lookup")}
+LENGTHS_DIFFER = {
+    (way, "dynamic by sequence") for way in ("assisted generation", "prompt lookup", "padding")
+}
 """Cells whose tokens depend on the way, so that its own run in float64 is the truth."""
 
 REASONS = {
@@ -605,7 +648,7 @@ def page() -> str:
             numbers[REFUSED[name, kind]]
             if (name, kind) in REFUSED
             else "✓*"
-            if (name, kind) in DRAFTS_COUNT
+            if (name, kind) in LENGTHS_DIFFER
             else "✓"
             if way.pairs(KINDS[kind]) and (name, kind) not in UNPATCHED
             else "–"
@@ -616,8 +659,8 @@ def page() -> str:
         "",
         *(f"{number}. {REASONS[words]}" for words, number in numbers.items()),
         "",
-        "✓*: drafts count in the length of a text while they are in it, as in transformers' own dynamic NTK. So",
-        "tokens may differ from those without drafts.",
+        "✓*: as in transformers' own dynamic NTK, the length of the longest text of a batch counts for all, and drafts",
+        "count while they are in it. So tokens may differ from those of one text without drafts.",
         "",
         "Other ways need several processes, libraries or a GPU, and have tests of their own:",
         "",
