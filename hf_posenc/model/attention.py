@@ -185,6 +185,7 @@ class Recorded:
         keys: Number of all keys.
         kwargs: Further arguments.
         sees_later: True if the mask shows a query a later key; `None` without a mask that says so.
+        adds: True if the mask is added to scores, as none of the engine's is: the module has made it of one (Doge).
         features: Width of the output, that of all heads.
         sharded: The module's weights of which this process computes a part.
     """
@@ -194,6 +195,7 @@ class Recorded:
     keys: int
     kwargs: Mapping[str, Any]
     sees_later: bool | None
+    adds: bool
     features: int
     sharded: tuple[Tensor, ...]
 
@@ -426,12 +428,13 @@ def _recorded(
     kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
     later, queries, groups = None, query.shape[2], query.shape[1] // value.shape[1]
+    adds = isinstance(mask, Tensor) and mask.is_floating_point()
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
         later = bool(visible(mask)[..., :queries].triu(1).any())
     own = key[:, :, :queries].clone()
     features = query.shape[1] * value.shape[-1]
     weights = sharded_weights(module)
-    call = Recorded(query.clone(), own, key.shape[2], kwargs, later, features, weights)
+    call = Recorded(query.clone(), own, key.shape[2], kwargs, later, adds, features, weights)
     _recordings[threading.get_ident()].setdefault(module, []).append(call)
     if value.shape[2] >= queries:  # its own come first
         value = value[:, :, :queries]

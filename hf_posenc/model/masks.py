@@ -132,7 +132,7 @@ class LazyMask(Mask):
 
 
 class WithWrittenMasks(str):
-    """The name of an attention implementation in a config whose model joins masks, and needs them written."""
+    """The name of an attention implementation in a config whose modules join or change masks, and need them written."""
 
     __slots__ = ()
 

@@ -121,8 +121,8 @@ def install_attention(
         if native is None:
             for owner in owners:
                 inside = {*owner.modules()}
-                written = any(layer.beside for layer in layers if layer.module in inside)
-                _use_engine(owner, written=written)
+                of_owner = [layer for layer in layers if layer.module in inside]
+                _use_engine(owner, written=any(x.beside or x.recorded.adds for x in of_owner))
         verify(subject, text, expected, layers, wrappers, engine=native is None)
         scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
         own_factors = own_temperatures(owners[0], ids) if scaled else {}
@@ -181,7 +181,7 @@ def owners_of(model: nn.Module, tables: Sequence[RotaryTable]) -> list[Any]:
 
 
 def _use_engine(owner: Any, *, written: bool) -> None:
-    """Let the engine compute where scaled queries were planned; `written`: with masks that the model can join."""
+    """Let the engine compute where scaled queries were planned; `written`: with masks that modules can change."""
     for _, part in config_parts(owner.config):
         name = vars(part).get(IMPLEMENTATION)
         if isinstance(name, str) and name.startswith(ENGINE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -122,6 +123,11 @@ class Replaced:
         """Restore the module."""
         own = vars(self.module)
         for slot in self._slots:
+            later = own.get(slot)
+            while isinstance(later, Replaced) and later is not self:  # removed in another order
+                if later.earlier is self:
+                    later.earlier = self.earlier
+                later = later.earlier
             if own.get(slot) is not self:
                 continue
             if self.earlier is not None:
@@ -138,6 +144,10 @@ class Replaced:
             return type(self.module).forward(module, *args, **kwargs)
         if getattr(earlier, "__self__", None) is self.module:
             return earlier.__func__(module, *args, **kwargs)
+        if isinstance(earlier, Replaced) and module is not self.module:
+            own: Any = copy.copy(earlier)
+            own.module = module
+            return own(*args, **kwargs)
         if module is not self.module:
             raise PosencError(
                 f"The forward of {type(self.module).__name__} was replaced before the patch by {earlier!r}, which "
