@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from hf_posenc.patch.patching import unpatch_model as unpatch_model
     from hf_posenc.patch.report import EffectiveTable as EffectiveTable
     from hf_posenc.patch.report import Patch as Patch
-    from hf_posenc.saving import available_recipes as available_recipes
+    from hf_posenc.recipes import available_recipes as available_recipes
+    from hf_posenc.recipes import get_recipe as get_recipe
     from hf_posenc.saving import from_pretrained as from_pretrained
-    from hf_posenc.saving import get_recipe as get_recipe
     from hf_posenc.saving import load_adapter as load_adapter
     from hf_posenc.saving import load_patch as load_patch
     from hf_posenc.saving import save_patch as save_patch
@@ -42,7 +42,8 @@ _MODULES = {
     "patch.config": "PatchConfig",
     "patch.patching": "get_patch inspect_positions inspect_rope patch_model patched unpatch_model",
     "patch.report": "EffectiveTable Patch",
-    "saving": "available_recipes from_pretrained get_recipe load_adapter load_patch save_patch",
+    "recipes": "available_recipes get_recipe",
+    "saving": "from_pretrained load_adapter load_patch save_patch",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 _ROOMS = {module.split(".")[0] for module in _MODULES} | {"attention", "files", "model", "rope"}

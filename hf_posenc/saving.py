@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hf_posenc.adapters import patches_folder
 from hf_posenc.diagnosis import (
     check_base,
     check_causal,
@@ -26,7 +25,7 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, UntrainedWarning, one_line, unknown
+from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.files import disk_errors
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
@@ -36,71 +35,11 @@ from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
+from hf_posenc.recipes import available_recipes, get_recipe
 
 FILE = "posenc_config.json"
 PARAMETER_FILE = "posenc.safetensors"
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
-
-
-def available_recipes() -> tuple[str, ...]:
-    """Return the names of the published patches that ship with the package, sorted.
-
-    Examples:
-        >>> from hf_posenc import available_recipes
-        >>> "llama-2-yarn-64k" in available_recipes()
-        True
-    """
-    return tuple(sorted(path.stem for path in (patches_folder() / "recipes").glob("*.json")))
-
-
-def get_recipe(name: str) -> dict[str, Any]:
-    """Return a recipe: checkpoint, model types, source and description, and its patch.
-
-    Args:
-        name: One of `available_recipes()`.
-
-    Raises:
-        PosencError: No recipe has this name.
-
-    Examples:
-        >>> from hf_posenc import get_recipe
-        >>> recipe = get_recipe("llama-2-yarn-64k")
-        >>> recipe["method"], recipe["scale"]
-        ('yarn', 16.0)
-    """
-    if name not in available_recipes():
-        raise unknown("recipe", name, available_recipes())
-    path = patches_folder() / "recipes" / f"{name}.json"
-    return dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def advised_recipes(config: Any) -> tuple[str, ...]:
-    """Return the recipes that the makers of an unscaled checkpoint tell users to add, by its config.
-
-    They are found by the model type and by the values of the checkpoint's own config.
-    """
-    return tuple(
-        name
-        for name in available_recipes()
-        if is_of_checkpoint(config, get_recipe(name)["recipe"], "unscaled")
-    )
-
-
-def native_models() -> tuple[dict[str, Any], ...]:
-    """Return the models that were trained on long texts and need no scaling, with their sources."""
-    path = patches_folder() / "native.json"
-    return tuple(json.loads(path.read_text(encoding="utf-8")))
-
-
-def is_of_checkpoint(config: Any, about: Mapping[str, Any], key: str) -> bool:
-    """Return whether a config has a model type of a description, and its values under a key."""
-    parts = [config, config.get_text_config(decoder=True)]
-    values = about.get(key)
-    if values is None or not {part.model_type for part in parts} & {*about["model_types"]}:
-        return False
-    rope = getattr(parts[1], "rope_parameters", None) or {}
-    entry = {**vars(parts[1]), **rope.get("full_attention", rope)}
-    return all(entry.get(name) == value for name, value in values.items())
 
 
 def save_patch(model: nn.Module, directory: str | Path) -> Path:

@@ -41,8 +41,8 @@ from hf_posenc.methods import (
     get_method,
 )
 from hf_posenc.methods.temperature import LAWS
+from hf_posenc.recipes import get_recipe
 from hf_posenc.rope import RopeSpec
-from hf_posenc.saving import get_recipe
 from scripts.concept_pages import ORIGINAL, TEXT, position_map
 from scripts.drawing import SMALL, Draw, chosen, draw
 from scripts.results import DOCS

@@ -23,7 +23,7 @@ LAYERS = (
     ("rope", "embedded"),
     ("methods",),
     ("attention", "adapters"),
-    ("catalog",),
+    ("catalog", "recipes"),
     ("gguf_file",),
     ("model",),
     ("seams",),

@@ -54,7 +54,7 @@ def recipes(
     """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
     from hf_posenc.engines.in_force import scaling_of
     from hf_posenc.evaluation.grid import to_rich
-    from hf_posenc.saving import available_recipes, get_recipe, native_models
+    from hf_posenc.recipes import available_recipes, get_recipe, native_models
 
     names, advice = available_recipes(), list[str]()
     if model is not None:
@@ -81,7 +81,7 @@ def recipes(
 def recipe_table(names: Iterable[str]) -> Grid:
     """Return the published patches of these names as a table."""
     from hf_posenc.evaluation.grid import Grid
-    from hf_posenc.saving import get_recipe
+    from hf_posenc.recipes import get_recipe
 
     heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
     grid = Grid.of("", *heads)
@@ -150,12 +150,12 @@ def _read_config(name: str, revision: str | None = None, trust: bool = False) ->
 def _advice_on(config: Any, scaling: Scaling) -> list[str]:
     """Return what the makers of a checkpoint tell users to add, and what is added."""
     from hf_posenc.patch.config import PatchConfig
-    from hf_posenc.saving import advised_recipes, get_recipe, is_of_checkpoint, native_models
+    from hf_posenc.recipes import get_recipe, native_models, recipes_of
 
     in_force = f"its config has {scaling.patch}" if scaling.patch else "its config scales"
     state = in_force if scaling.scaled else "nothing has been added"
     lines = []
-    for name in advised_recipes(config):
+    for name in recipes_of(config, "unscaled"):
         recipe = get_recipe(name)
         patch, original = PatchConfig.from_dict(recipe), recipe["original_max_position_embeddings"]
         lines.append(
@@ -164,8 +164,7 @@ def _advice_on(config: Any, scaling: Scaling) -> list[str]:
         )
     lines += [
         f"{one['name']} was trained on long texts, and needs no scaling ({one['source']})."
-        for one in native_models()
-        if is_of_checkpoint(config, one, "config")
+        for one in native_models(config)
     ]
     return lines
 

@@ -14,12 +14,12 @@ from hf_posenc.diagnosis import check_base, check_source, loader_of, read_config
 from hf_posenc.engines.formulas import Table, of_transformers
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import Method, RopeScaling, seam_of
+from hf_posenc.model.context import length_of, readings
 from hf_posenc.model.discovery import (
     NoRotaryError,
     RotaryTable,
     SinCosTable,
     adapter_of,
-    original_length,
     tables_of,
 )
 from hf_posenc.model.rotary import PosencRotary
@@ -94,14 +94,16 @@ class Source:
         if self.patch is not None:
             return self.patch.original_max_position_embeddings
         if self.tables:
-            return original_length(self.tables[0].table, compose=False)
+            read = readings(self.tables[0].table)
+            if len(read) == 1:
+                return read[0].original
         return self.reach
 
     @property
     def reach(self) -> int:
         """The context length to serve, in tokens: the patch's, or else the config's."""
         extended = None if self.patch is None else self.patch.extended_length
-        return extended or int(self.text_config.max_position_embeddings)
+        return extended or length_of(self.model) or int(self.text_config.max_position_embeddings)
 
     @property
     def length_dependent(self) -> bool:

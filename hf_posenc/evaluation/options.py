@@ -479,6 +479,10 @@ class SearchSettings:
         metavar="F",
     )
     replace: bool = option("On a checkpoint that is scaled already: drop its scaling first.", False)
+    scaled_from: int | None = option(
+        "The length that its scaling started from, in tokens, where its config does not say.",
+        least=1,
+    )
     seed: int = option(default=0, **_SEED)
 
     def __post_init__(self) -> None:

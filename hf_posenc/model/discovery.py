@@ -40,6 +40,11 @@ _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 _SINCOS_PARAMETERS = {"rope_theta": 10_000.0}
 
 
+def is_scaled(rope_type: str, parameters: Mapping[str, Any]) -> bool:
+    """Return whether a type, in transformers' word, and an entry of `rope_parameters` scale frequencies."""
+    return rope_type not in UNSCALED or parameters.get("factor") not in (None, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
     """One rotary table of a live model.
@@ -65,7 +70,7 @@ class RotaryTable:
     @property
     def scaled(self) -> bool:
         """True if the checkpoint itself is already scaled."""
-        return self.rope_type not in UNSCALED or self.parameters.get("factor") not in (None, 1)
+        return is_scaled(self.rope_type, self.parameters)
 
     def live(self) -> tuple[Tensor, float]:
         """Return the module's own table, shape (d/2,), and its factor on cos and sin."""
@@ -300,7 +305,7 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
     return rope_type or "default", dict(parameters)
 
 
-# The frequencies and the length that a method starts from
+# The frequencies that a method starts from
 
 
 def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
@@ -333,41 +338,6 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
         f"{table.name} ({type(table.module).__name__}) holds frequencies that are not theta ** (-2i/d) "
         "for any theta, so no method defines scaled ones. Use compose=True to scale them as they are."
     )
-
-
-def original_length(table: RotaryTable, *, compose: bool) -> int:
-    """Return the context length `L` that a method starts from, in tokens.
-
-    For `compose`, that is the length that the scaled checkpoint reaches (`max_position_embeddings`). Else it is the
-    first of `config.original_max_position_embeddings` (Phi-3), the same key of `rope_parameters`, and
-    `max_position_embeddings`.
-    """
-    config = table.config
-    candidates = [getattr(config, key, None) for key in LENGTH_KEYS]
-    if not compose:
-        key = "original_max_position_embeddings"
-        candidates = [getattr(config, key, None), table.parameters.get(key), *candidates]
-    for candidate in candidates:
-        if isinstance(candidate, int) and candidate > 0:
-            return candidate
-    raise PosencError(
-        f"The config of {table.name} names no context length ({', '.join(LENGTH_KEYS)}). "
-        "Give original_max_position_embeddings=, the number of tokens that the model was trained on."
-    )
-
-
-PER_LENGTH = ("dynamic", "longrope")
-"""Scalings with a table for each length: the config's length is the one that they reach."""
-
-
-def scaled_length(table: RotaryTable, trained: int) -> int:
-    """Return the context length in tokens that a checkpoint reaches with its own scaling, of `trained` without it."""
-    if not table.scaled:
-        return trained
-    reach = original_length(table, compose=True)
-    if table.rope_type not in PER_LENGTH:  # some configs name the length before the scaling
-        reach = max(reach, int(trained * float(table.parameters.get("factor") or 1)))
-    return reach
 
 
 def _required(theta: Any, table: RotaryTable) -> float:

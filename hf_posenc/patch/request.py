@@ -12,11 +12,11 @@ from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
 from hf_posenc.methods import Growing, Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
 from hf_posenc.methods.contract import called
+from hf_posenc.model.context import PER_LENGTH, context_of, readings
 from hf_posenc.model.discovery import (
     CutTableError,
     RotaryTable,
     layers_of_type,
-    original_length,
     select,
 )
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
@@ -84,7 +84,10 @@ def resolve_request(
                 "original_max_position_embeddings=, the number of tokens that it was trained on."
             )
     else:
-        tables, compose, cut = _rotary(source, parts, layers, compose=compose, replace=replace)
+        numbers = {"original": given, "scale": scale, "target": target}
+        tables, compose, cut = _rotary(
+            source, parts, layers, numbers, compose=compose, replace=replace
+        )
         optional = target is None and not any(part.reads_length for part in parts)
         original = given or _common_length(tables, compose=compose, optional=optional)
     native, cut = (source, False) if isinstance(source, NativeSeam) else (None, cut)
@@ -95,8 +98,8 @@ def resolve_request(
         # In a list, a number is that of the one method that takes it.
         takes_scale = len(parts) == 1 or part.takes_scale()
         takes_target = len(parts) == 1 or (part.takes_scale() and not part.follows_text)
-        numbers = scale if takes_scale else None, target if takes_target else None
-        built, reach = _build(part, *numbers, original, options, has_length=has_length)
+        sized = scale if takes_scale else None, target if takes_target else None
+        built, reach = _build(part, *sized, original, options, has_length=has_length)
         methods.append(built)
         extended = reach if extended is None else extended
     for built in methods:
@@ -129,6 +132,7 @@ def _rotary(
     tables: Sequence[RotaryTable],
     parts: Sequence[Method | type[Method]],
     layers: Layers,
+    given: Mapping[str, Any],
     *,
     compose: bool,
     replace: bool,
@@ -156,7 +160,7 @@ def _rotary(
     except CutTableError:
         cut, tables = True, select(tables, layers, whole=False, rotated=rotated)
     if whole:
-        _check_scaled(tables, compose=compose, replace=replace)
+        _check_scaled(tables, compose=compose, replace=replace, **given)
         return tables, compose, cut
     multiplied = any(
         part.seam == "query" for part in parts
@@ -310,17 +314,16 @@ def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> Non
 
 
 def _common_length(tables: Sequence[RotaryTable], *, compose: bool, optional: bool) -> int:
-    """Return the original length of the tables; 0 where they have none and it is optional.
+    """Return the length that a method starts from; 0 where the tables do not name one and it is optional.
 
     Raises:
         PosencError: There is none, or the parts of a model have different ones.
     """
-    try:
-        lengths = {table.name: original_length(table, compose=compose) for table in tables}
-    except PosencError:
-        if optional:
-            return 0
-        raise
+    if optional and any(len(readings(table)) != 1 for table in tables):
+        return 0
+    lengths = {
+        table.name: context_of(table, compose=compose).start(compose=compose) for table in tables
+    }
     if len({*lengths.values()}) > 1:
         listing = "; ".join(f"{name}: {length}" for name, length in lengths.items())
         raise PosencError(
@@ -387,23 +390,56 @@ def _filtered(methods: Sequence[Method]) -> list[Method]:
     return [dataclasses.replace(scaling, filters=filters), *rest]
 
 
-def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
+def _check_scaled(
+    tables: Sequence[RotaryTable],
+    *,
+    compose: bool,
+    replace: bool,
+    original: int | None,
+    scale: float | None,
+    target: int | None,
+) -> None:
+    """Refuse to scale a scaled checkpoint unless it is said how; the message has the lengths of both ways."""
     for table in tables:
         if not table.scaled or replace:
             continue
-        if not compose:
-            shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
-            summary = (f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
-            raise PosencError(
-                f"This checkpoint is already scaled: {table.name} has rope_type={table.rope_type!r} "
-                f"({', '.join(summary)}). Pass replace=True to start from its rope_theta and original "
-                "length, or compose=True to scale the frequencies in force once more."
-            )
-        if table.rope_type in ("dynamic", "longrope"):
+        if compose and table.rope_type in PER_LENGTH:
             raise PosencError(
                 f"compose=True needs one table, but {table.name} has rope_type={table.rope_type!r}, "
                 "whose table depends on the length. Pass replace=True."
             )
+        if compose:
+            continue
+        shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
+        summary = ", ".join(f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
+        read = readings(table)
+
+        replaced, composed = (
+            [original] if original else [each.start(compose=way) for each in read]
+            for way in (False, True)
+        )
+        ways = [f"replace=True starts from its rope_theta and {_start(replaced, scale, target)}"]
+        if table.rope_type not in PER_LENGTH:
+            ways.append(
+                f"compose=True scales what is in force once more, from {_start(composed, scale, target)}"
+            )
+        untrained = ""
+        if len(read) == 1 and read[0].trained < read[0].reach:
+            untrained = " (a length that its config does not count: added to weights that were not trained with it)"
+        raise PosencError(
+            f"This checkpoint is already scaled: {table.name} has rope_type={table.rope_type!r} ({summary}), "
+            f"{' or '.join(map(str, read))} tokens{untrained}. {'; '.join(ways)}. Pass one of them."
+        )
+
+
+def _start(lengths: Sequence[int], scale: float | None, target: int | None) -> str:
+    """Return the lengths that a method may start from, in words, and what it makes of them."""
+    start = " or ".join(f"{length:,}" for length in lengths) or "an unknown number of"
+    if scale is not None:
+        return f"{start} tokens, to {' or '.join(f'{length * scale:,.0f}' for length in lengths)}"
+    if target is not None:
+        return f"{start} tokens, {' or '.join(f'x{target / length:.4g}' for length in lengths)}"
+    return f"{start} tokens"
 
 
 def _build(

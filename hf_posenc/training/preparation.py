@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.gguf_file import find_gguf
+from hf_posenc.model.context import length_of
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
@@ -75,7 +76,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     scale = 1.0
     if candidate.auto_scale:
         original = candidate.beside.get("original_max_position_embeddings")
-        original = original or original_length(model, ())
+        original = original or length_of(model, replaced=bool(candidate.beside.get("replace")))
         if target_length is None or original is None:
             raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
         scale = max(1.0, target_length / original)

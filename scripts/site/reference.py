@@ -149,7 +149,7 @@ def _escaped(text: str) -> str:
 
 def recipes() -> str:
     """Document the published patches: the table of `hf-posenc recipes`, then source and content of each."""
-    from hf_posenc.saving import available_recipes, get_recipe, native_models
+    from hf_posenc.recipes import available_recipes, get_recipe, native_models
 
     names = available_recipes()
     parts = [to_markdown(recipe_table(names)), "## Sources"]

@@ -324,15 +324,16 @@ class TestSecondPatch:
     def test_replace_still_drops_the_scaling_of_the_checkpoint(self) -> None:
         parameters = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
         model = zoo.build("llama", rope_parameters=parameters)
-        patch_model(model, "rerope", window=8)
+        patch_model(model, "rerope", window=8, original_max_position_embeddings=64)
         with pytest.raises(PosencError, match="already scaled"):
             patch_model(model, "yarn", scale=4)
         with pytest.raises(PosencError, match=r"frequency method.*unpatch_model"):
             patch_model(model, "rerope", window=9, replace=True)
-        patch_model(model, "yarn", scale=4, replace=True)
-        patch_model(model, "yarn", scale=4, replace=True)
+        given: dict[str, Any] = {"scale": 4, "original_max_position_embeddings": 32}
+        patch_model(model, "yarn", replace=True, **given)
+        patch_model(model, "yarn", replace=True, **given)
         with pytest.raises(PosencError, match=r"Call unpatch_model\(model\) first"):
-            patch_model(model, "yarn", scale=4, compose=True)
+            patch_model(model, "yarn", compose=True, **given)
 
     @pytest.mark.filterwarnings("ignore:.*starts untrained")
     def test_trained_parameters_are_never_lost_in_silence(

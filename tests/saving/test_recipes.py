@@ -86,6 +86,7 @@ _QWEN3_VL_ROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
 PUBLISHED = {
     "apertus-64k": Published("apertus", 128, 12e6, 65536, _llama3(8.0)),
     "codellama": Published("llama", 128, 1e6, 16384, base_theta=1e4),
+    "deepseek-coder-16k": Published("llama", 128, 1e5, 16384, _linear(4.0)),
     "deepseek-v3": Published("deepseek_v3", 64, 1e4, 163840, _yarn(40, 4096, **_DEEPSEEK_YARN)),
     "deepseek-v4-1m": Published(
         "deepseek_v4", 128, 1e4, 1048576, _yarn(16.0, 65536, beta_fast=32, beta_slow=1)
@@ -109,6 +110,7 @@ PUBLISHED = {
     "llama-3.1-128k": Published("llama", 128, 5e5, 131072, _llama3(8.0)),
     "llama-3.2-128k": Published("llama", 64, 5e5, 131072, _llama3(32.0)),
     "longchat-16k": Published("llama", 128, 1e4, 2048, _linear(8.0)),
+    "longchat-32k": Published("llama", 128, 1e4, 4096, _linear(8.0)),
     "longlora-100k": Published("llama", 128, 1e4, 4096, _linear(25.0)),
     "ministral-3-256k": Published(
         "ministral3",
@@ -356,6 +358,13 @@ def test_a_recipe_is_complete(name: str) -> None:
         published = PUBLISHED[name]
         length = published.base_length or published.max_position_embeddings
         assert unscaled == {"max_position_embeddings": length, "rope_theta": published.theta}
+    if (scaled := about.pop("scaled", None)) is not None:
+        published = PUBLISHED[name]
+        assert published.scaling is not None
+        known = {"rope_type": published.scaling["type"], "factor": published.scaling["factor"]}
+        known["max_position_embeddings"] = published.max_position_embeddings
+        assert scaled == {**known, "rope_theta": published.theta} or scaled == known
+        assert about.pop("reach", None) in (None, published.max_position_embeddings)
     assert set(about) == {"checkpoint", "source", "description"}
     assert all(isinstance(value, str) and value for value in about.values())
     others = recipe.pop("others", [])

@@ -16,6 +16,7 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.methods import Growing, LengthDependent, Method, get_method
+from hf_posenc.model.context import length_of
 from hf_posenc.model.discovery import RotaryTable, rotary_tables
 from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
 from hf_posenc.patch.config import PatchConfig, parse_method
@@ -264,11 +265,6 @@ class Candidate:
         if self.truncates:
             moves, stateful = movement(model)
             original = original_length(model, ())
-            if original is None:
-                raise PosencError(
-                    f"--patch {TRUNCATION}: the model's config names no context length to truncate texts to. Leave it "
-                    "out."
-                )
             return dataclasses.replace(self, original=original, moves=moves, stateful=stateful)
         trial = dataclasses.replace(self, original=1)
         try:
@@ -357,23 +353,41 @@ def checked_candidates(
     model: nn.Module, specs: Sequence[str] | None
 ) -> tuple[list[Candidate], int | None]:
     """Return the `checked` candidates, by default the model as loaded, and the length that it was trained on."""
-    candidates = agreed([c.checked(model) for c in parse_candidates(specs or (UNPATCHED,))])
+    parsed = parse_candidates(specs or (UNPATCHED,))
+    candidates = agreed(model, [candidate.checked(model) for candidate in parsed])
     return candidates, original_length(model, candidates)
 
 
-def agreed(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the checked candidates, truncation with the original length that options of others give; raise for two."""
-    named = (c for c in candidates if "original_max_position_embeddings" in c.beside)
-    given = {c.original for c in named if c.original is not None}
-    if not given or not any(candidate.truncates for candidate in candidates):
+def agreed(
+    model: nn.Module, candidates: Sequence[Candidate], original: int | None = None
+) -> list[Candidate]:
+    """Return the checked candidates, truncation with what the model reads by the original lengths of others' options.
+
+    `original` is what it reads, where that is known.
+
+    Raises:
+        PosencError: Options give several, or there is none, also in the config.
+    """
+    given = {
+        length_of(model, original=c.original) if c.beside.get("replace") else c.original
+        for c in candidates
+        if c.beside.get("original_max_position_embeddings")
+    }
+    lengths = [original] if original else sorted(length for length in given if length)
+    cut = [candidate for candidate in candidates if candidate.truncates]
+    if not cut or (not lengths and cut[0].original is not None):
         return list(candidates)
-    if len(given) > 1:
+    if len(lengths) > 1:
         raise PosencError(
-            f"--patch {TRUNCATION} needs one original length, and options give {', '.join(map(str, sorted(given)))}. "
+            f"--patch {TRUNCATION} needs one original length, and options give {', '.join(map(str, lengths))}. "
             f"Measure these in commands of their own, or leave {TRUNCATION} out."
         )
-    original = given.pop()
-    return [dataclasses.replace(c, original=original) if c.truncates else c for c in candidates]
+    if not lengths:
+        raise PosencError(
+            f"--patch {TRUNCATION}: the model's config names no context length to truncate texts to, or can be read in "
+            "two ways. Give the option original_max_position_embeddings to another --patch, or leave it out."
+        )
+    return [dataclasses.replace(c, original=lengths[0]) if c.truncates else c for c in candidates]
 
 
 def check_unique(candidates: Sequence[Candidate]) -> None:
@@ -407,10 +421,12 @@ def _moves(model: nn.Module, table: RotaryTable) -> bool:
 
 
 def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | None:
-    """Return the context length that the model was trained on: the longest of the patches, or the config's."""
+    """Return the length that methods start from, the longest of the patches; without one, what the model reads.
+
+    `None` if its config names no length, or can be read in two ways.
+    """
     original = max((c.original for c in candidates if c.original is not None), default=None)
     patch = get_patch(model)
     if original is None and patch is not None:
         original = patch.original_max_position_embeddings
-    config: Any = model.config
-    return original or getattr(config.get_text_config(), "max_position_embeddings", None)
+    return original or length_of(model)

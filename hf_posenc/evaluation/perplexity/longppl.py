@@ -17,7 +17,6 @@ with and without such gaps can be compared.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import read_whole
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.model.discovery import scaled_length, tables_of
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.context import length_of
 from hf_posenc.patch.patching import get_patch
 
 SHORT = 4096
@@ -224,14 +222,7 @@ def _reach(model: nn.Module, original: int | None) -> int | None:
     """Return the tokens that a model reads as it was loaded, by its config or `original`; `None` if nothing says."""
     if get_patch(model) is not None:
         return None
-    trained = original or original_length(model, [])
-    if trained is None:
-        return None
-    with contextlib.suppress(
-        UnsupportedModelError
-    ):  # no rotary embedding, which a config could scale
-        return max(scaled_length(table, trained) for table in tables_of(unwrap(model)))
-    return trained
+    return original or length_of(model)
 
 
 def finder(

@@ -36,13 +36,10 @@ from hf_posenc.evaluation.recommend.options import (
 )
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
+from hf_posenc.model.context import PER_LENGTH, Context, context_of
 from hf_posenc.model.discovery import (
-    PER_LENGTH,
     NoRotaryError,
-    RotaryTable,
-    original_length,
     read_spec,
-    scaled_length,
     select,
     tables_of,
 )
@@ -59,20 +56,16 @@ LONGEST = 2**25
 
 
 @dataclass(frozen=True)
-class Carried:
-    """Scaling that a checkpoint's config carries, if any.
+class Carried(Context):
+    """Scaling that a checkpoint's config carries, if any, and the context lengths.
 
     Attributes:
         rope_type: The type of its rotary embedding, in transformers' word.
         scaled: True if it is scaled.
-        reach: The context length with the scaling, in tokens.
-        trained: The context length before it, in tokens.
     """
 
     rope_type: str
     scaled: bool
-    reach: int
-    trained: int
 
 
 @dataclass(frozen=True)
@@ -248,12 +241,13 @@ def recommend(
             f"{type(inner).__name__} has no rotary embedding, which the advice is about. `hf-posenc inspect {name}` "
             "finds where its positions come from and names the methods for that; `hf-posenc perplexity` compares them."
         ) from error
-    carried = _carried(table, original)
-    beside = _beside(table, carried, original)
+    context = context_of(table, original, argument="original= (--original)")
+    carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled)
+    beside = _beside(carried, original)
     compose = bool(beside.get("compose"))
-    spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
+    spec = read_spec(table, carried.start(compose=compose), compose=compose)
     model_type = inner.config.get_text_config(decoder=True).model_type
-    start = Start(spec, target_length, beside, carried.reach, _length(table, carried))
+    start = Start(spec, target_length, beside, carried.reach, _length(carried.reach, original))
     kinds = [m for m in METHODS if m.for_rotary and target_length > carried.reach]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
     return Advice(
@@ -271,25 +265,19 @@ def recommend(
     )
 
 
-def _carried(table: RotaryTable, original: int | None) -> Carried:
-    trained = original or original_length(table, compose=False)
-    return Carried(table.rope_type, table.scaled, scaled_length(table, trained), trained)
-
-
-def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[str, Any]:
+def _beside(carried: Carried, original: int | None) -> dict[str, Any]:
     """Return the arguments of `patch_model` that start a frequency method from this table."""
-    length = {} if original is None else {"original_max_position_embeddings": original}
-    if not table.scaled:
-        return length
-    if table.rope_type in PER_LENGTH:  # cannot be composed
-        return {"replace": True, **length}
-    return {"compose": True, **length, **_length(table, carried)}
+    if not carried.scaled:
+        return _length(carried.original, original)
+    # A table for each length cannot be composed; and weights lose no scaling that they were not trained with.
+    if carried.rope_type in PER_LENGTH or carried.trained < carried.reach:
+        return {"replace": True, **_length(carried.original, original)}
+    return {"compose": True, **_length(carried.reach, original)}
 
 
-def _length(table: RotaryTable, carried: Carried) -> dict[str, Any]:
-    """Return the argument that names the length that the table reaches, if it does not name that itself."""
-    known = carried.reach == original_length(table, compose=table.scaled)
-    return {} if known else {"original_max_position_embeddings": carried.reach}
+def _length(start: int, original: int | None) -> dict[str, Any]:
+    """Return the argument that names the length that a method starts from, if a length was given."""
+    return {} if original is None else {"original_max_position_embeddings": start}
 
 
 def _tried(option: Option, model: nn.Module) -> Option:
@@ -378,7 +366,7 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
     carried, limits = advice.carried, advice.limits
     scaled = (
-        f", by rope_type {carried.rope_type} from {carried.trained:,}" if carried.scaled else ""
+        f", by rope_type {carried.rope_type} from {carried.original:,}" if carried.scaled else ""
     )
     unneeded = "" if advice.needed else f": {advice.target:,} need no patch"
     yield "checkpoint", f"{carried.reach:,} tokens by its config{scaled}{unneeded}."
@@ -405,19 +393,30 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     yield "base", base
     unknown = "unknown: this model does not run without its weights."
     yield "cache", unknown if advice.cache is None else str(advice.cache)
-    if carried.scaled and advice.needed and "replace" in advice.beside:
+    if not (carried.scaled and advice.needed):
+        return
+    original, reach = carried.original, carried.reach
+    replaced = f"replace=True starts from rope_theta and {original:,} tokens, x{advice.target / original:.4g}"
+    composed = (
+        f"compose=True scales the frequencies in force once more, from {reach:,} tokens, "
+        f"x{advice.target / reach:.4g}"
+    )
+    if carried.rope_type in PER_LENGTH:
         scaling = (
-            f"{carried.rope_type} has a table per length, which cannot be composed: replace=True starts from "
-            f"rope_theta and {limits.original:,} tokens. Weights trained with that scaling lose it."
+            f"{carried.rope_type} has a table for each length, which cannot be composed. {replaced}. Weights trained "
+            "with that scaling lose it."
         )
-        yield "already scaled", scaling
-    elif carried.scaled and advice.needed:
+    elif "replace" in advice.beside:
         scaling = (
-            f"compose=True scales the frequencies in force once more, from {limits.original:,} tokens: right for "
-            "weights that were trained with them. If the scaling was only written into the config, replace=True "
-            f"starts from rope_theta and {carried.trained:,} tokens."
+            "the config's length does not count its scaling, so the weights were not trained with it. "
+            f"{replaced}. {composed}, untrained twice."
         )
-        yield "already scaled", scaling
+    else:
+        scaling = (
+            f"{composed}: right for weights that were trained with them. {replaced}: right if the scaling was only "
+            "written into the config."
+        )
+    yield "already scaled", scaling
 
 
 def table(advice: Advice) -> Grid:

@@ -19,7 +19,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Grid, number
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, TOO_FEW, exp_or_inf
 from hf_posenc.evaluation.measuring.store import Records
@@ -52,7 +52,8 @@ from hf_posenc.evaluation.tuning.results import (
     on_short,
 )
 from hf_posenc.evaluation.tuning.sweep import tried
-from hf_posenc.model.discovery import original_length, read_spec, select, tables_of
+from hf_posenc.model.context import context_of
+from hf_posenc.model.discovery import read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.rope import RopeSpec
 
@@ -64,19 +65,23 @@ NEEDLE_TASK = "niah_single_1"
 """The retrieval task whose words LongRoPE2 uses (appendix C)."""
 
 
-def rope_of(model: nn.Module, *, replace: bool) -> RopeSpec:
-    """Return the rotary table of an unpatched model that the search starts from; `replace` drops its scaling."""
+def rope_of(model: nn.Module, own: SearchSettings) -> RopeSpec:
+    """Return the rotary table of an unpatched model that the search starts from."""
     tables = select(tables_of(unwrap(model)), "full", whole=True)
-    specs = [read_spec(t, original_length(t, compose=False), compose=False) for t in tables]
+    if tables[0].scaled and not own.replace:
+        raise PosencError(
+            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}). --replace drops its scaling and "
+            "searches from its rope_theta and original length."
+        )
+    contexts = (context_of(t, own.scaled_from, argument="--scaled-from") for t in tables)
+    specs = [
+        read_spec(table, context.original, compose=False)
+        for table, context in zip(tables, contexts, strict=True)
+    ]
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(
             f"This model has rotary tables of different sizes ({', '.join(str(s.dim // 2) for s in specs)} pairs): one "
             "list of factors does not fit them all."
-        )
-    if tables[0].scaled and not replace:
-        raise PosencError(
-            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}). --replace drops its scaling and "
-            "searches from its rope_theta and original length."
         )
     return specs[0]
 
@@ -391,9 +396,11 @@ class SearchJob(TailJob[SearchResult]):
     def course(self, measure: Batch) -> SearchResult:
         settings, own = self.settings, self.own
         searched = split(len(self.documents), own.search_documents)
-        rope = rope_of(self.model, replace=own.replace)
+        rope = rope_of(self.model, own)
         begin = starts(rope, settings.scale, own.attention_factor)
-        beside = {"replace": True} if own.replace else {}
+        beside: dict[str, Any] = {"replace": True} if own.replace else {}
+        if own.scaled_from is not None:
+            beside["original_max_position_embeddings"] = own.scaled_from
 
         def candidate(genome: Genome) -> Candidate:
             return genome.candidate(settings.scale, own.short_texts, beside)
@@ -408,8 +415,9 @@ class SearchJob(TailJob[SearchResult]):
             board = Board(losses, settings, plain.key)
             return [board.score(each.key, scored, searched) for each in candidates]
 
-        controls = tried(self.model, [(Candidate.parse(spec), True) for spec in CONTROLS])
         original = settings.original  # as many tokens as truncation reads
+        parsed = [(Candidate.parse(spec), True) for spec in CONTROLS]
+        controls = tried(self.model, parsed, original)
         compared = [(dataclasses.replace(each, original=original), True) for each, _ in controls]
         scored = self._scored(searched)
         if own.algorithm == "dcis":
@@ -421,9 +429,9 @@ class SearchJob(TailJob[SearchResult]):
                 critical = critical_starts(rope, settings.scale, space, own.seed)
             steps = evolve(begin | critical, Plan.of(own.budget), space, own.seed, score)
         best = best_of(steps)
-        extra = ",replace=true" if own.replace else ""
         for name in begin:
-            compared.append((Candidate.parse(f"{name}:scale={settings.scale!r}{extra}"), False))
+            part = Part(name, {"scale": settings.scale})
+            compared.append((Candidate.of([part], beside), False))
         if best is not None:
             compared.append((candidate(best.genome), False))
         held_out = [index for index in range(len(self.documents)) if index not in searched]
@@ -466,7 +474,7 @@ class SearchJob(TailJob[SearchResult]):
         """Number of individuals: the budget, or fewer if DCIS ends before."""
         if self.own.algorithm != "dcis":
             return self.own.budget
-        pairs = rope_of(self.model, replace=self.own.replace).dim // 2
+        pairs = rope_of(self.model, self.own).dim // 2
         return min(self.own.budget, evaluations_of_division(pairs))
 
     def cost_line(self) -> str:
@@ -482,7 +490,7 @@ def prepare_search(
     **about: Any,
 ) -> SearchJob:
     """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`."""
-    original = rope_of(model, replace=own.replace).original_max_position_embeddings
+    original = rope_of(model, own).original_max_position_embeddings
     fields = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
     needles: Sequence[Needle] = ()
     if own.objective == "needle":

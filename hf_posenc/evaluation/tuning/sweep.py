@@ -96,7 +96,9 @@ def _has_default_scale(part: Part) -> bool:
 
 
 def tried(
-    model: nn.Module, candidates: Sequence[tuple[Candidate, bool]]
+    model: nn.Module,
+    candidates: Sequence[tuple[Candidate, bool]],
+    original: int | None = None,
 ) -> list[tuple[Candidate, bool]]:
     """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number."""
     checked, errors = [], []
@@ -108,7 +110,8 @@ def tried(
             errors += [] if control else [error]
     if errors and len(errors) == sum(not control for _, control in candidates):
         raise errors[0]
-    return list(zip(agreed([each for each, _ in checked]), (c for _, c in checked), strict=True))
+    same = agreed(model, [each for each, _ in checked], original)
+    return list(zip(same, (control for _, control in checked), strict=True))
 
 
 @dataclass(frozen=True)

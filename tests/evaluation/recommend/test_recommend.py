@@ -288,7 +288,7 @@ def test_every_call_and_spec_works(live: Any, advice: Advice) -> None:
 
 def test_a_checkpoint_that_is_scaled_already() -> None:
     advice = recommend(on_meta(zoo.tiny_config("llama", rope_parameters=LLAMA3)), TRAINED * 2)
-    assert (advice.carried.trained, advice.carried.reach) == (TRAINED // 8, TRAINED)
+    assert (advice.carried.original, advice.carried.reach) == (TRAINED // 8, TRAINED)
     assert advice.beside == {"compose": True}
     assert advice.factor == 2
     assert by_name(advice)["pi"].options == {"target_length": TRAINED * 2, "compose": True}
@@ -301,20 +301,28 @@ def test_a_checkpoint_that_is_scaled_already() -> None:
     )
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    advice = recommend(on_meta(zoo.tiny_config("llama", rope_parameters=dynamic)), TRAINED * 2)
-    assert advice.beside == {"replace": True}
+    model = on_meta(zoo.tiny_config("llama", rope_parameters=dynamic))
+    with pytest.raises(PosencError, match=r"from 64 to 128\) or after it \(from 32 to 64\)"):
+        recommend(model, TRAINED * 4)
+    advice = recommend(model, TRAINED * 4, original=TRAINED)
+    assert advice.carried.reach == TRAINED * 2
+    assert advice.beside == {"replace": True, "original_max_position_embeddings": TRAINED}
     assert by_name(advice)["yarn"].trial
 
 
 def test_a_config_that_names_the_length_before_its_scaling() -> None:
-    """As Qwen2.5's card writes it: max_position_embeddings stays, factor says how far it reaches."""
+    """As Qwen2.5's card writes it: max_position_embeddings stays, factor says how far it reaches.
+
+    The weights were not trained with that scaling, so another one takes its place.
+    """
     yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     yarn["original_max_position_embeddings"] = TRAINED
     model = on_meta(zoo.tiny_config("llama", rope_parameters=yarn))
     assert not recommend(model, TRAINED * 4).needed
     advice = recommend(model, TRAINED * 8)
     assert advice.carried.reach == TRAINED * 4
-    assert advice.factor == 2
+    assert advice.beside == {"replace": True}
+    assert advice.factor == 8
     pi = by_name(advice)["pi"]
     assert pi.trial, pi.reason
 

@@ -117,7 +117,7 @@ def test_the_plan_grows_to_the_papers(budget: int, population: int) -> None:
 
 def test_the_starts_are_the_methods() -> None:
     model = tiny()
-    rope = rope_of(model, replace=False)
+    rope = rope_of(model, SearchSettings())
     assert rope.original_max_position_embeddings == 64
     documents = texts(2)
     for name, genome in starts(rope, 2.5, None).items():
@@ -136,8 +136,10 @@ def test_a_scaled_checkpoint_wants_replace() -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     model = zoo.build("llama", rope_parameters=rope)
     with pytest.raises(PosencError, match="--replace"):
-        rope_of(model, replace=False)
-    assert rope_of(model, replace=True).theta == 10000.0
+        rope_of(model, SearchSettings())
+    with pytest.raises(PosencError, match="64 or 32"):
+        rope_of(model, SearchSettings(replace=True))
+    assert rope_of(model, SearchSettings(replace=True, scaled_from=64)).theta == 10000.0
 
 
 def test_controls_of_a_dynamic_checkpoint_read_with_its_first_table() -> None:
@@ -146,7 +148,9 @@ def test_controls_of_a_dynamic_checkpoint_read_with_its_first_table() -> None:
     model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2, rope_parameters=rope)
     settings = TailSettings(64, 160)
     result = finished(
-        search_of(model, 4, dataclasses.replace(OWN, replace=True, budget=8), settings)
+        search_of(
+            model, 4, dataclasses.replace(OWN, replace=True, scaled_from=64, budget=8), settings
+        )
     )
     held_out = [document for document in range(4) if document not in result.searched]
     short = result.board.compare("truncation", "none", 64, held_out)
