@@ -52,6 +52,9 @@ from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.files import disk_errors, write_atomically
+from hf_posenc.model.context import readings
+from hf_posenc.model.discovery import rotary_tables
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.verification import require, verify_export
 
@@ -529,6 +532,9 @@ def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
             f"{named} is extended already: it carries a saved patch ({str(patch).splitlines()[0]}). Measure it as it "
             f"is ({measure} --patch none`), or extend the checkpoint that it was made from."
         )
+    for table in rotary_tables(unwrap(model)):
+        if len(read := readings(table)) > 1:
+            raise _scaled(named, argument, table.rope_type, " or ".join(map(str, read)), target)
     advice = recommend(model, target or 1, name=argument)
     carried = advice.carried
     target = target or 4 * carried.trained
@@ -539,12 +545,16 @@ def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
             f"as it is. {measure} --lengths {target}` measures it there."
         )
     if carried.scaled:
-        raise PosencError(
-            f"{named} is scaled already, by rope_type {carried.rope_type} from {carried.trained:,} to "
-            f"{carried.reach:,} tokens. Extend the checkpoint without that scaling. To scale a scaled one once more: "
-            f"`hf-posenc recommend {argument} --target-length {target}` names the calls, `hf-posenc sweep` compares."
-        )
+        raise _scaled(named, argument, carried.rope_type, str(carried), target)
     return recommend(model, target, name=argument) if options.target_length is None else advice
+
+
+def _scaled(named: str, argument: str, kind: str, lengths: str, target: int | None) -> PosencError:
+    return PosencError(
+        f"{named} is scaled already, by rope_type {kind} {lengths} tokens. Extend the checkpoint without that scaling. "
+        f"To scale a scaled one once more: `hf-posenc recommend {argument} --target-length {target or 'N'}` names the "
+        "calls, `hf-posenc sweep` compares."
+    )
 
 
 def write_page(folder: Path) -> Path:

@@ -429,4 +429,10 @@ def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | 
     patch = get_patch(model)
     if original is None and patch is not None:
         original = patch.original_max_position_embeddings
+    config: Any = model.config
+    named = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(named, int) and named < 1:
+        raise PosencError(
+            f"The model's config names a context length of {named}: correct it there."
+        )
     return original or length_of(model)

@@ -419,10 +419,6 @@ def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Setti
     short = options.short and options.preset is None
     if lengths and short and original and original < min(lengths):
         lengths = (original, *lengths)
-    if original is not None and original < 1:
-        raise PosencError(
-            f"The model's config names a context length of {original}: correct it there."
-        )
     values["lengths"] = None if lengths is None else tuple(sorted(set(lengths)))
     settings, policy = make_settings(values, original, preset=options.preset, bos=options.bos)
     protocols = (*settings.protocols, *(() if options.longppl is None else ("longppl",)))

@@ -207,7 +207,8 @@ def evaluator_of(
             f"of a model with a longer context, or --lengths up to {reach}."
         )
     if longest <= SHORT:
-        short = original if original is not None and original < longest else longest // 4
+        trained = length_of(model, replaced=True) or original
+        short = trained if trained is not None and trained < longest else longest // 4
     return Evaluator(
         name=name,
         model=model,
@@ -222,7 +223,9 @@ def _reach(model: nn.Module, original: int | None) -> int | None:
     """Return the tokens that a model reads as it was loaded, by its config or `original`; `None` if nothing says."""
     if get_patch(model) is not None:
         return None
-    return original or length_of(model)
+    reach = length_of(model)
+    scaled = reach != length_of(model, replaced=True)
+    return reach if scaled or original is None else original
 
 
 def finder(

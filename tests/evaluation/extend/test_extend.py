@@ -162,6 +162,14 @@ def verdict(job: ExtendJob, folder: Path | None = None) -> ExtendResult:
     return result
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
@@ -172,13 +180,18 @@ def verdict(job: ExtendJob, folder: Path | None = None) -> ExtendResult:
         ),
         (
             {"target_length": 100},
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "reads 128 tokens by its rope_type linear, and --target-length 100 is no more",
+            {"rope_parameters": YARN},
+            "reads 128 tokens by its rope_type yarn, and --target-length 100 is no more",
+        ),
+        (
+            {},
+            {"rope_parameters": YARN},
+            "is scaled already, by rope_type yarn from 64 to 128 tokens. Extend the checkpoint wit",
         ),
         (
             {},
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "is scaled already, by rope_type linear from 64 to 128 tokens. Extend the checkpoint wit",
+            "scaled already, by rope_type linear from 64 to 128 or from 32 to 64 tokens. Extend",
         ),
         ({"target_length": 700}, {}, "No document can be used"),
     ],

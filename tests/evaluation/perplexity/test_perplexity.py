@@ -165,9 +165,8 @@ def test_truncation_is_refused_where_there_is_nothing_to_truncate_to() -> None:
     model = hf_posenc.patch_model(tiny(), "yarn", scale=2)
     with pytest.raises(PosencError, match="carries a saved patch"):
         Candidate.parse("truncation").checked(model)
-    model = tiny("bloom")
     with pytest.raises(PosencError, match="names no context length"):
-        Candidate.parse("truncation").checked(model)
+        checked_candidates(tiny("bloom"), ["truncation"])
 
 
 def test_one_forward_gives_the_prefix_of_every_length_for_static_methods_only() -> None:
