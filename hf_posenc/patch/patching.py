@@ -314,7 +314,7 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         from hf_posenc.patch.layers import install_parts  # imports transformers
 
         install_parts(model, state, every)
-        state.write_config(model, [])
+        state.write_config(model, _longer(state, every))
         return
     # Of a checkpoint that plain transformers loaded, as an attribute like any other.
     block = vars(model.config).get(export.BLOCK)
@@ -337,7 +337,7 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         install_attention(model, state, every, tables)
         state.export = None
         if vars(model.config).get(export.BLOCK) == block:
-            state.write_config(model, [])
+            state.write_config(model, _longer(state, tables))
     elif any(
         method.length_dependent for method in scalings
     ):  # the length is that of the text alone
@@ -345,6 +345,14 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
 
         for owner in owners_of(model, tables):
             state.hooks += count_positions_of(model, owner)
+
+
+def _longer(state: State, tables: Sequence[RotaryTable]) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the edits by which configs say the length that a patch reaches: other libraries cut texts there."""
+    configs = {id(table.config): table.config for table in tables if table.config is not None}
+    if state.extended is None:
+        return []
+    return [(config, {"max_position_embeddings": state.extended}) for config in configs.values()]
 
 
 def _undo(model: nn.Module, state: State) -> None:

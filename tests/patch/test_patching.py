@@ -214,6 +214,19 @@ def test_a_method_object_and_a_name_are_the_same(model: PreTrainedModel) -> None
         assert torch.equal(logits(model), one)
 
 
+@pytest.mark.filterwarnings("ignore:.*starts untrained")
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "leaky_rerope", "alibi"])
+def test_the_config_says_how_far_the_model_reads(method: str) -> None:
+    """lm-evaluation-harness, vLLM and trainers cut texts at this length."""
+    model = zoo.build("llama")
+    before = model.config.to_dict()
+    patch_model(model, method, scale=4)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.extended_length == model.config.max_position_embeddings == 256
+    assert unpatch_model(model).config.to_dict() == before
+
+
 class TestSecondPatch:
     """A patched model is patched again: a cell of a notebook that runs twice."""
 
