@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -48,6 +51,8 @@ from hf_posenc.patch.config import parse_method
 from hf_posenc.rope import RopeSpec
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
+from tests.support.families import build_text_model, text_types
+from tests.support.zoo_registry import quiet
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 
@@ -56,6 +61,12 @@ NOT_NATIVE = (
     *("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "dynamic_ntk"),
     *("alibi", "rerope", "self_extend", "log_n", "xpos"),
 )
+
+ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
+TEXT = {*text_types()} - {*ROTARY, *zoo.seq2seq_types(), *zoo.NOT_BUILT}
+EVERY = sorted({*ROTARY, *zoo.seq2seq_types(), *TEXT})
+# The infinity in its config; two that take another attention from the caller; text inside; a table of positions.
+FEW = ("falcon_h1", "bloom", "esm", "gemma3", "gpt2")
 
 
 @pytest.fixture
@@ -240,6 +251,85 @@ class TestOnlyWithHfPosenc:
         assert "needs hf_posenc" not in str(kept)
         (tmp_path / "config.json").write_text(json.dumps(kept))
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    @pytest.mark.parametrize(
+        "family", [pytest.param(t, marks=() if t in FEW else pytest.mark.slow) for t in EVERY]
+    )
+    def test_every_type_is_loaded_with_its_patch_or_not_at_all(
+        self, family: str, tmp_path: Path
+    ) -> None:
+        model = patched_for_saving(family)
+        patch = get_patch(model)
+        assert patch is not None
+        with quiet():
+            model.save_pretrained(tmp_path)
+        auto = AutoModelForCausalLM
+        loaders: list[Any] = [
+            type(model),
+            *([auto] if type(model.config) in auto._model_mapping else []),
+        ]
+        ids = zoo.tokens(60)
+        for loader, attention in itertools.product(loaders, (None, "eager", "sdpa")):
+            given = {} if attention is None else {"attn_implementation": attention}
+            with quiet():
+                if patch.export is None:
+                    with pytest.raises(ValueError, match="needs hf_posenc"):
+                        loader.from_pretrained(tmp_path, **given)
+                    continue
+                if attention == "sdpa" and not type(model)._supports_sdpa:
+                    continue
+                loaded = loader.from_pretrained(tmp_path, **given).eval()
+            expected = zoo.logits(model, ids)
+            assert zoo.relative_difference(zoo.logits(loaded, ids), expected) < 1e-4
+        assert AutoConfig.from_pretrained(tmp_path).model_type == model.config.model_type
+        with quiet():
+            ours: Any = from_pretrained(tmp_path, auto_class=type(model)).eval()
+        assert zoo.relative_difference(zoo.logits(ours, ids), zoo.logits(model, ids)) < 1e-4
+
+    def test_the_class_of_the_text_model_alone(self, tmp_path: Path) -> None:
+        """It reads the config of the text model, and nothing around that."""
+        patch_model(zoo.build("gemma3"), "log_n").save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="log_n needs hf_posenc"):
+            transformers.Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+
+    def test_a_config_that_was_saved_again(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        saved(patch_model(model, "alibi"), tmp_path)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        refused(model, tmp_path, "alibi")
+        assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    def test_a_class_that_refuses_nothing_is_named(
+        self, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(model), "from_pretrained", lambda folder: model)
+        with pytest.warns(UserWarning, match="does not refuse this folder: it gives the model wit"):
+            saved(patch_model(model, "alibi"), tmp_path)
+
+
+def patched_for_saving(family: str) -> PreTrainedModel:
+    """A model with a patch that plain transformers cannot compute, else with one that it can."""
+    candidates: dict[str, dict[str, Any]] = {
+        "log_n": {},
+        "alibi": {},
+        "interpolate": {"scale": 2, "update": "request"},
+        "sinusoidal": {"scale": 2},
+        "t5": {"scale": 2},
+        "yarn": {"scale": 2},
+    }
+    found: PreTrainedModel | None = None
+    for method, options in candidates.items():
+        try:
+            model = build_text_model(family) if family in TEXT else zoo.build(family)
+        except Exception as error:
+            pytest.skip(f"no small one: {error}")
+        with contextlib.suppress(PosencError):
+            patch = get_patch(patch_model(model, method, **options))
+            found = found or model
+            if patch is not None and patch.export is None:
+                return model
+    if found is None:
+        pytest.skip("it takes no method")
+    return found
 
 
 def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
