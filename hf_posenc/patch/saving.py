@@ -192,13 +192,28 @@ def _refused(model: nn.Module, text: Any, advice: str) -> dict[str, Any]:
 
     used = {type(module) for module in model.modules()}
     names = {key: name for key, name in vars(text).items() if "act" in key and str(name) in ACT2FN}
-    activations = {key: advice for key, name in names.items() if type(ACT2FN[name]) in used}
+    activations = {
+        key: advice
+        for key, name in names.items()
+        if type(ACT2FN[name]) in used and _takes(text, {key: advice})
+    }
     rope: dict[str, Any] = dict(getattr(text, "rope_parameters", None) or {})
     if activations or not rope:
         return activations
     tables = {key: value for key, value in rope.items() if isinstance(value, dict)}
-    changes: dict[str, Any] = {key: value | {"rope_type": advice} for key, value in tables.items()}
-    return {"rope_parameters": rope | (changes or {"rope_type": advice})}
+    nested: dict[str, Any] = {key: value | {"rope_type": advice} for key, value in tables.items()}
+    changes = {"rope_parameters": rope | (nested or {"rope_type": advice})}
+    return changes if _takes(text, changes) else {}
+
+
+def _takes(config: Any, changes: dict[str, Any]) -> bool:
+    """Return whether a config loads with other values: some classes validate theirs (Qwen4-Exp)."""
+    try:
+        with export.quiet():
+            type(config).from_dict({**config.to_dict(), **changes})
+    except Exception:
+        return False
+    return True
 
 
 def _auto_classes(model: Any) -> Iterator[str]:
