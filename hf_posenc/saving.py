@@ -36,9 +36,13 @@ from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
+from hf_posenc.patch.state import state_of
 
 FILE = "posenc_config.json"
 PARAMETER_FILE = "posenc.safetensors"
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
+"""Attributes of a config that are arguments of the loader, which transformers does not let a config absorb."""
+_LENGTH = "max_position_embeddings"
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
 
 
@@ -246,15 +250,17 @@ def from_pretrained(
             sequence-to-sequence class that the config names, else `AutoModelForCausalLM`.
         allow_missing_weights: Load a checkpoint that lacks weights of the model: they are drawn at random, the same
             ones at every call, with a warning instead of an error.
-        **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT.
+        **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT. As in transformers, attributes of the config
+            (`use_cache=False`, `attention_dropout=0.1`, ...) are set there, unless `config` is given.
 
     Returns:
         The model, patched if the checkpoint was saved with a patch; of an adapter a `PeftModel`.
 
     Raises:
         PosencError: Nothing that can be loaded, with the first thing that is wrong (name, config, model, weights); a
-            patch that the model cannot take, a checkpoint without weights that the model has or with
-            weights of another shape, a config without layers, or an adapter that does not name its base model.
+            patch that the model cannot take or that an argument contradicts, a checkpoint without weights that the
+            model has or with weights of another shape, a config without layers, or an adapter that does not name
+            its base model.
 
     Examples:
         >>> from hf_posenc import from_pretrained, get_patch, patch_model
@@ -276,6 +282,10 @@ def from_pretrained(
     config = read_config(path_or_id, **options) if given is None else copy.deepcopy(given)
     if not hasattr(config, "get_text_config"):
         raise PosencError(f"config is one of transformers, not {config!r:.80}.")
+    absorbed: dict[str, Any] = {}
+    if given is None:
+        keys = [key for key in kwargs if key not in _OF_BOTH and hasattr(config, key)]
+        absorbed = {key: kwargs.pop(key) for key in keys}
     if auto_class is None:
         auto_class = loader_of(config)
         if auto_class.__name__ == "AutoModelForCausalLM":
@@ -285,7 +295,9 @@ def from_pretrained(
             f"auto_class is a class of transformers, such as AutoModelForImageTextToText, not {auto_class!r:.80}."
         )
     try:
-        return _load(path_or_id, config, auto_class, allow_missing_weights, options, kwargs)
+        return _load(
+            path_or_id, config, auto_class, allow_missing_weights, options, absorbed, kwargs
+        )
     except (PosencError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
@@ -299,9 +311,15 @@ def _load(
     auto_class: Any,
     allow_missing_weights: bool,
     options: Mapping[str, Any],
+    absorbed: Mapping[str, Any],
     kwargs: dict[str, Any],
 ) -> Any:
+    overrides, saved = list(_overrides(config, absorbed)), copy.deepcopy(config)
     patch = take_patch(config, path_or_id)
+    for path, key, value in overrides:
+        part = _part(config, path)
+        if getattr(part, key, None) == getattr(_part(saved, path), key, None):  # the patch left it
+            setattr(part, key, value)
     with_info = kwargs.pop("output_loading_info", False)
     any_shape = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -322,7 +340,44 @@ def _load(
         apply_config(model, patch, trained=True)
         if trained := trained_parameters(model):
             _fill_from_checkpoint(trained, path_or_id, options)
+        _keep_overrides(path_or_id, model, overrides)
     return (model, info) if with_info else model
+
+
+def _overrides(
+    config: Any, values: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the values that a config does not have yet, each with the path of its part of the config, and its key."""
+    for key, value in values.items():
+        current = getattr(config, key, None)
+        if isinstance(value, dict) and hasattr(current, "get_text_config"):
+            yield from _overrides(current, value, f"{path}.{key}".lstrip("."))
+        elif value != current:
+            yield path, key, value
+
+
+def _part(config: Any, path: str) -> Any:
+    return dict(export.config_parts(config))[path]
+
+
+def _keep_overrides(
+    source: str | Path, model: Any, overrides: Iterable[tuple[str, str, Any]]
+) -> None:
+    """Raise for overrides that contradict a patch in force; a greater length than that of a rotary table is set."""
+    if (state := state_of(model)) is None:
+        return
+    for path, key, value in overrides:
+        part = _part(model.config, path)
+        names, current = part.attribute_map, getattr(part, key, None)
+        if value == current:
+            continue
+        longer = names.get(key, key) == names.get(_LENGTH, _LENGTH) and value > current
+        if state.native is not None or not longer:
+            raise PosencError(
+                f"{key}={value!r:.80} contradicts the patch of {source}, {state.config}, which sets {current!r:.80}. "
+                "Leave it out; patch_model(model, ..., replace=True) gives the loaded model another patch."
+            )
+        setattr(part, key, value)
 
 
 @contextlib.contextmanager
@@ -584,7 +639,11 @@ def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str
     if config.revision:
         rest["revision"] = config.revision
     model = from_pretrained(config.base_model_name_or_path, auto_class=auto_class, **rest)
-    return load_adapter(model, path, **own)
+    names = [key for key in rest if key not in _OF_BOTH and hasattr(model.config, key)]
+    before = [("", key, copy.deepcopy(getattr(model.config, key))) for key in names]
+    adapted = load_adapter(model, path, **own)
+    _keep_overrides(path, model, before)
+    return adapted
 
 
 def _fill_from_checkpoint(
