@@ -170,7 +170,7 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
         The same model.
 
     Raises:
-        PosencError: No such recipe or file, or a patch that the model cannot take.
+        PosencError: No such recipe or file, a patch that the model cannot take, or one that it was saved with.
 
     Examples:
         >>> from hf_posenc import get_patch, load_patch
@@ -188,6 +188,13 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
     if patch is not None and (beside.is_file() or (config.replace and config != patch.config)):
         raise PosencError(
             f"This model is already patched with {patch.config}. Call unpatch_model(model) first."
+        )
+    carried: Any = getattr(getattr(unwrap(model), "config", None), export.BLOCK, None)
+    same_method = isinstance(carried, dict) and carried.get("method") == config.method
+    if patch is None and same_method and PatchConfig.from_dict(carried) == config:
+        raise PosencError(
+            f"This model was saved with {config} and computes it already. hf_posenc.from_pretrained loads the folder "
+            "of a whole model with its patch; load_patch is for a model from before it."
         )
     if not beside.is_file():
         return apply_config(model, config)
@@ -488,6 +495,9 @@ def take_patch(
     if block is None:
         beside = Path(path_or_id) / FILE
         return read_patch(beside) if beside.is_file() else None
+    if block.get(export.IN_WEIGHTS):
+        vars(config)[export.BLOCK] = block  # for `load_patch`: it is in force
+        return None
     configs = dict(export.config_parts(config))
     try:
         own = _table_of_own_method(config, block) if own_as_table else None

@@ -94,7 +94,10 @@ class State:
         return before
 
     def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
+        """Write to configs, and to the outermost one the block that `from_pretrained` reads.
+
+        The block of a patch that is in the weights is marked: loading these is all that the patch needs.
+        """
         outer: Any = model.config
         paths = {id(part): path for path, part in export.config_parts(outer)}
         before = {}
@@ -102,7 +105,8 @@ class State:
             old = self.set(config, values)
             if id(config) in paths:
                 before[paths[id(config)]] = old
-        self.set(outer, {export.BLOCK: {**self.config.to_dict(), "before": before}})
+        marks = {"before": before} | ({export.IN_WEIGHTS: True} if self.export == "weights" else {})
+        self.set(outer, {export.BLOCK: {**self.config.to_dict(), **marks}})
 
 
 def state_of(model: nn.Module) -> State | None:

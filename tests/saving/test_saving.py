@@ -54,6 +54,7 @@ from hf_posenc.seams import probes
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
 from tests.support.families import build_text_model, text_types
+from tests.support.selection import late
 from tests.support.zoo_registry import quiet
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
@@ -499,6 +500,10 @@ class TestKeyStyles:
         assert config["partial_rotary_factor"] < 1
 
 
+def decoded(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+
+
 class TestPatchFiles:
     def test_round_trip(self, model: PreTrainedModel, tmp_path: Path) -> None:
         patch_model(model, "yarn", scale=4, beta_fast=16)
@@ -513,6 +518,40 @@ class TestPatchFiles:
         patch_model(model, "dynamic_yarn", update="sequence")
         save_patch(model, tmp_path)
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    @pytest.mark.parametrize(
+        ("family", "method", "options"),
+        [
+            ("t5", "t5", {"mode": "max_distance", "scale": 4}),
+            ("umt5", "t5", {"mode": "max_distance", "scale": 4}),
+            ("gpt2", "interpolate", {"scale": 2}),
+            ("roformer", "yarn", {"scale": 4}),
+            ("llama", "yarn", {"scale": 4}),
+            *late(["bert", "opt", "bart", "gpt_neo", "biogpt"], ["interpolate"], [{"scale": 2}]),
+        ],
+    )
+    def test_beside_a_checkpoint_that_carries_the_patch(
+        self, family: str, method: str, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """It is not applied twice, whoever loads the folder, and whatever loads the patch."""
+        model: Any = patch_model(build_text_model(family), method, **options)
+        patch = get_patch(model)
+        assert patch is not None
+        model.save_pretrained(tmp_path)
+        save_patch(model, tmp_path)
+        ids = zoo.tokens(60)
+        for load in (type(model).from_pretrained, from_pretrained):
+            loaded: Any = load(tmp_path).eval()
+            found = get_patch(loaded)
+            assert found is None or found.config == patch.config
+            assert (found is None) == (load is not from_pretrained or patch.export == "weights")
+            if found is None:
+                with pytest.raises(PosencError, match="computes it already"):
+                    load_patch(loaded, tmp_path)
+            else:
+                load_patch(loaded, tmp_path)
+            one, other = (zoo.logits(each, ids, **decoded(each, ids)) for each in (loaded, model))
+            assert zoo.relative_difference(one, other) < 1e-4
 
     def test_a_checkpoint_without_patch_loads_as_it_is(
         self, model: PreTrainedModel, tmp_path: Path
