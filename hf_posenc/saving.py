@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_posenc.adapters import patches_folder
@@ -30,7 +30,13 @@ from hf_posenc.errors import PosencError, UntrainedWarning, one_line, unknown
 from hf_posenc.files import disk_errors
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
-from hf_posenc.model.parameters import PARAMETERS, trained_parameters, with_axes
+from hf_posenc.model.parameters import (
+    PARAMETER_FILE,
+    PARAMETERS,
+    trained_parameters,
+    with_axes,
+    write_parameters,
+)
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
@@ -39,7 +45,6 @@ from hf_posenc.patch.saving import damaged, restore_withheld
 from hf_posenc.patch.state import state_of
 
 FILE = "posenc_config.json"
-PARAMETER_FILE = "posenc.safetensors"
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Attributes of a config that are arguments of the loader, which transformers does not let a config absorb."""
 _LENGTH = "max_position_embeddings"
@@ -136,12 +141,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     with disk_errors(f"The patch cannot be saved to {directory}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.to_json(), encoding="utf-8")
-        trained = trained_parameters(unwrap(model))
-        if trained:
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()},
-                path.parent / PARAMETER_FILE,
-            )
+        write_parameters(trained_parameters(unwrap(model)), path.parent)
     return path
 
 
@@ -582,8 +582,10 @@ def load_adapter(
 
     config, required = read_adapter(file)
     if required is not None:
-        if get_patch(model) is None:
-            apply_config(model, required, trained=True)
+        fresh = get_patch(model) is None
+        if fresh:
+            with _same_random_weights(allow_missing_weights):
+                apply_config(model, required, trained=True)
         patch = get_patch(model)
         if patch is not None and patch.config != required:
             raise PosencError(
@@ -591,6 +593,15 @@ def load_adapter(
                 f"is patched with {_short(patch.config)}. Give hf_posenc.load_adapter a model that is not patched "
                 "(unpatch_model), or one with that very patch."
             )
+        if PARAMETERS not in (getattr(config, "modules_to_save", None) or ()):
+            try:
+                _fill_beside_adapter(
+                    model, path_or_id, fresh, allow_missing_weights, _some(kwargs, _HUB)
+                )
+            except PosencError:
+                if fresh:
+                    unpatch_model(model)
+                raise
     try:
         with _same_random_weights(allow_missing_weights):
             adapted = PeftModel.from_pretrained(
@@ -608,6 +619,29 @@ def load_adapter(
         adapted.unload()
         raise
     return adapted
+
+
+def _fill_beside_adapter(
+    model: nn.Module, source: str | Path, fresh: bool, allow: bool, options: Mapping[str, Any]
+) -> None:
+    """Give the parameters of a `fresh` patch the values beside an adapter; raise if a model has others already."""
+    from transformers.utils.hub import cached_file
+
+    trained = trained_parameters(unwrap(model))
+    optional = {**options, "_raise_exceptions_for_missing_entries": False}
+    file = cached_file(source, PARAMETER_FILE, **optional) if trained else None
+    if file is None:  # an adapter of an earlier version, or a method without parameters
+        _check_missing(source, trained if fresh else (), "patch", allow)
+        return
+    stored = load_file(file)
+    own = {name: each.detach().cpu() for name, each in trained.items()}
+    if fresh:
+        _fill(trained, stored, source)
+    elif stored.keys() != own.keys() or any(not own[name].equal(stored[name]) for name in own):
+        raise PosencError(
+            f"The adapter in {source} was trained with other parameters of the patch than this model has. Give "
+            "hf_posenc.load_adapter a model that is not patched (unpatch_model)."
+        )
 
 
 def _missing_of_adapter(model: Any, path_or_id: str | Path, options: Mapping[str, Any]) -> set[str]:

@@ -22,7 +22,7 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import available_methods
 from hf_posenc.patch import export
-from hf_posenc.patch.state import State, state_of
+from hf_posenc.patch.state import BESIDE, State, state_of
 
 _NAME = "save_pretrained"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
@@ -65,6 +65,8 @@ def unwrap_saving(model: nn.Module) -> None:
     hooks, state = model._state_dict_pre_hooks, state_of(model)
     for key in [key for key, hook in hooks.items() if hook is _before_state_dict]:
         del hooks[key]
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        vars(adapter).pop(BESIDE, None)
     for adapter in state.adapters if state is not None else ():
         adapter.__class__ = adapter.__class__.__base__
         del vars(adapter)[export.BLOCK]

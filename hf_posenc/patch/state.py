@@ -20,6 +20,8 @@ from hf_posenc.seams.native import NativeSeam, Removable, Swappable
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
 
+BESIDE = "_posenc_beside"
+"""The attribute of an adapter's config that holds the parameters of the patch which are saved beside it."""
 
 _SeamT = TypeVar("_SeamT", RotaryTable, NativeSeam)
 
