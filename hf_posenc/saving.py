@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_posenc.diagnosis import (
@@ -29,16 +29,25 @@ from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.files import disk_errors
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
-from hf_posenc.model.parameters import PARAMETERS, trained_parameters, with_axes
+from hf_posenc.model.parameters import (
+    PARAMETER_FILE,
+    PARAMETERS,
+    trained_parameters,
+    with_axes,
+    write_parameters,
+)
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
+from hf_posenc.patch.state import state_of
 from hf_posenc.recipes import available_recipes, get_recipe
 
 FILE = "posenc_config.json"
-PARAMETER_FILE = "posenc.safetensors"
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
+"""Attributes of a config that are arguments of the loader, which transformers does not let a config absorb."""
+_LENGTH = "max_position_embeddings"
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
 
 
@@ -71,12 +80,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     with disk_errors(f"The patch cannot be saved to {directory}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.to_json(), encoding="utf-8")
-        trained = trained_parameters(unwrap(model))
-        if trained:
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()},
-                path.parent / PARAMETER_FILE,
-            )
+        write_parameters(trained_parameters(unwrap(model)), path.parent)
     return path
 
 
@@ -105,7 +109,7 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
         The same model.
 
     Raises:
-        PosencError: No such recipe or file, or a patch that the model cannot take.
+        PosencError: No such recipe or file, a patch that the model cannot take, or one that it was saved with.
 
     Examples:
         >>> from hf_posenc import get_patch, load_patch
@@ -123,6 +127,13 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
     if patch is not None and (beside.is_file() or (config.replace and config != patch.config)):
         raise PosencError(
             f"This model is already patched with {patch.config}. Call unpatch_model(model) first."
+        )
+    carried: Any = getattr(getattr(unwrap(model), "config", None), export.BLOCK, None)
+    same_method = isinstance(carried, dict) and carried.get("method") == config.method
+    if patch is None and same_method and PatchConfig.from_dict(carried) == config:
+        raise PosencError(
+            f"This model was saved with {config} and computes it already. hf_posenc.from_pretrained loads the folder "
+            "of a whole model with its patch; load_patch is for a model from before it."
         )
     if not beside.is_file():
         return apply_config(model, config)
@@ -185,15 +196,17 @@ def from_pretrained(
             sequence-to-sequence class that the config names, else `AutoModelForCausalLM`.
         allow_missing_weights: Load a checkpoint that lacks weights of the model: they are drawn at random, the same
             ones at every call, with a warning instead of an error.
-        **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT.
+        **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT. As in transformers, attributes of the config
+            (`use_cache=False`, `attention_dropout=0.1`, ...) are set there, unless `config` is given.
 
     Returns:
         The model, patched if the checkpoint was saved with a patch; of an adapter a `PeftModel`.
 
     Raises:
         PosencError: Nothing that can be loaded, with the first thing that is wrong (name, config, model, weights); a
-            patch that the model cannot take, a checkpoint without weights that the model has or with
-            weights of another shape, a config without layers, or an adapter that does not name its base model.
+            patch that the model cannot take or that an argument contradicts, a checkpoint without weights that the
+            model has or with weights of another shape, a config without layers, or an adapter that does not name
+            its base model.
 
     Examples:
         >>> from hf_posenc import from_pretrained, get_patch, patch_model
@@ -215,6 +228,10 @@ def from_pretrained(
     config = read_config(path_or_id, **options) if given is None else copy.deepcopy(given)
     if not hasattr(config, "get_text_config"):
         raise PosencError(f"config is one of transformers, not {config!r:.80}.")
+    absorbed: dict[str, Any] = {}
+    if given is None:
+        keys = [key for key in kwargs if key not in _OF_BOTH and hasattr(config, key)]
+        absorbed = {key: kwargs.pop(key) for key in keys}
     if auto_class is None:
         auto_class = loader_of(config)
         if auto_class.__name__ == "AutoModelForCausalLM":
@@ -224,7 +241,9 @@ def from_pretrained(
             f"auto_class is a class of transformers, such as AutoModelForImageTextToText, not {auto_class!r:.80}."
         )
     try:
-        return _load(path_or_id, config, auto_class, allow_missing_weights, options, kwargs)
+        return _load(
+            path_or_id, config, auto_class, allow_missing_weights, options, absorbed, kwargs
+        )
     except (PosencError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
@@ -238,9 +257,15 @@ def _load(
     auto_class: Any,
     allow_missing_weights: bool,
     options: Mapping[str, Any],
+    absorbed: Mapping[str, Any],
     kwargs: dict[str, Any],
 ) -> Any:
+    overrides, saved = list(_overrides(config, absorbed)), copy.deepcopy(config)
     patch = take_patch(config, path_or_id)
+    for path, key, value in overrides:
+        part = _part(config, path)
+        if getattr(part, key, None) == getattr(_part(saved, path), key, None):  # the patch left it
+            setattr(part, key, value)
     with_info = kwargs.pop("output_loading_info", False)
     any_shape = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -261,7 +286,44 @@ def _load(
         apply_config(model, patch, trained=True)
         if trained := trained_parameters(model):
             _fill_from_checkpoint(trained, path_or_id, options)
+        _keep_overrides(path_or_id, model, overrides)
     return (model, info) if with_info else model
+
+
+def _overrides(
+    config: Any, values: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the values that a config does not have yet, each with the path of its part of the config, and its key."""
+    for key, value in values.items():
+        current = getattr(config, key, None)
+        if isinstance(value, dict) and hasattr(current, "get_text_config"):
+            yield from _overrides(current, value, f"{path}.{key}".lstrip("."))
+        elif value != current:
+            yield path, key, value
+
+
+def _part(config: Any, path: str) -> Any:
+    return dict(export.config_parts(config))[path]
+
+
+def _keep_overrides(
+    source: str | Path, model: Any, overrides: Iterable[tuple[str, str, Any]]
+) -> None:
+    """Raise for overrides that contradict a patch in force; a greater length than that of a rotary table is set."""
+    if (state := state_of(model)) is None:
+        return
+    for path, key, value in overrides:
+        part = _part(model.config, path)
+        names, current = part.attribute_map, getattr(part, key, None)
+        if value == current:
+            continue
+        longer = names.get(key, key) == names.get(_LENGTH, _LENGTH) and value > current
+        if state.native is not None or not longer:
+            raise PosencError(
+                f"{key}={value!r:.80} contradicts the patch of {source}, {state.config}, which sets {current!r:.80}. "
+                "Leave it out; patch_model(model, ..., replace=True) gives the loaded model another patch."
+            )
+        setattr(part, key, value)
 
 
 @contextlib.contextmanager
@@ -372,6 +434,9 @@ def take_patch(
     if block is None:
         beside = Path(path_or_id) / FILE
         return read_patch(beside) if beside.is_file() else None
+    if block.get(export.IN_WEIGHTS):
+        vars(config)[export.BLOCK] = block  # for `load_patch`: it is in force
+        return None
     configs = dict(export.config_parts(config))
     try:
         own = _table_of_own_method(config, block) if own_as_table else None
@@ -456,8 +521,10 @@ def load_adapter(
 
     config, required = read_adapter(file)
     if required is not None:
-        if get_patch(model) is None:
-            apply_config(model, required, trained=True)
+        fresh = get_patch(model) is None
+        if fresh:
+            with _same_random_weights(allow_missing_weights):
+                apply_config(model, required, trained=True)
         patch = get_patch(model)
         if patch is not None and patch.config != required:
             raise PosencError(
@@ -465,6 +532,15 @@ def load_adapter(
                 f"is patched with {_short(patch.config)}. Give hf_posenc.load_adapter a model that is not patched "
                 "(unpatch_model), or one with that very patch."
             )
+        if PARAMETERS not in (getattr(config, "modules_to_save", None) or ()):
+            try:
+                _fill_beside_adapter(
+                    model, path_or_id, fresh, allow_missing_weights, _some(kwargs, _HUB)
+                )
+            except PosencError:
+                if fresh:
+                    unpatch_model(model)
+                raise
     try:
         with _same_random_weights(allow_missing_weights):
             adapted = PeftModel.from_pretrained(
@@ -482,6 +558,29 @@ def load_adapter(
         adapted.unload()
         raise
     return adapted
+
+
+def _fill_beside_adapter(
+    model: nn.Module, source: str | Path, fresh: bool, allow: bool, options: Mapping[str, Any]
+) -> None:
+    """Give the parameters of a `fresh` patch the values beside an adapter; raise if a model has others already."""
+    from transformers.utils.hub import cached_file
+
+    trained = trained_parameters(unwrap(model))
+    optional = {**options, "_raise_exceptions_for_missing_entries": False}
+    file = cached_file(source, PARAMETER_FILE, **optional) if trained else None
+    if file is None:  # an adapter of an earlier version, or a method without parameters
+        _check_missing(source, trained if fresh else (), "patch", allow)
+        return
+    stored = load_file(file)
+    own = {name: each.detach().cpu() for name, each in trained.items()}
+    if fresh:
+        _fill(trained, stored, source)
+    elif stored.keys() != own.keys() or any(not own[name].equal(stored[name]) for name in own):
+        raise PosencError(
+            f"The adapter in {source} was trained with other parameters of the patch than this model has. Give "
+            "hf_posenc.load_adapter a model that is not patched (unpatch_model)."
+        )
 
 
 def _missing_of_adapter(model: Any, path_or_id: str | Path, options: Mapping[str, Any]) -> set[str]:
@@ -523,7 +622,11 @@ def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str
     if config.revision:
         rest["revision"] = config.revision
     model = from_pretrained(config.base_model_name_or_path, auto_class=auto_class, **rest)
-    return load_adapter(model, path, **own)
+    names = [key for key in rest if key not in _OF_BOTH and hasattr(model.config, key)]
+    before = [("", key, copy.deepcopy(getattr(model.config, key))) for key in names]
+    adapted = load_adapter(model, path, **own)
+    _keep_overrides(path, model, before)
+    return adapted
 
 
 def _fill_from_checkpoint(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
@@ -15,6 +17,9 @@ from hf_posenc.model.weights import stored
 
 PARAMETERS = "posenc"
 """The child of an attention module that holds the parameters of a method, and of a decoder those of all its layers."""
+
+PARAMETER_FILE = "posenc.safetensors"
+"""The file of these parameters beside a patch, or an adapter whose weights do not hold them."""
 
 
 class _Common:
@@ -150,3 +155,10 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         and (active := parameters_in_force(module)) is not None
         for name, parameter in active.named_parameters()
     }
+
+
+def write_parameters(parameters: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write parameters to their file in a folder; none where there are none."""
+    if parameters:
+        values = {name: each.detach().cpu().contiguous() for name, each in parameters.items()}
+        save_file(values, Path(folder) / PARAMETER_FILE)

@@ -33,6 +33,8 @@ from hf_posenc.rope import RopeSpec
 
 BLOCK = "hf_posenc"
 """The config attribute that holds the patch and the config's values from before it."""
+IN_WEIGHTS = "in_weights"
+"""The key of that block which is true if the saved weights hold the patch."""
 
 # Keys of `rope_parameters` that belong to a scaling; every other key (mrope_section, ...) stays.
 _SCALING_KEYS = frozenset(

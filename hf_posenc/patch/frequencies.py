@@ -160,8 +160,5 @@ def install_sincos(
     state.hooks.append(model.register_forward_pre_hook(TableEnd(positions), with_kwargs=True))
     values = {} if state.extended is None else {"max_position_embeddings": positions}
     if any(isinstance(table.module, nn.Embedding) for table in tables):
-        # The table is among the weights (RoFormer): no block that asks for a second patch.
-        state.export = "weights"
-        state.set(tables[0].config, values)
-    else:
-        state.write_config(model, [(tables[0].config, values)])
+        state.export = "weights"  # RoFormer
+    state.write_config(model, [(tables[0].config, values)])

@@ -18,10 +18,10 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.methods import available_methods
-from hf_posenc.model.parameters import PARAMETERS, trained_parameters
+from hf_posenc.model.parameters import PARAMETERS, trained_parameters, write_parameters
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import BLOCK
-from hf_posenc.patch.state import State
+from hf_posenc.patch.state import BESIDE, State
 
 PEFT_TYPE = "LORA_NEEDS_HF_POSENC"
 """The type of the adapter on disk; plain PEFT raises an error with this name, so it names what is needed."""
@@ -48,6 +48,11 @@ class PosencLoraConfig(LoraConfig):
             )
         return PatchConfig.from_dict(self.hf_posenc)
 
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save as PEFT does, and beside it the parameters of the patch that the adapter's weights do not hold."""
+        super().save_pretrained(save_directory, **kwargs)
+        write_parameters(vars(self).get(BESIDE, {}), save_directory)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with the type that plain PEFT does not load."""
         return {**super().to_dict(), "peft_type": PEFT_TYPE}  # type: ignore[no-untyped-call]
@@ -69,7 +74,10 @@ class _LoadedWithout:
 
 
 def carry_patch(model: Any, state: State) -> None:
-    """Make the plain LoRA configs of a patched model such that carry its patch; warn once of what is not saved."""
+    """Make the plain LoRA configs of a patched model such that carry its patch; warn once of what is not saved.
+
+    The parameters of the patch are not trained by such a LoRA, but may have started from random values.
+    """
     lost = []
     own = [name for name, _ in state.config.parts if name not in available_methods()]
     for name, config in model.peft_config.items():
@@ -78,11 +86,6 @@ def carry_patch(model: Any, state: State) -> None:
             config.__class__ = PosencLoraConfig
             vars(config)[BLOCK] = state.config.to_dict()
             state.adapters.append(config)
-            if PARAMETERS not in whole and trained_parameters(model):
-                lost.append(
-                    f"The adapter {name!r} is saved without the parameters of {state.config.method}, which the base "
-                    "model must have. hf_posenc.training.lora_config gives a LoRA that holds them."
-                )
         elif not isinstance(config, PosencLoraConfig):
             kind = "a method that is not registered" if own else config.peft_type.value
             lost.append(
@@ -90,6 +93,8 @@ def carry_patch(model: Any, state: State) -> None:
                 "it on an unpatched model. Use a LoRA and a registered method (hf_posenc.register_method), or "
                 "patch before you load the adapter."
             )
+        if isinstance(config, PosencLoraConfig) and PARAMETERS not in whole:
+            vars(config)[BESIDE] = trained_parameters(model)
     if lost and not state.warned:
         state.warned = True
         warnings.warn(" ".join(lost), stacklevel=2)

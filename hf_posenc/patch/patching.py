@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import warnings
 import weakref
@@ -239,7 +240,10 @@ def _inspected(model: nn.Module, sample: Sample) -> Positions:
 
 
 def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
-    """Undo a patch, if there is one, and return the function that puts back its very objects."""
+    """Undo a patch, if there is one, and return the function that puts back its very objects.
+
+    Edits of a config meanwhile, which then is another object, are made in the old one too; not of what the patch sets.
+    """
     if state is None:
         return lambda: None
     holders = [*model.modules(), *(target for target, _ in state.changes)]
@@ -247,6 +251,7 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
     held += [inner for outer in held for inner in outer.values() if isinstance(inner, dict)]
     before = [dict(entries) for entries in held]
     _undo(model, state)
+    plain = _config_values(model)
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for entries, old in zip(held, before, strict=True):
         # The config always: the next patch gives the model another one.
@@ -254,10 +259,41 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
         changes += [(entries, key, value) for key, value in old.items() if key not in kept]
 
     def put_back() -> None:
+        edited = _config_values(model)
         for entries, key, value in changes:
             entries[key] = value
+        owned = {(id(target), key) for target, values in state.changes for key in values}
+        for place, config in _configs(model).items():
+            now, then = edited.get(place, {}), plain.get(place, {})
+            for key in {*now, *then}:
+                value = now.get(key, export.ABSENT)
+                if value != then.get(key, export.ABSENT) and (id(config), key) not in owned:
+                    export.restore(config, {key: value})
 
     return put_back
+
+
+def _configs(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return every config of a model and its modules, once, by the path of the module and that within its config."""
+    places: dict[int, tuple[tuple[str, str], Any]] = {}
+    for name, module in model.named_modules():
+        outer = vars(module).get("config")
+        if hasattr(outer, "get_text_config") and id(outer) not in places:
+            for path, config in export.config_parts(outer):
+                places.setdefault(id(config), ((name, path), config))
+    return dict(places.values())
+
+
+def _config_values(model: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return copies of the values of every config, without the configs inside."""
+    return {
+        place: {
+            key: copy.deepcopy(value)
+            for key, value in vars(config).items()
+            if not hasattr(value, "get_text_config")
+        }
+        for place, config in _configs(model).items()
+    }
 
 
 def _is_same(state: State, earlier: State, *, scaled: bool) -> bool:
@@ -402,7 +438,8 @@ def unpatch_model(model: ModelT) -> ModelT:
 def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT]:
     """Patch a model for the length of a `with` block; undone on exit, also by an exception.
 
-    A patch that `replace=True` undid is in force again after the block.
+    A patch that `replace=True` undid is in force again after the block. Edits of the config in the block stay, but for
+    values that a patch sets.
 
     Args:
         model: The model to patch, in place.

@@ -1,14 +1,13 @@
 """The `save_pretrained` of a patched model, which wraps that of its class while it is patched.
 
 A folder whose patch plain transformers cannot compute is one that it refuses: names that no version knows stand for the
-attention, the activation and the architecture, most of them a sentence on how to load it. The true values are in the
-config's block. As for the Hub's custom models, an `auto_map` names a file of the folder, here one that calls hf_posenc.
+file of weights, the attention, the activation and the architecture, most of them a sentence on how to load it. The true
+values are in the config's block. As for the Hub's custom models, an `auto_map` names a file of the folder, here one
+that calls hf_posenc.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import json
 import re
@@ -23,13 +22,14 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import available_methods
 from hf_posenc.patch import export
-from hf_posenc.patch.state import State, state_of
+from hf_posenc.patch.state import BESIDE, State, state_of
 
 _NAME = "save_pretrained"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 _SCALING = "rope_scaling"
 _WITHHELD = "withheld"
 """The key of the config's block with the values, by part of the config, that the saved config has others for."""
+_FILE_OF_WEIGHTS = "transformers_weights"
 _MODULE = "modeling_hf_posenc"
 _CODE = '''"""Loads this model with its patch, {method}: AutoModel....from_pretrained(..., trust_remote_code=True).
 
@@ -65,6 +65,8 @@ def unwrap_saving(model: nn.Module) -> None:
     hooks, state = model._state_dict_pre_hooks, state_of(model)
     for key in [key for key, hook in hooks.items() if hook is _before_state_dict]:
         del hooks[key]
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        vars(adapter).pop(BESIDE, None)
     for adapter in state.adapters if state is not None else ():
         adapter.__class__ = adapter.__class__.__base__
         del vars(adapter)[export.BLOCK]
@@ -80,11 +82,7 @@ def _before_state_dict(model: nn.Module, *_: Any) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a patched model as its class does, with a config that its readers understand or refuse.
-
-    Warns once where plain transformers cannot compute the patch, or hf_posenc cannot load it by its name.
-    """
-    _warn_once(model, save_directory)
+    """Save a patched model as its class does, with a config that its readers understand or refuse."""
     config = vars(model.config)
     config[_NAME] = functools.partial(_save_config, model)  # before the class uploads the folder
     try:
@@ -93,49 +91,29 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
         config.pop(_NAME, None)
 
 
-def _warn_once(model: Any, save_directory: Any) -> None:
-    state = state_of(model)
-    saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
-    if state is None or state.warned or saves_adapter:
-        return
-    if own := [name for name, _ in state.config.parts if name not in available_methods()]:
-        state.warned = True
-        warnings.warn(
-            f"{own[0]!r} is a method of your own that is not registered, so hf_posenc.from_pretrained cannot load this "
-            f"model{'' if state.export is None else '; plain transformers can'}. Register its class before you patch: "
-            "hf_posenc.register_method.",
-            stacklevel=3,
-        )
-        return
-    if state.export is not None:
-        return
-    state.warned = True
-    warnings.warn(
-        f"Plain transformers cannot compute {_methods(state)} and refuses to load this model. Load it with hf_posenc."
-        f"from_pretrained({str(save_directory)!r}), or with trust_remote_code=True where hf_posenc is installed.",
-        stacklevel=3,
-    )
-
-
-def _methods(state: State) -> str:
-    return " + ".join(name for name, _ in state.config.parts)
-
-
 def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     """Save the config as its class does, and edit what was written.
+
+    Warns once where plain transformers cannot compute the patch, or hf_posenc cannot load it by its name.
 
     The Trainer reads a `checkpoint-N` to resume as a config without a model type. As such, transformers 5 fails on the
     `rope_scaling` of transformers 4, so that key is left out there.
     """
     state = state_of(model)
+    assert state is not None
     del vars(model.config)[_NAME]
     model.config.save_pretrained(directory, **kwargs)
     file = Path(directory) / "config.json"
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if state is not None and state.export is None and export.BLOCK in values:
-        _withhold(values, model, _methods(state))
+    methods = " + ".join(name for name, _ in state.config.parts)
+    advice = (
+        f"{methods} needs hf_posenc. Load this model with hf_posenc.from_pretrained, or with trust_remote_code=True "
+        "where hf_posenc is installed."
+    )
+    if state.export is None:
+        _withhold(values, model, advice)
         autos = values["auto_map"] = dict(values.get("auto_map") or {})
-        code = _CODE.format(method=_methods(state))
+        code = _CODE.format(method=methods)
         for name in _auto_classes(model):
             autos[name] = f"{_MODULE}.{name}"
             code += _CLASS.format(name=name)
@@ -143,60 +121,101 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     if _OF_TRAINER.fullmatch(file.parent.name):
         values.pop(_SCALING, None)
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if not state.warned and (warning := _warning(model, state, file.parent, methods, advice)):
+        state.warned = True
+        warnings.warn(warning, stacklevel=4)
 
 
-def _withhold(values: dict[str, Any], model: Any, method: str) -> None:
+def _warning(model: Any, state: State, folder: Path, methods: str, advice: str) -> str:
+    """Return what the reader of a saved folder must know; empty where plain transformers computes the patch."""
+    if own := [name for name, _ in state.config.parts if name not in available_methods()]:
+        return (
+            f"{own[0]!r} is a method of your own that is not registered, so hf_posenc.from_pretrained cannot load this "
+            f"model{'' if state.export is None else '; plain transformers can'}. Register its class before you patch: "
+            "hf_posenc.register_method."
+        )
+    if state.export is not None:
+        return ""
+    load = (
+        f"Load it with hf_posenc.from_pretrained({str(folder)!r}), or with trust_remote_code=True where hf_posenc is "
+        "installed."
+    )
+    if _is_refused(model, folder, advice):
+        return f"Plain transformers cannot compute {methods} and refuses to load this model. {load}"
+    return (
+        f"Plain transformers cannot compute {methods}, and {type(model).__name__}.from_pretrained({str(folder)!r}) "
+        f"does not refuse this folder: it gives the model without the patch. {load}"
+    )
+
+
+def _is_refused(model: Any, folder: Path, advice: str) -> bool:
+    """Return whether a model's class refuses a folder with the advice; it reads the config before the weights."""
+    try:
+        with export.quiet():
+            type(model).from_pretrained(folder)
+    except Exception as error:  # any other one may be due to weights that are not written yet
+        return advice in str(error)
+    return False
+
+
+def _withhold(values: dict[str, Any], model: Any, advice: str) -> None:
     """Put into a config's JSON what plain transformers and other engines refuse, and keep the true values in its block.
 
-    The attention is refused in every family, but an `attn_implementation=...` of the caller replaces it; so a value of
-    the decoder is refused too, where its config class takes one: tokenizers and commands read the config.
+    Before it builds a model, transformers reads the name of its file of weights from the config, in every family and
+    whatever the caller passes; in the configs inside too, since a class of the text model alone reads only that one.
+    The other values serve those who build the model from the config. They keep an activation function when they save
+    the config again, which drops the rest. Tokenizers and commands read the config, so that loads.
 
     Args:
         values: The JSON, edited in place.
         model: The patched model.
-        method: The methods of the patch.
+        advice: The sentence that stands for the values.
     """
-    advice = (
-        f"{method} needs hf_posenc. Load this model with hf_posenc.from_pretrained, or with trust_remote_code=True "
-        "where hf_posenc is installed."
-    )
-    config = model.config
-    text = config.get_text_config(decoder=True)
-    paths = (path for path, part in export.config_parts(config) if part is text)
+    parts = dict(export.config_parts(model.config))
+    text = model.config.get_text_config(decoder=True)
+    decoder = next((path for path, part in parts.items() if part is text), "")
+    changes: dict[str, dict[str, Any]] = {path: {_FILE_OF_WEIGHTS: advice} for path in parts}
     names = [f"HfPosenc{name}" for name in values.get("architectures") or ("Model",)]
-    outer = {"architectures": names, "attn_implementation": advice, "auto_map": None}
-    decoder = next(paths, "")
-    for refused in _refused(model, text, advice):
-        edited, withheld = copy.deepcopy(values), dict[str, dict[str, Any]]()
-        for path, changes in (("", outer), (decoder, refused)):
-            part = edited
-            for key in filter(None, path.split(".")):
-                part = part.setdefault(key, {})
-            true = {key: part.get(key, export.ABSENT) for key in changes}
-            withheld[path] = withheld.get(path, {}) | true
-            part.update(changes)
-        edited[export.BLOCK][_WITHHELD] = withheld
-        with contextlib.suppress(Exception), export.quiet():
-            type(config).from_dict(copy.deepcopy(edited))
-            values.update(edited)
-            return
+    changes[""] |= {"architectures": names, "attn_implementation": advice, "auto_map": None}
+    changes[decoder] |= _refused(model, text, advice)
+    withheld = {}
+    for path, edits in changes.items():
+        part = values
+        for key in filter(None, path.split(".")):
+            part = part.setdefault(key, {})
+        withheld[path] = {key: part.get(key, export.ABSENT) for key in edits}
+        part.update(edits)
+    values[export.BLOCK][_WITHHELD] = withheld
 
 
-def _refused(model: nn.Module, text: Any, advice: str) -> Iterator[dict[str, Any]]:
-    """Yield values of a decoder's config from which no model can be built, best first, and at last none."""
+def _refused(model: nn.Module, text: Any, advice: str) -> dict[str, Any]:
+    """Return values of a decoder's config from which no model can be built, where its class takes such values."""
     from transformers.activations import ACT2FN
 
     used = {type(module) for module in model.modules()}
     names = {key: name for key, name in vars(text).items() if "act" in key and str(name) in ACT2FN}
-    activations = {key: advice for key, name in names.items() if type(ACT2FN[name]) in used}
-    if activations:
-        yield activations
+    activations = {
+        key: advice
+        for key, name in names.items()
+        if type(ACT2FN[name]) in used and _takes(text, {key: advice})
+    }
     rope: dict[str, Any] = dict(getattr(text, "rope_parameters", None) or {})
-    tables = [key for key, value in rope.items() if isinstance(value, dict)]
-    if rope:
-        changes: dict[str, Any] = {key: {**rope[key], "rope_type": advice} for key in tables}
-        yield {"rope_parameters": rope | (changes or {"rope_type": advice})}
-    yield {}
+    if activations or not rope:
+        return activations
+    tables = {key: value for key, value in rope.items() if isinstance(value, dict)}
+    nested: dict[str, Any] = {key: value | {"rope_type": advice} for key, value in tables.items()}
+    changes = {"rope_parameters": rope | (nested or {"rope_type": advice})}
+    return changes if _takes(text, changes) else {}
+
+
+def _takes(config: Any, changes: dict[str, Any]) -> bool:
+    """Return whether a config loads with other values: some classes validate theirs (Qwen4-Exp)."""
+    try:
+        with export.quiet():
+            type(config).from_dict({**config.to_dict(), **changes})
+    except Exception:
+        return False
+    return True
 
 
 def _auto_classes(model: Any) -> Iterator[str]:

@@ -20,6 +20,8 @@ from hf_posenc.seams.native import NativeSeam, Removable, Swappable
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
 
+BESIDE = "_posenc_beside"
+"""The attribute of an adapter's config that holds the parameters of the patch which are saved beside it."""
 
 _SeamT = TypeVar("_SeamT", RotaryTable, NativeSeam)
 
@@ -94,7 +96,10 @@ class State:
         return before
 
     def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
+        """Write to configs, and to the outermost one the block that `from_pretrained` reads.
+
+        The block of a patch that is in the weights is marked: loading these is all that the patch needs.
+        """
         outer: Any = model.config
         paths = {id(part): path for path, part in export.config_parts(outer)}
         before = {}
@@ -102,7 +107,8 @@ class State:
             old = self.set(config, values)
             if id(config) in paths:
                 before[paths[id(config)]] = old
-        self.set(outer, {export.BLOCK: {**self.config.to_dict(), "before": before}})
+        marks = {"before": before} | ({export.IN_WEIGHTS: True} if self.export == "weights" else {})
+        self.set(outer, {export.BLOCK: {**self.config.to_dict(), **marks}})
 
 
 def state_of(model: nn.Module) -> State | None:

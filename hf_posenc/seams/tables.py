@@ -287,10 +287,7 @@ class TableSeam(NativeSeam):
         stored = places.keys() <= model.state_dict().keys() - {*unsaved}
         if stored and not method.by_request and _shapes(model) == _shapes(twin):
             state.export = "weights"
-            for config, values in edits:
-                state.set(config, values)
-        else:
-            state.write_config(model, edits)
+        state.write_config(model, edits)
         self._verify(model, state, method, lengths, ids, before)
         if self.beside or self.rest:
             self._warn(model, method)

@@ -759,3 +759,35 @@ def test_importing_the_package_changes_nothing_in_transformers() -> None:
         "longrope",
         "llama3",
     }
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_edits_of_the_config_in_a_block_stay(family: str) -> None:
+    """The block has a config of its own; where it undid a patch, the one from before is in force again."""
+    model: Any = zoo.build(family)
+    patch_model(model, "yarn", scale=4)
+    text = model.config.get_text_config(decoder=True)
+    before = text.max_position_embeddings, copy.deepcopy(text.rope_parameters)
+    text.mine = {"kept": [1]}
+    with patched(model, "rerope", window=16, replace=True):
+        inside = model.config.get_text_config(decoder=True)
+        assert inside is not text
+        inside.use_cache = False
+        inside.added = 3
+        inside.mine["kept"].append(2)
+        inside.max_position_embeddings = 7  # the patch has set it
+        model.config.outer = "too"
+        with patched(model, "pi", scale=2, replace=True):
+            model.config.get_text_config(decoder=True).nested = 1
+    assert model.config.get_text_config(decoder=True) is text
+    assert (text.use_cache, text.added, text.mine, text.nested) == (False, 3, {"kept": [1, 2]}, 1)
+    assert model.config.outer == "too"
+    assert (text.max_position_embeddings, text.rope_parameters) == before
+    with patched(model, "pi", scale=2, replace=True):
+        del model.config.get_text_config(decoder=True).added
+    assert not hasattr(text, "added")
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.method == "yarn"
+    unpatch_model(model)
+    assert (text.use_cache, text.max_position_embeddings) == (False, zoo.ORIGINAL_LENGTH)

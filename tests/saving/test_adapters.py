@@ -237,16 +237,49 @@ class TestPlainConfig:
 
     def test_what_is_lost_is_a_warning(self, base: Path, tmp_path: Path) -> None:
         ia3 = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
-        for method, config, expected in (
-            ("alibi", ia3, r"\(IA3\) is saved without the patch, alibi"),
-            ("t5", plain_config(), "without the parameters of t5"),
-        ):
-            model = peft.get_peft_model(patch_model(load(base), method), config)
-            with pytest.warns(UserWarning, match=expected):
-                saved(model, tmp_path / method)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", UserWarning)
-                saved(model, tmp_path / method)
+        model = peft.get_peft_model(patch_model(load(base), "alibi"), ia3)
+        with pytest.warns(UserWarning, match=r"\(IA3\) is saved without the patch, alibi"):
+            saved(model, tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            saved(model, tmp_path)
+
+    @pytest.mark.parametrize("method", ["kerple_log", "fire", "t5"])
+    @pytest.mark.parametrize("way", ["get_peft_model", "add_adapter", "after"])
+    def test_the_parameters_of_the_patch(
+        self, base: Path, tmp_path: Path, method: str, way: str
+    ) -> None:
+        """They start from random values, and are trained where the patch comes after the adapter."""
+        config = plain_config(init_lora_weights=False)
+        model: Any = load(base)
+        if way == "after":
+            model = patch_model(peft.get_peft_model(model, config), method)
+        elif way == "add_adapter":
+            patch_model(model, method).add_adapter(config)
+        else:
+            model = peft.get_peft_model(patch_model(model, method), config)
+        for parameter in trained_parameters(getattr(model, "base_model", model)).values():
+            parameter.data.add_(torch.rand_like(parameter))
+        adapter = saved(model, tmp_path / "adapter")
+        expected = zoo.logits(model.eval(), IDS)
+        assert torch.equal(zoo.logits(from_pretrained(adapter).eval(), IDS), expected)
+        assert torch.equal(zoo.logits(load_adapter(load(base), adapter).eval(), IDS), expected)
+        other = patch_model(load(base), method)
+        for parameter in trained_parameters(other).values():
+            parameter.data.add_(1)
+        with pytest.raises(PosencError, match="trained with other parameters of the patch"):
+            load_adapter(other, adapter)
+        (adapter / "posenc.safetensors").unlink()  # as an earlier version has saved it
+        fresh = load(base)
+        with pytest.raises(PosencError, match=r"of the patch's weights: model.*drawn at random"):
+            load_adapter(fresh, adapter)
+        assert get_patch(fresh) is None
+        with pytest.warns(UserWarning, match="of the patch's weights"):
+            from_pretrained(adapter, allow_missing_weights=True)
+        unpatch_model(model)
+        assert not any(
+            "posenc" in key for config in model.peft_config.values() for key in vars(config)
+        )
 
 
 def test_an_adapter_that_lacks_weights(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -44,10 +47,15 @@ from hf_posenc.cli import main
 from hf_posenc.embedded import model_path
 from hf_posenc.methods import Scaled
 from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.config import parse_method
 from hf_posenc.rope import RopeSpec
+from hf_posenc.seams import probes
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
+from tests.support.families import build_text_model, text_types
+from tests.support.selection import late
+from tests.support.zoo_registry import quiet
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 
@@ -56,6 +64,13 @@ NOT_NATIVE = (
     *("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "dynamic_ntk"),
     *("alibi", "rerope", "self_extend", "log_n", "xpos"),
 )
+
+ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
+TEXT = {*text_types()} - {*ROTARY, *zoo.seq2seq_types(), *zoo.NOT_BUILT}
+# transformers does not load what the class of this small model saves, patched or not.
+EVERY = sorted({*ROTARY, *zoo.seq2seq_types(), *TEXT} - {"shieldgemma2"})
+# The infinity in its config; two that take another attention from the caller; text inside; a table of positions.
+FEW = ("falcon_h1", "bloom", "esm", "gemma3", "gpt2")
 
 
 @pytest.fixture
@@ -241,6 +256,91 @@ class TestOnlyWithHfPosenc:
         (tmp_path / "config.json").write_text(json.dumps(kept))
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
 
+    @pytest.mark.parametrize(
+        "family", [pytest.param(t, marks=() if t in FEW else pytest.mark.slow) for t in EVERY]
+    )
+    def test_every_type_is_loaded_with_its_patch_or_not_at_all(
+        self, family: str, tmp_path: Path
+    ) -> None:
+        model = patched_for_saving(family)
+        patch = get_patch(model)
+        assert patch is not None
+        with quiet():
+            model.save_pretrained(tmp_path)
+        auto = AutoModelForCausalLM
+        loaders: list[Any] = [
+            type(model),
+            *([auto] if type(model.config) in auto._model_mapping else []),
+        ]
+        ids = zoo.tokens(60)
+        for loader, attention in itertools.product(loaders, (None, "eager", "sdpa")):
+            given = {} if attention is None else {"attn_implementation": attention}
+            with quiet():
+                if patch.export is None:
+                    with pytest.raises(ValueError, match="needs hf_posenc"):
+                        loader.from_pretrained(tmp_path, **given)
+                    continue
+                if attention == "sdpa" and not type(model)._supports_sdpa:
+                    continue
+                loaded = loader.from_pretrained(tmp_path, **given).eval()
+            assert zoo.relative_difference(outputs(loaded, ids), outputs(model, ids)) < 1e-4
+        assert AutoConfig.from_pretrained(tmp_path).model_type == model.config.model_type
+        with quiet():
+            ours: Any = from_pretrained(tmp_path, auto_class=type(model)).eval()
+        assert zoo.relative_difference(outputs(ours, ids), outputs(model, ids)) < 1e-4
+
+    def test_the_class_of_the_text_model_alone(self, tmp_path: Path) -> None:
+        """It reads the config of the text model, and nothing around that."""
+        patch_model(zoo.build("gemma3"), "log_n").save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="log_n needs hf_posenc"):
+            transformers.Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+
+    def test_a_config_that_was_saved_again(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        saved(patch_model(model, "alibi"), tmp_path)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        refused(model, tmp_path, "alibi")
+        assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    def test_a_class_that_refuses_nothing_is_named(
+        self, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(model), "from_pretrained", lambda folder: model)
+        with pytest.warns(UserWarning, match="does not refuse this folder: it gives the model wit"):
+            saved(patch_model(model, "alibi"), tmp_path)
+
+
+def outputs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    if model.config.model_type not in TEXT:
+        return zoo.logits(model, ids)
+    with trial(model):
+        return torch.cat([each.flatten() for each in probes.forward(model, ids)])
+
+
+def patched_for_saving(family: str) -> PreTrainedModel:
+    """A model with a patch that plain transformers cannot compute, else with one that it can."""
+    candidates: dict[str, dict[str, Any]] = {
+        "log_n": {},
+        "alibi": {},
+        "interpolate": {"scale": 2, "update": "request"},
+        "sinusoidal": {"scale": 2},
+        "t5": {"scale": 2},
+        "yarn": {"scale": 2},
+    }
+    found: PreTrainedModel | None = None
+    for method, options in candidates.items():
+        try:
+            model = build_text_model(family) if family in TEXT else zoo.build(family)
+        except Exception as error:
+            pytest.skip(f"no small one: {error}")
+        with contextlib.suppress(PosencError):
+            patch = get_patch(patch_model(model, method, **options))
+            found = found or model
+            if patch is not None and patch.export is None:
+                return model
+    if found is None:
+        pytest.skip("it takes no method")
+    return found
+
 
 def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
     cases: tuple[dict[str, Any], ...] = ({}, {"attn_implementation": "eager"})
@@ -264,6 +364,84 @@ def test_from_pretrained_gives_the_patched_model_and_its_undo(
     assert torch.equal(logits(loaded), logits(model))
     assert torch.equal(logits(unpatch_model(loaded)), before)
     assert loaded.config.rope_parameters == unpatch_model(model).config.rope_parameters
+
+
+class TestOverrides:
+    """`from_pretrained` takes what transformers takes beside the path: attributes of the config."""
+
+    @pytest.mark.parametrize("method", ["yarn", "alibi", None])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_position_embeddings": 512},
+            {"use_cache": False, "attention_dropout": 0.25},
+            {"output_hidden_states": True, "dtype": torch.bfloat16},
+        ],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_attributes_of_the_config(
+        self, model: PreTrainedModel, method: str | None, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        before = model.config.max_position_embeddings
+        if method is not None:
+            patch_model(model, method, **OPTIONS.get(method, {}))
+        saved(model, tmp_path)
+        loaded = from_pretrained(tmp_path, **options)
+        for key, value in options.items():
+            assert getattr(loaded.config, key) == value
+        ours, theirs = get_patch(model), get_patch(loaded)
+        assert (ours and ours.config) == (theirs and theirs.config)
+        if "dtype" not in options:
+            assert zoo.relative_difference(logits(loaded), logits(model)) < 1e-5
+        if method == "yarn":
+            assert unpatch_model(loaded).config.max_position_embeddings == before
+
+    def test_a_part_of_a_config_inside(self, tmp_path: Path) -> None:
+        patch_model(zoo.build("gemma3"), "yarn", scale=4).save_pretrained(tmp_path)
+        loaded = from_pretrained(
+            tmp_path, auto_class=AutoModelForCausalLM, text_config={"attention_dropout": 0.25}
+        )
+        assert loaded.config.text_config.attention_dropout == 0.25
+        assert get_patch(loaded) is not None
+
+    @pytest.mark.parametrize("beside", [False, True])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_position_embeddings": 128},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        ],
+        ids=["shorter", "scaled", "theta"],
+    )
+    def test_what_contradicts_the_patch(
+        self, model: PreTrainedModel, options: dict[str, Any], beside: bool, tmp_path: Path
+    ) -> None:
+        if beside:
+            saved(model, tmp_path)
+        patch_model(model, "yarn", scale=4)
+        if beside:
+            save_patch(model, tmp_path)
+        else:
+            saved(model, tmp_path)
+        (key,) = options
+        message = rf"{key}=.* contradicts the patch of .*yarn\(scale=4|is already scaled"
+        with pytest.raises(PosencError, match=message):
+            from_pretrained(tmp_path, **options)
+
+    def test_the_values_of_the_patch_itself(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        patch_model(model, "yarn", scale=4)
+        saved(model, tmp_path)
+        config: Any = AutoConfig.from_pretrained(tmp_path)
+        loaded = from_pretrained(
+            tmp_path, max_position_embeddings=256, rope_parameters=config.rope_parameters
+        )
+        assert torch.equal(logits(loaded), logits(model))
+
+    def test_what_neither_takes(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        saved(model, tmp_path)
+        with pytest.raises(PosencError, match="unexpected keyword argument 'nonsense'"):
+            from_pretrained(tmp_path, nonsense=3)
 
 
 @pytest.mark.slow
@@ -322,6 +500,10 @@ class TestKeyStyles:
         assert config["partial_rotary_factor"] < 1
 
 
+def decoded(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+
+
 class TestPatchFiles:
     def test_round_trip(self, model: PreTrainedModel, tmp_path: Path) -> None:
         patch_model(model, "yarn", scale=4, beta_fast=16)
@@ -336,6 +518,40 @@ class TestPatchFiles:
         patch_model(model, "dynamic_yarn", update="sequence")
         save_patch(model, tmp_path)
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    @pytest.mark.parametrize(
+        ("family", "method", "options"),
+        [
+            ("t5", "t5", {"mode": "max_distance", "scale": 4}),
+            ("umt5", "t5", {"mode": "max_distance", "scale": 4}),
+            ("gpt2", "interpolate", {"scale": 2}),
+            ("roformer", "yarn", {"scale": 4}),
+            ("llama", "yarn", {"scale": 4}),
+            *late(["bert", "opt", "bart", "gpt_neo", "biogpt"], ["interpolate"], [{"scale": 2}]),
+        ],
+    )
+    def test_beside_a_checkpoint_that_carries_the_patch(
+        self, family: str, method: str, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """It is not applied twice, whoever loads the folder, and whatever loads the patch."""
+        model: Any = patch_model(build_text_model(family), method, **options)
+        patch = get_patch(model)
+        assert patch is not None
+        model.save_pretrained(tmp_path)
+        save_patch(model, tmp_path)
+        ids = zoo.tokens(60)
+        for load in (type(model).from_pretrained, from_pretrained):
+            loaded: Any = load(tmp_path).eval()
+            found = get_patch(loaded)
+            assert found is None or found.config == patch.config
+            assert (found is None) == (load is not from_pretrained or patch.export == "weights")
+            if found is None:
+                with pytest.raises(PosencError, match="computes it already"):
+                    load_patch(loaded, tmp_path)
+            else:
+                load_patch(loaded, tmp_path)
+            one, other = (zoo.logits(each, ids, **decoded(each, ids)) for each in (loaded, model))
+            assert zoo.relative_difference(one, other) < 1e-4
 
     def test_a_checkpoint_without_patch_loads_as_it_is(
         self, model: PreTrainedModel, tmp_path: Path
