@@ -468,6 +468,60 @@ def test_inspect_rope_is_a_tuple_that_prints_as_a_table() -> None:
     assert copy.deepcopy(tables)._repr_html_() == tables._repr_html_()
 
 
+class TestRotaryAttributes:
+    """`rotary_emb.inv_freq` and `attention_scaling`, where people and tools read what is in force."""
+
+    @staticmethod
+    def check(model: nn.Module) -> None:
+        for table in inspect_rope(model):
+            rotary, prefix = model.get_submodule(table.modules[0]), ""
+            if table.layer_type is not None:
+                prefix = f"{table.layer_type}_"
+            assert torch.equal(getattr(rotary, f"{prefix}inv_freq"), table.inv_freq)
+            assert getattr(rotary, f"{prefix}attention_scaling") == table.attention_factor
+
+    @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3"])
+    @pytest.mark.parametrize("method", ["yarn", "pi", "dynamic_ntk", "longrope"])
+    def test_are_those_in_force(self, model_type: str, method: str) -> None:
+        model = zoo.build(model_type)
+        names = [name for name, _ in model.named_buffers()]
+        keys = [*model.state_dict()]
+        native = copy.deepcopy(dict(model.named_buffers()))
+        patch_model(model, method, **OPTIONS[method])
+        for _ in range(2):
+            self.check(model)  # a dynamic one has the table of the original length
+            logits(model)  # past that length
+        copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+        for each in (model, *copies):
+            self.check(each)
+            self.check(each.bfloat16())
+            assert [*each.state_dict()] == keys
+        for each in copies:
+            unpatch_model(each)
+            assert [name for name, _ in each.named_buffers()] == names
+        model = patch_model(zoo.build(model_type), method, **OPTIONS[method])
+        unpatch_model(model)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, native[name])
+
+    def test_compiled(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        rotary: Any = model.get_submodule("model.rotary_emb")
+
+        def read() -> Tensor:
+            scaled: Tensor = rotary.inv_freq * rotary.attention_scaling
+            return scaled
+
+        compiled: Any = torch.compile(read, backend="eager", fullgraph=True)
+        (table,) = inspect_rope(model)
+        assert torch.equal(compiled(), table.inv_freq * table.attention_factor)
+
+    def test_survive_to_empty(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        model.to("meta").to_empty(device="cpu")
+        self.check(model)
+
+
 class TestPrecision:
     """Frequencies are made in float64 and stay float32, whatever happens to the model."""
 
