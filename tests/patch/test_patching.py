@@ -516,7 +516,7 @@ class TestRotaryAttributes:
         (table,) = inspect_rope(model)
         assert torch.equal(compiled(), table.inv_freq * table.attention_factor)
 
-    def test_survive_to_empty(self, model: PreTrainedModel) -> None:
+    def test_survive_to_empty(self, model: Any) -> None:
         patch_model(model, "yarn", scale=4)
         model.to("meta").to_empty(device="cpu")
         self.check(model)
