@@ -517,6 +517,13 @@ def attends_locally(module: nn.Module, config: Any) -> bool:
     return len(kinds) > 1 and layer_type(module, config).startswith(_LOCAL)
 
 
+def local_layers(config: Any) -> frozenset[int]:
+    """Return the layers with a window or chunks of a model that has other layers too."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    local = frozenset(layer for layer, kind in enumerate(kinds) if kind.startswith(_LOCAL))
+    return local if len({*kinds}) > 1 else frozenset()
+
+
 def layer_type(module: nn.Module, config: Any) -> str:
     """Return the layer type of an attention module, as the config names it; `""` where it does not."""
     kinds = getattr(config, "layer_types", None) or []

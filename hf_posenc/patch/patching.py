@@ -16,6 +16,7 @@ from hf_posenc.attention.call import outside_autocast
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import (
+    PARTS,
     NoRotaryError,
     RotaryTable,
     SinCosTable,
@@ -31,7 +32,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
-from hf_posenc.patch.frequencies import install_rotary, install_sincos
+from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
 from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
@@ -74,9 +75,9 @@ def patch_model(
         original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of
             `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
             `config.max_position_embeddings`.
-        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own), `"all"`, or a
-            list of layer indices. In an encoder-decoder model also `"encoder"` or `"decoder"`: its full layers. For
-            frequency methods also the name of a block of `rope_parameters`.
+        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own; an error where no
+            other layers rotate), `"all"`, or a list of layer indices. In an encoder-decoder model also `"encoder"` or
+            `"decoder"`: its full layers. For frequency methods also the name of a block of `rope_parameters`.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.
@@ -149,6 +150,10 @@ def _patch(
                 # Frequencies alone are changed on the meta device without a trial, which takes memory.
                 tried = sample if state.in_attention or not sample.empty else Sample({})
                 refuse_hidden(inner, tables, names, tried)
+            if tables and len(state.methods) > len(state.in_attention):
+                layers = state.config.layers
+                if layers == "full" or layers in PARTS:
+                    refuse_local(inner, select(tables, layers, whole=True))
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):

@@ -47,6 +47,7 @@ from hf_posenc.model.discovery import (
     tables_of,
 )
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.patch.frequencies import refuse_local
 from hf_posenc.patch.patching import get_patch
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
@@ -219,7 +220,8 @@ def recommend(
         The classes with their reasons, and the limits and the memory that they follow from.
 
     Raises:
-        PosencError: A length below 1, a patched model, or one without a rotary table.
+        PosencError: A length below 1, a patched model, one without a rotary table, or one that needs no patch because
+            none of its full layers rotates.
 
     Examples:
         >>> from hf_posenc.evaluation.recommend import recommend
@@ -242,13 +244,16 @@ def recommend(
             "checkpoint that it was saved from."
         )
     try:
-        table = select(tables_of(inner), "full", whole=True)[0]
+        tables = select(tables_of(inner), "full", whole=True)
     except NoRotaryError as error:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no rotary embedding, which the advice is about. `hf-posenc inspect {name}` "
             "finds where its positions come from and names the methods for that; `hf-posenc perplexity` compares them."
         ) from error
+    table = tables[0]
     carried = _carried(table, original)
+    if target_length > carried.reach:
+        refuse_local(inner, tables)
     beside = _beside(table, carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
