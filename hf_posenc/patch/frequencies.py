@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,12 @@ from hf_posenc.model.discovery import (
     shared_configs,
 )
 from hf_posenc.model.rotary import PosencRotary, is_half_split
+from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.held import TableEnd
+from hf_posenc.seams.hidden import version_of
 from hf_posenc.seams.traces import users_of
 
 
@@ -66,10 +69,15 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
             )
 
 
-def refuse_local(model: nn.Module, tables: Tables) -> None:
+_read_by_full: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""Models with a table that their full layers read too, and the modules and weights that they had."""
+
+
+def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
     """Raise if layers with a window or chunks alone rotate by one of some tables, in a model with other layers.
 
-    The model is run on a few tokens, without weights too. Nothing is refused if it does not run.
+    The blocks of the sample are run on a few tokens; of a model without weights all blocks, on the meta device. Nothing
+    is refused if that fails.
 
     Raises:
         UnsupportedModelError: There is such a table. The message says what the model needs.
@@ -81,10 +89,14 @@ def refuse_local(model: nn.Module, tables: Tables) -> None:
             by_config.setdefault(id(table.config), []).append(table)
     if not by_config or is_sharded(model):
         return
+    version = version_of(model)
+    if _read_by_full.get(model) == version:
+        return
     for group in by_config.values():
         config, paths = group[0].config, dict.fromkeys(table.name for table in group)
+        blocks = contextlib.nullcontext() if sample.empty else sample.only()
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), blocks:
                 users = users_of(model, [*paths])
         except Exception:  # whatever a model raises that needs more than tokens
             continue
@@ -101,6 +113,7 @@ def refuse_local(model: nn.Module, tables: Tables) -> None:
             f"Only layers of this model with a sliding window or chunks rotate by {', '.join(paths)}, and they never "
             f'read past it. {need} Pass layers="all" to patch them anyway.'
         )
+    _read_by_full[model] = version
 
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:

@@ -153,7 +153,7 @@ def _patch(
             if tables and len(state.methods) > len(state.in_attention):
                 layers = state.config.layers
                 if layers == "full" or layers in PARTS:
-                    refuse_local(inner, select(tables, layers, whole=True))
+                    refuse_local(inner, select(tables, layers, whole=True), sample)
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):

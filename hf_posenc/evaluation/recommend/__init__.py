@@ -46,6 +46,7 @@ from hf_posenc.model.discovery import (
     select,
     tables_of,
 )
+from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.frequencies import refuse_local
 from hf_posenc.patch.patching import get_patch
@@ -253,7 +254,7 @@ def recommend(
     table = tables[0]
     carried = _carried(table, original)
     if target_length > carried.reach:
-        refuse_local(inner, tables)
+        refuse_local(inner, tables, sample_of(inner))
     beside = _beside(table, carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
