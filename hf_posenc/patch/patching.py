@@ -20,6 +20,8 @@ from hf_posenc.model.discovery import (
     NoRotaryError,
     RotaryTable,
     SinCosTable,
+    foreign_frequencies,
+    is_table,
     select,
     tables_of,
     uncertain_rotaries,
@@ -130,8 +132,9 @@ def _patch(
         with placed, outside_autocast(kind):
             sample = sample_of(inner) if verify == "sample" else Sample({})
             source = _source(inner, method, sample)
-            state = resolve_request(source, method, **request)
             tables = () if isinstance(source, NativeSeam) else source
+            _refuse_foreign(inner, tables, method, request)
+            state = resolve_request(source, method, **request)
             if earlier is not None:
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
@@ -293,6 +296,30 @@ def _check_replaceable(state: State, earlier: State, *, trained: bool) -> None:
     elif state.config.replace:
         return
     raise PosencError(f"This model is already patched with {earlier.config}. {way}")
+
+
+def _refuse_foreign(
+    model: nn.Module, tables: Sequence[RotaryTable], method: MethodLike, request: Mapping[str, Any]
+) -> None:
+    """Raise for frequencies that are not those of their config, which a patch would start from or keep."""
+    frequencies = any(
+        issubclass(one if isinstance(one, type) else type(one), RopeScaling)
+        for one in named(method)
+    )
+    for table in tables:
+        if table.scaled and request.get("replace") is True and frequencies:
+            continue  # starts from rope_theta
+        difference = foreign_frequencies(model, table)
+        if not difference:
+            continue
+        set_by_hand = is_table(table.live()[0])
+        if set_by_hand and request.get("compose") is True:
+            continue
+        way = "compose=True starts from them. " if set_by_hand else ""
+        raise UnsupportedModelError(
+            f"{difference} {way}If the config was edited after loading, or memory was left as it was (to_empty), load "
+            "the model again: from_pretrained(..., config=config)."
+        )
 
 
 def _refuse_damaged(damage: str | None, state: State) -> None:
@@ -555,10 +582,13 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
             kind = scalings[0].label if scalings else kind
         if (id(table.module), table.label) in dropped:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
+        patched_table = wrapper is not None and table.label in wrapper.specs
+        difference = "" if patched_table else foreign_frequencies(inner, table)
         label, inv_freq = table.label or None, inv_freq.detach()
         values = inv_freq.shape if inv_freq.is_meta else tuple(inv_freq.tolist())
         key = label, kind, theta, factor, inv_freq.device, values
         before = effective[key].modules if key in effective else ()
-        entry = EffectiveTable(label, (*before, table.name), kind, theta, inv_freq, factor)
+        names = (*before, table.name)
+        entry = EffectiveTable(label, names, kind, theta, inv_freq, factor, difference)
         effective[key] = entry
     return EffectiveTables(effective.values())

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.model.discovery import LENGTH_KEYS, UNSCALED, RotaryTable, tables_of
+from hf_posenc.model.discovery import (
+    LENGTH_KEYS,
+    UNSCALED,
+    RotaryTable,
+    foreign_frequencies,
+    tables_of,
+)
 from hf_posenc.model.rotary import moves_with_length, table_labels
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
@@ -363,12 +369,12 @@ def _rotary_facts(model: nn.Module) -> str:
         UnsupportedModelError
     ):  # of a model that does not rotate, or is refused for another reason
         return ""
-    described = ((table.label, _describe(table)) for table in tables)
+    described = ((table.label, _describe(model, table)) for table in tables)
     facts = (f"{label}: {words}" if label else words for label, words in described)
     return "; ".join(dict.fromkeys(facts))
 
 
-def _describe(table: RotaryTable) -> str:
+def _describe(model: nn.Module, table: RotaryTable) -> str:
     """Return the size and base of a rotary table, and the scaling of its module as the config names it."""
     words, parameters = [f"d {2 * len(table.live()[0])}"], table.parameters
     if theta := parameters.get("rope_theta"):
@@ -390,6 +396,8 @@ def _describe(table: RotaryTable) -> str:
         device = table.live()[0].device
         if moves_with_length(copy.deepcopy(table.module), table.label, device):
             words.append("frequencies change with the length of the text")
+    if foreign_frequencies(model, table):
+        words.append("not the frequencies of its config")
     return ", ".join(words)
 
 
