@@ -49,7 +49,7 @@ for every architecture.
 - **certificate**: *complete* if `inspect_positions` finds every place where positions enter the model, which it proves
   by silencing them ([how](patching.md#where-positions-enter-a-model)). Otherwise what else reads order; `-` where the
   model does not run on a few tokens.
-- **methods**: the supported frequency methods; dynamic ones have `update="sequence"`.
+- **methods**: the supported frequency methods, with `layers="all"`; dynamic ones have `update="sequence"`.
 - **rotary bands**, **biases**, **{last}**: the supported methods inside attention. Tested were
   {tried}.
   *all* means that each of these works in the full-attention layers. Otherwise the cell gives a short reason. The full

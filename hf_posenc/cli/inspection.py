@@ -320,6 +320,8 @@ def inspect_model(
         kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
         console.print(f"\n{layers}: {kind}")
         console.print(f"in {', '.join(table.modules)}", style="dim")
+        if table.difference:
+            console.print(table.difference, markup=False)
         heads = ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)")
         grid = Grid("", [Column(head, True) for head in heads])
         for pair, frequency in enumerate(table.inv_freq.tolist()):

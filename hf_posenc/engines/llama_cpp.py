@@ -73,6 +73,11 @@ class LlamaCpp(Engine):
             entry = entry_of(native, "full_attention")
             values = {**source.lengths(), "rope_parameters": native}
             notes = _without_converting(entry, source)
+            if (
+                entry.get("rope_type") == "longrope"
+                and entry["short_factor"] != entry["long_factor"]
+            ):
+                notes = (*notes, _switch_note(source))
             yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
             if _architecture(source) in known["without_scaling"]:
                 yield Draft("flags", values, (*context, *_table_flags(entry, None)))
@@ -102,9 +107,7 @@ class LlamaCpp(Engine):
         way = "convert the exported folder, then run this command again with --gguf FILE"
         notes = [f"The table goes into the GGUF file: {way}."]
         if short != long:
-            notes.append(
-                f"With -c above {source.original} llama.cpp uses the long list for all texts, else the short one."
-            )
+            notes.append(_switch_note(source))
         yield Draft("tensors", values, context, tuple(notes), divisors)
 
     def compute(self, setup: Setup) -> Table | str:
@@ -233,6 +236,11 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
         return ()
     line = " ".join(("-c", str(source.reach), *_table_flags(entry, float(before["rope_theta"]))))
     return (f"On a GGUF file of the same weights that was converted without the patch: {line}",)
+
+
+def _switch_note(source: Source) -> str:
+    """Return the note on a table with two lists of divisors."""
+    return f"With -c above {source.original} llama.cpp uses the long list for all texts, else the short one."
 
 
 def _architecture(source: Source) -> str:

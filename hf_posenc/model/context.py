@@ -11,8 +11,6 @@ from hf_posenc.model.discovery import LENGTH_KEYS, RotaryTable, is_scaled, table
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.recipes import get_recipe, recipes_of
 
-PER_LENGTH = ("dynamic", "longrope")
-"""Scalings with a table for each length."""
 _ORIGINAL = "original_max_position_embeddings"
 
 

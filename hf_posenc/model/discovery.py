@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hf_posenc.adapters import ArchAdapter, get_adapter
 from hf_posenc.errors import PosencError, UnsupportedModelError
@@ -24,6 +26,8 @@ from hf_posenc.rope import RopeSpec
 
 # Values of rope_type whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end.
 UNSCALED = ("default", "proportional")
+PER_LENGTH = ("dynamic", "longrope")
+"""Scalings with a table for each length."""
 LENGTH_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
     "seq_length",
@@ -33,6 +37,7 @@ PARTS = ("encoder", "decoder")
 """Choices of layers in an encoder-decoder model."""
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
+_LEAST = 2.0**-25  # half of the smallest float16
 _TEXT = "text"  # among the modalities of a model
 _LOCAL = ("sliding", "chunked", "local")  # starts of the types of sliding-window and chunked layers
 _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
@@ -72,18 +77,23 @@ class RotaryTable:
         """True if the checkpoint itself is already scaled."""
         return is_scaled(self.rope_type, self.parameters)
 
+    def built(self) -> nn.Module:
+        """Return another module of the same class on the CPU, built from the config."""
+        make: Any = type(self.module)
+        with torch.device("cpu"):
+            module: nn.Module = make(self.config)
+        return module
+
     def live(self) -> tuple[Tensor, float]:
         """Return the module's own table, shape (d/2,), and its factor on cos and sin."""
         inv_freq: Tensor = getattr(self.module, attribute(self.label, FREQUENCIES))
         if inv_freq.is_meta:  # as its class builds the module from the config
-            make: Any = type(self.module)
             try:
-                with torch.device("cpu"):
-                    inv_freq = getattr(make(self.config), attribute(self.label, FREQUENCIES))
+                inv_freq = getattr(self.built(), attribute(self.label, FREQUENCIES))
             except Exception as error:
                 raise UnsupportedModelError(
-                    f"{self.name} is on the meta device and {make.__name__} cannot be built from its config "
-                    f"alone ({error}). Load the model first, then patch it."
+                    f"{self.name} is on the meta device and {type(self.module).__name__} cannot be built from its "
+                    f"config alone ({error}). Load the model first, then patch it."
                 ) from error
         factor = getattr(self.module, attribute(self.label, "attention_scaling"), None)
         if factor is None:  # some classes keep one factor for all labels
@@ -305,6 +315,77 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
     return rope_type or "default", dict(parameters)
 
 
+# Frequencies that are not those of their config
+
+
+def foreign_frequencies(model: nn.Module, table: RotaryTable) -> str:
+    """Return how the frequencies of a module differ from those of its config, in a sentence; `""` if they do not.
+
+    Rounding to 16 bits is no difference, nor is what the code of the model computes when it is built. Nothing is
+    returned if the module or the model cannot be built from the config.
+    """
+    if isinstance(table, SinCosTable):
+        return ""
+    try:
+        live, built = _start_of(table.module, table), table.built()
+        meant = _start_of(built, table)
+        if live.is_meta or _same(live, meant, table, built):
+            return ""
+        if is_table(live):  # the code around the module may have set it
+            with _Weightless(), torch.random.fork_rng(devices=[]):
+                whole: Any = type(model)(copy.deepcopy(model.config))
+            module = native_rotary(whole.get_submodule(table.name))
+            if _same(live, _start_of(module, table), table, module):
+                return ""
+    except Exception:  # arguments beside the config, a value that its class refuses
+        return ""
+    rope = (f"{k}={v}" for k, v in table.parameters.items() if not isinstance(v, list | dict))
+    return (
+        f"{table.name} does not have the frequencies of its config ({', '.join(rope)}), which are {_ends(meant)} "
+        f"rad/token. Its own are in force: {_ends(live)}, rope_type={table.rope_type!r}."
+    )
+
+
+class _Weightless(TorchFunctionMode):
+    """Puts the weights of modules that are built on the meta device, and no table that is computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.rand, torch.randn):
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _start_of(module: nn.Module, table: RotaryTable) -> Tensor:
+    """Return the table of a module for short texts, on the CPU."""
+    name = FREQUENCIES
+    if table.rope_type in PER_LENGTH and hasattr(
+        module, attribute(table.label, f"original_{name}")
+    ):
+        name = f"original_{name}"
+    tensor: Tensor = getattr(module, attribute(table.label, name))
+    return tensor.detach() if tensor.is_meta else tensor.detach().double().cpu()
+
+
+def _same(live: Tensor, other: Tensor, table: RotaryTable, module: nn.Module) -> bool:
+    """Return whether a module has the frequencies of a live table, and its type of scaling."""
+    kind = _scaling_of(module, table.config, table.label)[0]
+    if live.shape != other.shape or kind != table.rope_type:
+        return False
+    return torch.allclose(live, other, rtol=_ROUNDED, atol=_LEAST)
+
+
+def _ends(frequencies: Tensor) -> str:
+    return f"{float(frequencies[0]):.6g} to {float(frequencies[-1]):.6g}"
+
+
+def is_table(frequencies: Tensor) -> bool:
+    """Return whether frequencies may be set on purpose: finite and decreasing, the last of them may be 0."""
+    values = frequencies[: int((frequencies != 0).sum())]
+    finite = len(values) > 0 and bool(torch.isfinite(frequencies).all())
+    return finite and bool((values > 0).all() & (values.diff() < 0).all())
+
+
 # The frequencies that a method starts from
 
 
@@ -485,6 +566,13 @@ def attends_locally(module: nn.Module, config: Any) -> bool:
     """True for an attention module with a window or chunks in a model that has other layers too."""
     kinds = {*(getattr(config, "layer_types", None) or [])}
     return len(kinds) > 1 and layer_type(module, config).startswith(_LOCAL)
+
+
+def local_layers(config: Any) -> frozenset[int]:
+    """Return the layers with a window or chunks of a model that has other layers too."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    local = frozenset(layer for layer, kind in enumerate(kinds) if kind.startswith(_LOCAL))
+    return local if len({*kinds}) > 1 else frozenset()
 
 
 def layer_type(module: nn.Module, config: Any) -> str:

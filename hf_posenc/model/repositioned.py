@@ -53,6 +53,8 @@ class RepositionedRotary(RotaryWrapper):
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
         refuse_another(self.seam_config, self.implementation)
+        if position_ids.dim() > 2:  # beside an image, some models hand their layers no positions
+            shared(position_ids, "text", lambda: text_positions(position_ids).clone())
         label = kwargs.get("layer_type", args[0] if args else None) or ""
         cached = position_ids
         if label in self.labels and self.encoding is not None:

@@ -86,6 +86,9 @@ class PosencRotary(RotaryWrapper):
     it. The patched tables are float32 attributes outside the buffers: no cast, `to_empty` or buffer broadcast reaches
     them. Both mappings are by label, `""` for a module with one table; `base_factors` on cos and sin are those of an
     already scaled checkpoint that the method is composed with.
+
+    The attributes `inv_freq` and `attention_scaling`, with the label in front where there is one, are read as those in
+    force. For a method that follows the length of the text, they are those of the original length.
     """
 
     def __init__(
@@ -104,6 +107,15 @@ class PosencRotary(RotaryWrapper):
         self._warned = False
         self._engines: dict[torch.device, nn.Module] = {}
         self._engine(self.device)  # before the first forward, which may be a compiled one
+
+    def __getattr__(self, name: str) -> Any:
+        # Model code and tools read the frequencies here. The base has the ones from before the patch.
+        for label in vars(self).get("specs", ()):  # absent while a pickle is loaded
+            if name == attribute(label, FREQUENCIES):
+                return self.table(label)[0].to(self.device)
+            if name == attribute(label, "attention_scaling"):
+                return self.table(label)[1]
+        return super().__getattr__(name)
 
     def table(
         self, label: str = "", length: int | Tensor | None = None

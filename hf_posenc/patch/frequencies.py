@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_posenc.errors import UnsupportedModelError, VerificationError
+from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, YaRN
 from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.methods.yarn import mscale
@@ -18,13 +20,20 @@ from hf_posenc.model.discovery import (
     SinCosTable,
     Tables,
     adapter_of,
+    layer_index,
+    layers_of_type,
+    local_layers,
     read_spec,
     shared_configs,
 )
 from hf_posenc.model.rotary import PosencRotary, is_half_split
+from hf_posenc.model.sampled import Sample
+from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.held import TableEnd
+from hf_posenc.seams.hidden import version_of
+from hf_posenc.seams.traces import users_of
 
 
 def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeScaling) -> None:
@@ -58,6 +67,53 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
                 f"{one.table.name} does not give the patched rotation after the patch; the model was "
                 f"restored. Please report it, with the model type and method ({method.name})."
             )
+
+
+_read_by_full: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""Models with a table that their full layers read too, and the modules and weights that they had."""
+
+
+def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
+    """Raise if layers with a window or chunks alone rotate by one of some tables, in a model with other layers.
+
+    The blocks of the sample are run on a few tokens; of a model without weights all blocks, on the meta device. Nothing
+    is refused if that fails.
+
+    Raises:
+        UnsupportedModelError: There is such a table. The message says what the model needs.
+    """
+    by_config: dict[int, list[RotaryTable]] = {}
+    for table in tables:
+        # A label is the type of the layers.
+        if not table.label and local_layers(table.config) and not isinstance(table, SinCosTable):
+            by_config.setdefault(id(table.config), []).append(table)
+    if not by_config or is_sharded(model):
+        return
+    version = version_of(model)
+    if _read_by_full.get(model) == version:
+        return
+    for group in by_config.values():
+        config, paths = group[0].config, dict.fromkeys(table.name for table in group)
+        blocks = contextlib.nullcontext() if sample.empty else sample.only()
+        try:
+            with torch.compiler.set_stance("force_eager"), blocks:
+                users = users_of(model, [*paths])
+        except Exception:  # whatever a model raises that needs more than tokens
+            continue
+        layers = {layer_index(user, model.get_submodule(user)) for user in users} - {None}
+        if not layers or not layers <= local_layers(config):
+            continue
+        need = "No other layer reads by attention, so a longer text needs no patch."
+        with contextlib.suppress(PosencError):  # there is no full layer
+            layers_of_type(config, "full")
+            need = (
+                "Its full layers have no rotation: they need no patch for a longer text, or log_n."
+            )
+        raise UnsupportedModelError(
+            f"Only layers of this model with a sliding window or chunks rotate by {', '.join(paths)}, and they never "
+            f'read past it. {need} Pass layers="all" to patch them anyway.'
+        )
+    _read_by_full[model] = version
 
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:

@@ -17,9 +17,12 @@ from hf_posenc.attention.call import outside_autocast
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import (
+    PARTS,
     NoRotaryError,
     RotaryTable,
     SinCosTable,
+    foreign_frequencies,
+    is_table,
     select,
     tables_of,
     uncertain_rotaries,
@@ -32,7 +35,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
-from hf_posenc.patch.frequencies import install_rotary, install_sincos
+from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
 from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
@@ -75,9 +78,9 @@ def patch_model(
         original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of
             `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
             `config.max_position_embeddings`.
-        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own), `"all"`, or a
-            list of layer indices. In an encoder-decoder model also `"encoder"` or `"decoder"`: its full layers. For
-            frequency methods also the name of a block of `rope_parameters`.
+        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own; an error where no
+            other layers rotate), `"all"`, or a list of layer indices. In an encoder-decoder model also `"encoder"` or
+            `"decoder"`: its full layers. For frequency methods also the name of a block of `rope_parameters`.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.
@@ -130,8 +133,9 @@ def _patch(
         with placed, outside_autocast(kind):
             sample = sample_of(inner) if verify == "sample" else Sample({})
             source = _source(inner, method, sample)
-            state = resolve_request(source, method, **request)
             tables = () if isinstance(source, NativeSeam) else source
+            _refuse_foreign(inner, tables, method, request)
+            state = resolve_request(source, method, **request)
             if earlier is not None:
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
@@ -150,6 +154,10 @@ def _patch(
                 # Frequencies alone are changed on the meta device without a trial, which takes memory.
                 tried = sample if state.in_attention or not sample.empty else Sample({})
                 refuse_hidden(inner, tables, names, tried)
+            if tables and len(state.methods) > len(state.in_attention):
+                layers = state.config.layers
+                if layers == "full" or layers in PARTS:
+                    refuse_local(inner, select(tables, layers, whole=True), sample)
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):
@@ -324,6 +332,30 @@ def _check_replaceable(state: State, earlier: State, *, trained: bool) -> None:
     elif state.config.replace:
         return
     raise PosencError(f"This model is already patched with {earlier.config}. {way}")
+
+
+def _refuse_foreign(
+    model: nn.Module, tables: Sequence[RotaryTable], method: MethodLike, request: Mapping[str, Any]
+) -> None:
+    """Raise for frequencies that are not those of their config, which a patch would start from or keep."""
+    frequencies = any(
+        issubclass(one if isinstance(one, type) else type(one), RopeScaling)
+        for one in named(method)
+    )
+    for table in tables:
+        if table.scaled and request.get("replace") is True and frequencies:
+            continue  # starts from rope_theta
+        difference = foreign_frequencies(model, table)
+        if not difference:
+            continue
+        set_by_hand = is_table(table.live()[0])
+        if set_by_hand and request.get("compose") is True:
+            continue
+        way = "compose=True starts from them. " if set_by_hand else ""
+        raise UnsupportedModelError(
+            f"{difference} {way}If the config was edited after loading, or memory was left as it was (to_empty), load "
+            "the model again: from_pretrained(..., config=config)."
+        )
 
 
 def _refuse_damaged(damage: str | None, state: State) -> None:
@@ -595,10 +627,13 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
             kind = scalings[0].label if scalings else kind
         if (id(table.module), table.label) in dropped:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
+        patched_table = wrapper is not None and table.label in wrapper.specs
+        difference = "" if patched_table else foreign_frequencies(inner, table)
         label, inv_freq = table.label or None, inv_freq.detach()
         values = inv_freq.shape if inv_freq.is_meta else tuple(inv_freq.tolist())
         key = label, kind, theta, factor, inv_freq.device, values
         before = effective[key].modules if key in effective else ()
-        entry = EffectiveTable(label, (*before, table.name), kind, theta, inv_freq, factor)
+        names = (*before, table.name)
+        entry = EffectiveTable(label, names, kind, theta, inv_freq, factor, difference)
         effective[key] = entry
     return EffectiveTables(effective.values())

@@ -24,6 +24,8 @@ class EffectiveTable:
         theta: The base it started from; `None` where the config does not name one.
         inv_freq: Shape (d/2,), float32, radians per token.
         attention_factor: The factor on cos and sin.
+        difference: How the frequencies differ from those that transformers computes from the config, in a sentence;
+            empty if they do not.
 
     Examples:
         >>> from hf_posenc import inspect_rope, patch_model
@@ -40,6 +42,7 @@ class EffectiveTable:
     theta: float | None
     inv_freq: Tensor
     attention_factor: float
+    difference: str = ""
 
     @property
     def dim(self) -> int:
@@ -65,10 +68,13 @@ class EffectiveTables(tuple[EffectiveTable, ...]):
     """A tuple of rotary tables that a terminal and a notebook show as one table, a row each."""
 
     def __repr__(self) -> str:
-        return text_table(self._rows())
+        return "\n".join((text_table(self._rows()), *self._differences()))
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows())
+        return html_table(self._rows()) + "<br>".join(map(html.escape, self._differences()))
+
+    def _differences(self) -> list[str]:
+        return [table.difference for table in self if table.difference]
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [COLUMNS, *(table.row() for table in self)]

@@ -12,8 +12,9 @@ from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
 from hf_posenc.methods import Growing, Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
 from hf_posenc.methods.contract import called
-from hf_posenc.model.context import PER_LENGTH, context_of, readings
+from hf_posenc.model.context import context_of, readings
 from hf_posenc.model.discovery import (
+    PER_LENGTH,
     CutTableError,
     RotaryTable,
     layers_of_type,

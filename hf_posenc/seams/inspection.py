@@ -7,6 +7,7 @@ The certificate is what is left: zero, up to rounding, means that all places are
 from __future__ import annotations
 
 import contextlib
+import copy
 import html
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.model.discovery import tables_of
-from hf_posenc.model.rotary import table_labels
+from hf_posenc.model.discovery import (
+    LENGTH_KEYS,
+    UNSCALED,
+    RotaryTable,
+    foreign_frequencies,
+    tables_of,
+)
+from hf_posenc.model.rotary import moves_with_length, table_labels
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
 
@@ -362,16 +369,36 @@ def _rotary_facts(model: nn.Module) -> str:
         UnsupportedModelError
     ):  # of a model that does not rotate, or is refused for another reason
         return ""
-    facts: dict[str, None] = {}
-    for table in tables:
-        theta = table.parameters.get("rope_theta")
-        words = (
-            f"d {2 * len(table.live()[0])}, theta {theta:,.0f}"
-            if theta
-            else f"d {2 * len(table.live()[0])}"
+    described = ((table.label, _describe(model, table)) for table in tables)
+    facts = (f"{label}: {words}" if label else words for label, words in described)
+    return "; ".join(dict.fromkeys(facts))
+
+
+def _describe(model: nn.Module, table: RotaryTable) -> str:
+    """Return the size and base of a rotary table, and the scaling of its module as the config names it."""
+    words, parameters = [f"d {2 * len(table.live()[0])}"], table.parameters
+    if theta := parameters.get("rope_theta"):
+        words.append(f"theta {theta:,.0f}")
+    if table.rope_type != "default":
+        words.append(table.rope_type)
+        if factor := parameters.get("factor"):
+            words.append(f"factor {factor:g}")
+    if table.rope_type not in UNSCALED:
+        key = "original_max_position_embeddings"
+        lengths = (
+            parameters.get(key),
+            *(getattr(table.config, k, None) for k in (key, *LENGTH_KEYS)),
         )
-        facts[f"{table.label}: {words}" if table.label else words] = None
-    return "; ".join(facts)
+        words += [f"original length {length:,}" for length in lengths if isinstance(length, int)][
+            :1
+        ]
+        # The copy is called, since a call changes the table of a dynamic module.
+        device = table.live()[0].device
+        if moves_with_length(copy.deepcopy(table.module), table.label, device):
+            words.append("frequencies change with the length of the text")
+    if foreign_frequencies(model, table):
+        words.append("not the frequencies of its config")
+    return ", ".join(words)
 
 
 def _tables(model: nn.Module) -> Iterator[Found]:

@@ -8,16 +8,18 @@ that do not depend on the tokens and vary along the keys.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_posenc.model.unwrapping import trial
-from hf_posenc.model.weights import is_plain
+from hf_posenc.model.weights import execution_device, is_plain
 from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
 
 _aten = torch.ops.aten
@@ -195,6 +197,86 @@ def weighing(model: nn.Module, paths: Collection[str]) -> set[str]:
         with trial(model), trace:
             forward(model, ordinary_tokens(model, TOKENS))
     return trace.weighing - trace.convolving
+
+
+class _Derived(TorchDispatchMode):
+    """Follows some tensors through a forward: what is computed from one, or written over with one, is derived."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By storage, since a model may write on a view. Kept, or another tensor could get the same one.
+        self.storages: dict[int, Tensor] = {}
+
+    def add(self, value: Tensor) -> None:
+        self.storages[value.untyped_storage()._cdata] = value
+
+    def __contains__(self, value: Tensor) -> bool:
+        return value.untyped_storage()._cdata in self.storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if any(each in self for each in _tensors((args, kwargs))):
+            for each in _tensors(output):
+                self.add(each)
+        return output
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors with a storage among nested values."""
+    native = Tensor.__torch_dispatch__
+    tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
+    return [
+        each
+        for each in tensors
+        if type(each).__torch_dispatch__ is native and each.layout == torch.strided
+    ]
+
+
+def users_of(model: nn.Module, sources: Collection[str]) -> set[str]:
+    """Return the paths of the modules that compute with what the modules of some paths return.
+
+    A use inside of a submodule counts for that alone. No value is compared, so models on the meta device are traced
+    too.
+
+    Raises:
+        Exception: A model that cannot be run on a few tokens alone.
+    """
+    on_meta = execution_device(model).type == "meta"
+    if on_meta:  # the only precision that experts have there; a copy takes no memory
+        model = copy.deepcopy(model).to("meta", torch.bfloat16)
+    ids = torch.arange(4, 4 + TOKENS, device=execution_device(model))[None]
+    modules = {path: model.get_submodule(path) for path in sources}
+    inside = {each for module in modules.values() for each in module.modules()}
+    trace, found = _Derived(), set[str]()
+
+    def begin(module: nn.Module, args: Any, output: Any) -> None:
+        for each in _tensors(output):
+            trace.add(each)
+
+    def end(path: str) -> Any:
+        def cut(module: nn.Module, args: Any, output: Any) -> Any:
+            if not any(each in trace for each in _tensors(output)):
+                return None
+            found.add(path)
+            with _disable_current_modes():
+                return tree_map_only(Tensor, torch.clone, output)
+
+        return cut
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            if path in modules or module not in inside:
+                hook = begin if path in modules else end(path)
+                stack.callback(module.register_forward_hook(hook).remove)
+        stack.enter_context(trial(model))
+        if on_meta:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(trace)
+        if on_meta:  # without a cache, its positions are compared with those of a packed text
+            model(input_ids=ids, use_cache=True)
+        else:
+            forward(model, ids)
+    return found
 
 
 def read_arguments(model: nn.Module) -> list[Argument]:

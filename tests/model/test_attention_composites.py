@@ -84,3 +84,26 @@ REFUSED_COMPOSITES = {
     "mistral_large4": SPARSE,
     "diffusion_gemma": "besides attention",
 }
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("method", ["rerope", "log_n"])
+def test_an_image_with_positions_on_three_axes_is_refused(model_type: str, method: str) -> None:
+    """Layers of Qwen3-VL get no positions beside an image, those of Qwen2-VL get all three axes."""
+    model: Any = zoo.build(model_type)
+    config, vision = model.config, model.config.vision_config
+    merge, features = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]])
+    image = [config.vision_start_token_id, *[config.image_token_id] * 4]
+    ids = torch.tensor([[10, 11, *image, 12, 13, 14]])
+    given: dict[str, Any] = {
+        "pixel_values": torch.randn(int(grid.prod()), 3 * features),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+    }
+    before = zoo.logits(model, ids, **given)
+    patch_model(model, method)
+    with pytest.raises(PosencError, match=r"on three axes.* Use a frequency method"):
+        zoo.logits(model, ids, **given)
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids, **given), before)

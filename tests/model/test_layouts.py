@@ -123,7 +123,7 @@ def test_a_layout_gives_the_scores_of_the_complex_form(layout: Layout, patched: 
     model = zoo.build(layout.model_type, **layout.fields)
     model.set_attn_implementation("eager")
     if patched:
-        patch_model(model, "yarn", scale=SCALE)
+        patch_model(model, "yarn", scale=SCALE, layers="all")
     weights = projections(attention_of(model))
     random = torch.Generator().manual_seed(0)
     hidden, *shared = (

@@ -33,11 +33,11 @@ def gpu_logits(model: PreTrainedModel) -> torch.Tensor:
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "llama4_text"])
 def test_patched_before_and_after_the_move(model_type: str, method: str) -> None:
     model: Any = zoo.build(model_type)
-    with patched(model, method, **METHODS[method]):
+    with patched(model, method, **METHODS[method], layers="all"):
         expected = logits(model)
         assert zoo.relative_difference(gpu_logits(model.cuda()), expected) < 1e-3
     before = gpu_logits(model)
-    patch_model(model, method, **METHODS[method])
+    patch_model(model, method, **METHODS[method], layers="all")
     assert zoo.relative_difference(gpu_logits(model), expected) < 1e-3
     assert torch.equal(gpu_logits(unpatch_model(model)), before)
 

@@ -13,7 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import PosencError, get_patch, inspect_rope, patch_model, unpatch_model
+from hf_posenc import (
+    PosencError,
+    UnsupportedModelError,
+    get_patch,
+    inspect_rope,
+    patch_model,
+    unpatch_model,
+)
 from hf_posenc.methods import (
     ALiBi,
     Clip,
@@ -292,3 +299,45 @@ def zoo_table_model() -> Any:
     from tests.support.families import build_text_model
 
     return build_text_model("gpt2")
+
+
+# Their full layers do not rotate, and the config does not say so.
+UNROTATED = (
+    *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"),
+    *("llama4", "llama4_text", "aya_vision", "exaone4_5", "muse_glimmer"),
+)
+
+
+@pytest.mark.parametrize("model_type", UNROTATED)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frequencies_of_window_layers_alone_are_refused(model_type: str, device: str) -> None:
+    model: Any = zoo.build(model_type)
+    before, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    model = model.to(device)
+    for method, options in (("yarn", {"scale": 4}), ("dynamic_ntk", {"update": "sequence"})):
+        with pytest.raises(UnsupportedModelError, match=r"never read past it.*log_n") as refusal:
+            patch_model(model, method, **options)
+        assert 'layers="all"' in str(refusal.value)
+        assert get_patch(model) is None
+        patch_model(model, method, **options, layers="all")
+        unpatch_model(model)
+    assert model.config.to_dict() == config
+    if device == "cpu":
+        after = model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "smollm3", "mistral", "gemma3_text", "t5gemma"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frequencies_that_full_layers_read_are_patched(model_type: str, device: str) -> None:
+    model: Any = zoo.build(model_type)
+    model.to(device)
+    patch_model(model, "yarn", scale=4)
+    assert get_patch(model) is not None
+
+
+def test_recurrent_layers_beside_a_window_need_no_patch() -> None:
+    with pytest.raises(UnsupportedModelError, match="No other layer reads by attention"):
+        patch_model(
+            zoo.build("recurrent_gemma"), "yarn", scale=4, original_max_position_embeddings=64
+        )

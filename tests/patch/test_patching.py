@@ -22,6 +22,7 @@ from hf_posenc import (
     UnsupportedModelError,
     get_method,
     get_patch,
+    inspect_positions,
     inspect_rope,
     patch_model,
     patched,
@@ -482,6 +483,60 @@ def test_inspect_rope_is_a_tuple_that_prints_as_a_table() -> None:
     assert copy.deepcopy(tables)._repr_html_() == tables._repr_html_()
 
 
+class TestRotaryAttributes:
+    """`rotary_emb.inv_freq` and `attention_scaling`, where people and tools read what is in force."""
+
+    @staticmethod
+    def check(model: nn.Module) -> None:
+        for table in inspect_rope(model):
+            rotary, prefix = model.get_submodule(table.modules[0]), ""
+            if table.layer_type is not None:
+                prefix = f"{table.layer_type}_"
+            assert torch.equal(getattr(rotary, f"{prefix}inv_freq"), table.inv_freq)
+            assert getattr(rotary, f"{prefix}attention_scaling") == table.attention_factor
+
+    @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3"])
+    @pytest.mark.parametrize("method", ["yarn", "pi", "dynamic_ntk", "longrope"])
+    def test_are_those_in_force(self, model_type: str, method: str) -> None:
+        model = zoo.build(model_type)
+        names = [name for name, _ in model.named_buffers()]
+        keys = [*model.state_dict()]
+        native = copy.deepcopy(dict(model.named_buffers()))
+        patch_model(model, method, **OPTIONS[method])
+        for _ in range(2):
+            self.check(model)  # a dynamic one has the table of the original length
+            logits(model)  # past that length
+        copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+        for each in (model, *copies):
+            self.check(each)
+            self.check(each.bfloat16())
+            assert [*each.state_dict()] == keys
+        for each in copies:
+            unpatch_model(each)
+            assert [name for name, _ in each.named_buffers()] == names
+        model = patch_model(zoo.build(model_type), method, **OPTIONS[method])
+        unpatch_model(model)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, native[name])
+
+    def test_compiled(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        rotary: Any = model.get_submodule("model.rotary_emb")
+
+        def read() -> Tensor:
+            scaled: Tensor = rotary.inv_freq * rotary.attention_scaling
+            return scaled
+
+        compiled: Any = torch.compile(read, backend="eager", fullgraph=True)
+        (table,) = inspect_rope(model)
+        assert torch.equal(compiled(), table.inv_freq * table.attention_factor)
+
+    def test_survive_to_empty(self, model: Any) -> None:
+        patch_model(model, "yarn", scale=4)
+        model.to("meta").to_empty(device="cpu")
+        self.check(model)
+
+
 class TestPrecision:
     """Frequencies are made in float64 and stay float32, whatever happens to the model."""
 
@@ -791,3 +846,105 @@ def test_edits_of_the_config_in_a_block_stay(family: str) -> None:
     assert patch.method == "yarn"
     unpatch_model(model)
     assert (text.use_cache, text.max_position_embeddings) == (False, zoo.ORIGINAL_LENGTH)
+
+
+class TestForeignFrequencies:
+    """Tables that are not those of the config: said in inspection, and refused where they do not look meant."""
+
+    @staticmethod
+    def garbage(kind: str) -> PreTrainedModel:
+        model: Any = zoo.build("llama")
+        table = model.model.rotary_emb.inv_freq
+        if kind == "to_empty":  # zeros, or whatever the memory holds
+            weights = copy.deepcopy(model.state_dict())
+            model.to("meta").to_empty(device="cpu").load_state_dict(weights)
+            table = model.model.rotary_emb.inv_freq.fill_(7)
+        else:
+            values = {"nan": float("nan"), "zeros": 0.0, "negative": -0.5, "rising": 1.0}
+            table.fill_(values[kind])
+            if kind == "rising":
+                table += torch.arange(len(table))
+        return model
+
+    @pytest.mark.parametrize("kind", ["to_empty", "nan", "zeros", "negative", "rising"])
+    @pytest.mark.parametrize(
+        ("method", "options"),
+        [
+            *(("yarn", {"scale": 4}), ("yarn", {"scale": 4, "compose": True})),
+            *(("rerope", {"window": 8}), ("log_n", {}), ("dynamic_ntk", {"update": "sequence"})),
+        ],
+    )
+    def test_garbage_is_named_and_refused(
+        self, kind: str, method: str, options: dict[str, Any]
+    ) -> None:
+        model = self.garbage(kind)
+        (table,) = inspect_rope(model)
+        assert "does not have the frequencies of its config" in table.difference
+        assert table.difference in repr(inspect_rope(model))
+        with pytest.raises(UnsupportedModelError, match="not have the frequencies of its config"):
+            patch_model(model, method, **options)
+        assert get_patch(model) is None
+
+    @pytest.mark.parametrize("kind", ["default", "dynamic", "yarn"])
+    @pytest.mark.parametrize("cast", ["float", "half", "bfloat16"])
+    def test_rounding_and_long_texts_are_no_difference(self, kind: str, cast: str) -> None:
+        rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e6}
+        rope |= {"factor": 4.0} if kind != "default" else {}
+        rope |= {"original_max_position_embeddings": 32} if kind == "yarn" else {}
+        model: Any = zoo.build("llama", rope_parameters=rope)
+        logits(model)  # a dynamic table grows
+        getattr(model, cast)()
+        assert [table.difference for table in inspect_rope(model)] == [""]
+        patch_model(model, "yarn", scale=4, replace=kind != "default")
+        assert [table.difference for table in inspect_rope(model)] == [""]
+
+    @pytest.mark.parametrize("method", ["pi", "rerope"])
+    def test_a_table_set_by_hand_is_composed_with(self, model: Any, method: str) -> None:
+        rotary = model.model.rotary_emb
+        options: dict[str, Any] = {"scale": 2} if method == "pi" else {"window": 8}
+        rotary.inv_freq *= torch.linspace(1, 0.5, len(rotary.inv_freq))
+        own = rotary.inv_freq.clone()
+        assert inspect_rope(model)[0].difference
+        (source,) = inspect_positions(model).sources
+        assert source.facts.endswith(", not the frequencies of its config")
+        with pytest.raises(UnsupportedModelError, match="compose=True starts from them"):
+            patch_model(model, method, **options)
+        patch_model(model, method, **options, compose=True)
+        (table,) = inspect_rope(model)
+        assert torch.allclose(table.inv_freq, own / (2 if method == "pi" else 1), rtol=1e-6)
+        unpatch_model(model)
+        assert torch.equal(rotary.inv_freq, own)
+
+    def test_a_table_that_the_code_of_the_model_sets_is_its_own(self) -> None:
+        class Own(LlamaForCausalLM):
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                rotary: Any = self.model.rotary_emb
+                rotary.inv_freq *= torch.linspace(1, 0.5, len(rotary.inv_freq))
+
+        config: Any = zoo.tiny_config("llama")
+        model: Any = Own(config)
+        assert inspect_rope(model)[0].difference == ""
+        patch_model(model, "pi", scale=2, compose=True)
+
+    def test_a_module_that_the_config_does_not_build_is_left_alone(self, model: Any) -> None:
+        class Another(type(model.model.rotary_emb)):  # type: ignore[misc]
+            def __init__(self, config: Any, base: float) -> None:
+                super().__init__(config)
+
+        model.model.rotary_emb.__class__ = Another
+        model.model.rotary_emb.inv_freq *= torch.linspace(1, 0.5, 8)
+        assert inspect_rope(model)[0].difference == ""
+
+    def test_a_config_that_was_edited_after_loading(self, model: Any) -> None:
+        before = logits(model)
+        yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+        model.config.rope_parameters = {**yarn, "original_max_position_embeddings": 64}
+        requests: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 8}}
+        message = r"rope_type=yarn, factor=4.0.*in force: .* rope_type='default'.*config was edited"
+        for method, options in requests.items():
+            with pytest.raises(UnsupportedModelError, match=message):
+                patch_model(model, method, **options)
+        patch_model(model, "pi", scale=2, replace=True)  # from rope_theta
+        unpatch_model(model)
+        assert torch.equal(logits(model), before)

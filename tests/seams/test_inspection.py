@@ -81,6 +81,35 @@ def test_slopes_of_alibi_are_those_of_the_paper() -> None:
     assert facts == f"slopes {', '.join(f'{slope:.4g}' for slope in slopes)}"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16, **LISTS}
+MOVES = "frequencies change with the length of the text"
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_type": "default"}, ""),
+        (
+            {"rope_type": "dynamic", "factor": 4.0},
+            f", dynamic, factor 4, original length 64, {MOVES}",
+        ),
+        (YARN, ", yarn, factor 4, original length 16"),
+        (LONGROPE, f", longrope, original length 16, {MOVES}"),
+        ({**LONGROPE, "long_factor": [1.0] * 8}, ", longrope, original length 16"),
+    ],
+)
+def test_a_scaling_of_the_config_is_in_the_row_of_its_table(
+    rope: dict[str, Any], scaling: str
+) -> None:
+    model = build_text_model("llama", rope_parameters={"rope_theta": 10_000.0, **rope})
+    before = logits(model, tokens(96))
+    (source,) = inspect_positions(model).sources
+    assert source.facts == f"d 16, theta 10,000{scaling}"
+    assert torch.equal(logits(model, tokens(96)), before)
+
+
 # Sources that are hidden on purpose
 
 

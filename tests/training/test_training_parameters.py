@@ -197,9 +197,9 @@ def test_every_architecture(model_type: str) -> None:
     """A LoRA changes nothing at first, every chosen parameter gets a gradient, and merging is exact."""
     model = zoo.build(model_type)
     if model_type == "recurrent_gemma":  # its config names no length
-        patch_model(model, "yarn", scale=4, original_max_position_embeddings=64)
+        patch_model(model, "yarn", scale=4, original_max_position_embeddings=64, layers="all")
     else:
-        patch_model(model, "yarn", scale=4, replace=True)
+        patch_model(model, "yarn", scale=4, replace=True, layers="all")
     ids = zoo.tokens(40)
     before, tied = zoo.logits(model, ids), is_tied(model)
     with warnings.catch_warnings():

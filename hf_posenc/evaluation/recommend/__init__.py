@@ -36,14 +36,17 @@ from hf_posenc.evaluation.recommend.options import (
 )
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
-from hf_posenc.model.context import PER_LENGTH, Context, context_of
+from hf_posenc.model.context import Context, context_of
 from hf_posenc.model.discovery import (
+    PER_LENGTH,
     NoRotaryError,
     read_spec,
     select,
     tables_of,
 )
+from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.patch.frequencies import refuse_local
 from hf_posenc.patch.patching import get_patch
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
@@ -212,7 +215,8 @@ def recommend(
         The classes with their reasons, and the limits and the memory that they follow from.
 
     Raises:
-        PosencError: A length below 1, a patched model, or one without a rotary table.
+        PosencError: A length below 1, a patched model, one without a rotary table, or one that needs no patch because
+            none of its full layers rotates.
 
     Examples:
         >>> from hf_posenc.evaluation.recommend import recommend
@@ -235,14 +239,17 @@ def recommend(
             "checkpoint that it was saved from."
         )
     try:
-        table = select(tables_of(inner), "full", whole=True)[0]
+        tables = select(tables_of(inner), "full", whole=True)
     except NoRotaryError as error:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no rotary embedding, which the advice is about. `hf-posenc inspect {name}` "
             "finds where its positions come from and names the methods for that; `hf-posenc perplexity` compares them."
         ) from error
+    table = tables[0]
     context = context_of(table, original, argument="original= (--original)")
     carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled)
+    if target_length > carried.reach:
+        refuse_local(inner, tables, sample_of(inner))
     beside = _beside(carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.start(compose=compose), compose=compose)

@@ -375,6 +375,15 @@ def test_what_the_architecture_does_not_take() -> None:
     assert advice.tested
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_whose_full_layers_do_not_rotate_needs_no_patch(device: str) -> None:
+    model: Any = zoo.build("cohere2")
+    model.to(device)
+    with pytest.raises(PosencError, match=r"need no patch for a longer text, or log_n"):
+        recommend(model, TRAINED * 4)
+    assert not recommend(model, TRAINED).needed
+
+
 def test_refusals(live: Any) -> None:
     with pytest.raises(
         PosencError, match=r"has no rotary embedding.* `hf-posenc inspect bloom-7b`"
