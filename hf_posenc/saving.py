@@ -135,6 +135,8 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
             f"This model was saved with {config} and computes it already. hf_posenc.from_pretrained loads the folder "
             "of a whole model with its patch; load_patch is for a model from before it."
         )
+    if str(source) in available_recipes():
+        _check_base(model, str(source))
     if not beside.is_file():
         return apply_config(model, config)
     try:
@@ -148,6 +150,21 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
         unpatch_model(model)
         raise
     return model
+
+
+def _check_base(model: nn.Module, recipe: str) -> None:
+    """Warn of a recipe for checkpoints with another base."""
+    about = get_recipe(recipe)["recipe"]
+    base = {**about.get("scaled", {}), **about.get("unscaled", {})}.get("rope_theta")
+    config: Any = unwrap(model).config
+    entry = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    own = entry.get("full_attention", entry).get("rope_theta")
+    if None not in (base, own) and base != own:
+        warnings.warn(
+            f"{recipe} is for {about['checkpoint']}, whose rope_theta is {base:g}, and this model's is {own:g}: its "
+            "numbers may not suit it.",
+            stacklevel=3,
+        )
 
 
 def read_patch(source: str | Path) -> PatchConfig:

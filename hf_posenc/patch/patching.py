@@ -64,8 +64,8 @@ def patch_model(
     """Change how a live model encodes position, in place and reversibly.
 
     A model with RoPE is first run on seven tokens, through one block of each kind, which shows that positions enter
-    nowhere else. The call ends by
-    reading back the frequencies in force; where anything fails, the model is left as it was.
+    nowhere else. The call ends by reading back the frequencies in force; where anything fails, the model is left as it
+    was.
     The same request once more changes nothing, also after training. Another one needs `replace=True`.
 
     Args:
@@ -75,9 +75,9 @@ def patch_model(
             layers that stay: `{"full": NoPE(), "sliding": None}`, `{range(0, 16): YaRN(scale=4), 16: "rerope"}`.
         scale: Target context as a multiple of the original one.
         target_length: Target context in tokens, instead of `scale`; text such as `"32k"` is read too.
-        original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of
-            `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
-            `config.max_position_embeddings`.
+        original_max_position_embeddings: The context length that the method starts from, in tokens: with `compose` the
+            one that the scaled checkpoint reaches, else the one before any scaling. By default it is read from the
+            config, and from the recipes of known checkpoints (`hf_posenc.model.context.readings`).
         layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own; an error where no
             other layers rotate), `"all"`, or a list of layer indices. In an encoder-decoder model also `"encoder"` or
             `"decoder"`: its full layers. For frequency methods also the name of a block of `rope_parameters`.

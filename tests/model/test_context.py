@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc import get_patch, patch_model, patched
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.model.context import Context, context_of, readings
@@ -91,16 +91,16 @@ def test_a_scaled_checkpoint_is_scaled_further(checkpoint: dict[str, Any]) -> No
     model, read = built(checkpoint), context(checkpoint)
     table = select(tables_of(model), "full", whole=True)[0]
     with pytest.raises(PosencError, match="already scaled") as raised:
-        patch_model(model, "yarn", scale=2)
+        patch_model(model, "yarn", scale=2, layers="all")
     assert f"{read.original:,} tokens, to {2 * read.original:,}" in str(raised.value)
-    with patched(model, "pi", scale=2, replace=True):
+    with patched(model, "pi", scale=2, replace=True, layers="all"):
         patch = get_patch(model)
         assert patch is not None
         assert patch.original_max_position_embeddings == read.original
         assert patch.extended_length == 2 * read.original
     if table.rope_type != "longrope":
         assert f"{read.reach:,} tokens, to {2 * read.reach:,}" in str(raised.value)
-        with patched(model, "pi", target_length=2 * read.reach, compose=True):
+        with patched(model, "pi", target_length=2 * read.reach, compose=True, layers="all"):
             patch = get_patch(model)
             assert patch is not None
             assert patch.original_max_position_embeddings == read.reach
@@ -115,6 +115,10 @@ def test_what_is_recommended_and_truncated(checkpoint: dict[str, Any]) -> None:
     assert not recommend(on_meta, read.reach).needed
     if read.reach > 1 << 20:
         return  # the longest target is not far beyond
+    if checkpoint["model_type"] == "exaone4":  # whose full layers do not rotate
+        with pytest.raises(UnsupportedModelError, match="they need no patch"):
+            recommend(on_meta, 2 * read.reach)
+        return
     advice = recommend(on_meta, 2 * read.reach)
     assert advice.needed
     assert (advice.carried.original, advice.carried.trained) == (read.original, read.trained)

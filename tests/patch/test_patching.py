@@ -895,7 +895,8 @@ class TestForeignFrequencies:
         logits(model)  # a dynamic table grows
         getattr(model, cast)()
         assert [table.difference for table in inspect_rope(model)] == [""]
-        patch_model(model, "yarn", scale=4, replace=kind != "default")
+        given: dict[str, Any] = {"original_max_position_embeddings": 64}
+        patch_model(model, "yarn", scale=4, replace=kind != "default", **given)
         assert [table.difference for table in inspect_rope(model)] == [""]
 
     @pytest.mark.parametrize("method", ["pi", "rerope"])

@@ -8,6 +8,7 @@ Tables and logits must agree.
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -502,3 +503,13 @@ def test_lampe_has_the_room_of_its_authors(name: str) -> None:
 def test_hunyuans_alpha_is_a_base() -> None:
     """The base is computed and not a published number."""
     assert _recipe("hunyuan-ntk-alpha")["options"]["rope_theta"] == 1e4 * 1000 ** (128 / 126)
+
+
+def test_a_recipe_for_another_base_warns() -> None:
+    theta = PUBLISHED["qwen2.5-yarn-128k"].theta
+    for own, warns in ((1e7, True), (theta, False)):
+        model = _model(_config(PUBLISHED["qwen2.5-yarn-128k"], own, 32768, None))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_patch(model, "qwen2.5-yarn-128k")
+        assert any("rope_theta is 1e+06" in str(each.message) for each in caught) == warns
