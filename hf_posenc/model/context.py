@@ -84,9 +84,8 @@ def readings(table: RotaryTable, original: int | None = None) -> tuple[Context, 
     maximum = _length(config)
     own = _first(getattr(config, _ORIGINAL, None), entry.get(_ORIGINAL))
     if not kind:
-        chunks = (
-            getattr(config, "dual_chunk_attention_config", None) or {}
-        )  # which transformers does not compute
+        # transformers does not compute it, so the checkpoint reads as far as without it.
+        chunks = getattr(config, "dual_chunk_attention_config", None) or {}
         advised = (get_recipe(name)[_ORIGINAL] for name in recipes_of(config, "unscaled"))
         length = original or _first(chunks.get(_ORIGINAL), *advised, own, maximum)
         return (Context(length, length, length),) if length else ()

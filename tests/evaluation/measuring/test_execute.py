@@ -134,7 +134,7 @@ def test_strict_raises_and_stores_nothing() -> None:
     assert store.get(("none", 1)) is None
 
 
-@pytest.mark.parametrize("spec", ["none", "log_n"])
+@pytest.mark.parametrize("spec", ["none", "log_n:original_max_position_embeddings=64"])
 def test_a_dynamic_table_of_the_model_is_reset_whatever_is_patched_in_beside_it(spec: str) -> None:
     """A method that leaves the model's own table alone leaves its state, too."""
     results = []
