@@ -89,7 +89,7 @@ def readings(table: RotaryTable, original: int | None = None) -> tuple[Context, 
         advised = (get_recipe(name)[_ORIGINAL] for name in recipes_of(config, "unscaled"))
         length = original or _first(chunks.get(_ORIGINAL), *advised, own, maximum)
         return (Context(length, length, length),) if length else ()
-    for name in recipes_of(config, "scaled"):
+    for name in () if original else recipes_of(config, "scaled"):
         recipe = get_recipe(name)
         known = recipe[_ORIGINAL], recipe["recipe"].get("reach")
         reach = known[1] or round(known[0] * recipe["scale"])

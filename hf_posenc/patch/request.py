@@ -414,7 +414,6 @@ def _check_scaled(
         shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
         summary = ", ".join(f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
         read = readings(table)
-
         replaced, composed = (
             [original] if original else [each.start(compose=way) for each in read]
             for way in (False, True)

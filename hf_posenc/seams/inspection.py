@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import (
-    LENGTH_KEYS,
     UNSCALED,
     RotaryTable,
     foreign_frequencies,
@@ -375,7 +375,7 @@ def _rotary_facts(model: nn.Module) -> str:
 
 
 def _describe(model: nn.Module, table: RotaryTable) -> str:
-    """Return the size and base of a rotary table, and the scaling of its module as the config names it."""
+    """Return the size and base of a rotary table, the scaling of its module, and the lengths before and after it."""
     words, parameters = [f"d {2 * len(table.live()[0])}"], table.parameters
     if theta := parameters.get("rope_theta"):
         words.append(f"theta {theta:,.0f}")
@@ -384,14 +384,8 @@ def _describe(model: nn.Module, table: RotaryTable) -> str:
         if factor := parameters.get("factor"):
             words.append(f"factor {factor:g}")
     if table.rope_type not in UNSCALED:
-        key = "original_max_position_embeddings"
-        lengths = (
-            parameters.get(key),
-            *(getattr(table.config, k, None) for k in (key, *LENGTH_KEYS)),
-        )
-        words += [f"original length {length:,}" for length in lengths if isinstance(length, int)][
-            :1
-        ]
+        if lengths := " or ".join(map(str, readings(table))):
+            words.append(f"{lengths} tokens")
         # The copy is called, since a call changes the table of a dynamic module.
         device = table.live()[0].device
         if moves_with_length(copy.deepcopy(table.module), table.label, device):
@@ -409,8 +403,8 @@ def _tables(model: nn.Module) -> Iterator[Found]:
         tensor = tensors[reading.name]
         pattern = _DIGITS.sub("*", reading.name)
         groups.setdefault((pattern, tensor.shape, reading.first is None), []).append(reading)
-    for readings in groups.values():
-        first, names = readings[0], tuple(reading.name for reading in readings)
+    for group in groups.values():
+        first, names = group[0], tuple(reading.name for reading in group)
         tensor = tensors[first.name]
         rows, size = tensor.shape[first.axis], tensor.shape[-1]
         if first.first is None:
@@ -420,7 +414,7 @@ def _tables(model: nn.Module) -> Iterator[Found]:
             facts = f"{rows - first.first} positions of {size} features"
             facts += f", from row {first.first}" if first.first else ""
             source = Source(kind, names, facts, start=first.first)
-        held = [(tensors[reading.name], reading.axis) for reading in readings]
+        held = [(tensors[reading.name], reading.axis) for reading in group]
         yield Found(source, lambda held=held: constant(model, held))  # type: ignore[misc]
 
 

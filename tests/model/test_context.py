@@ -160,3 +160,9 @@ def test_another_maximum_changes_nothing_else() -> None:
             found.append((truncated, model(zoo.tokens(80)).logits))
     assert {length for length, _ in found} == {256}
     assert all(torch.equal(logits, found[0][1]) for _, logits in found)
+
+
+def test_a_length_that_is_given_goes_before_what_is_known() -> None:
+    gemma = next(one for one in CHECKPOINTS if one["checkpoint"] == "google/gemma-3-12b-it")
+    for table in tables_of(built(gemma)):
+        assert context_of(table, 16384) == Context(16384, 131072, 131072)

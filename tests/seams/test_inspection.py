@@ -93,11 +93,11 @@ MOVES = "frequencies change with the length of the text"
         ({"rope_type": "default"}, ""),
         (
             {"rope_type": "dynamic", "factor": 4.0},
-            f", dynamic, factor 4, original length 64, {MOVES}",
+            f", dynamic, factor 4, from 64 to 256 or from 16 to 64 tokens, {MOVES}",
         ),
-        (YARN, ", yarn, factor 4, original length 16"),
-        (LONGROPE, f", longrope, original length 16, {MOVES}"),
-        ({**LONGROPE, "long_factor": [1.0] * 8}, ", longrope, original length 16"),
+        (YARN, ", yarn, factor 4, from 16 to 64 tokens"),
+        (LONGROPE, f", longrope, from 16 to 64 tokens, {MOVES}"),
+        ({**LONGROPE, "long_factor": [1.0] * 8}, ", longrope, from 16 to 64 tokens"),
     ],
 )
 def test_a_scaling_of_the_config_is_in_the_row_of_its_table(
