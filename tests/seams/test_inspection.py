@@ -99,6 +99,7 @@ MOVES = "frequencies change with the length of the text"
         (LONGROPE, f", longrope, from 16 to 64 tokens, {MOVES}"),
         ({**LONGROPE, "long_factor": [1.0] * 8}, ", longrope, from 16 to 64 tokens"),
     ],
+    ids=["default", "dynamic", "yarn", "longrope", "longrope-of-one-table"],
 )
 def test_a_scaling_of_the_config_is_in_the_row_of_its_table(
     rope: dict[str, Any], scaling: str
