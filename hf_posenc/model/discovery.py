@@ -100,6 +100,16 @@ class RotaryTable:
             factor = getattr(self.module, "attention_scaling", None)
         return inv_freq, 1.0 if factor is None else float(factor)
 
+    def composed(self) -> tuple[Tensor, float]:
+        """Return the table that a method scales once more, as `live`: of `longrope` the one for long texts."""
+        inv_freq, factor = self.live()
+        if self.rope_type == "longrope":
+            exponents = torch.arange(len(inv_freq), dtype=torch.float32) / len(inv_freq)
+            divisors = torch.tensor(self.parameters["long_factor"], dtype=torch.float32)
+            inv_freq = 1 / (divisors * self.parameters["rope_theta"] ** exponents)
+            factor = self.parameters.get("long_mscale") or factor
+        return inv_freq, factor
+
 
 Tables = Sequence[RotaryTable]
 
@@ -391,7 +401,8 @@ def is_table(frequencies: Tensor) -> bool:
 
 def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
     """Return the frequencies that a method starts from: those of `rope_theta`, or for `compose` those in force."""
-    live = table.live()[0].detach().to("cpu", torch.float32).clone()
+    live = table.composed()[0] if compose else table.live()[0]
+    live = live.detach().to("cpu", torch.float32).clone()
     dim = 2 * len(live)
     theta = table.parameters.get("rope_theta") or getattr(table.config, "rope_theta", None)
     if compose:

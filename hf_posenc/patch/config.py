@@ -90,7 +90,7 @@ class PatchConfig:
         (first, options), *others = self._own_parts
         target = {"target_length": self.target_length} if self.target_length else {}
         own = " + ".join(
-            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in given.items())})"
+            f"{name}({', '.join(f'{key}={short(value)}' for key, value in given.items())})"
             for name, given in ((first, {**options, **target}), *others)
         )
         if not self.elsewhere:
@@ -240,7 +240,8 @@ def _layers_in_words(layers: Layers) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value in words that fit into a line."""
     if isinstance(value, tuple | list) and len(value) > 4:
         return f"[{len(value)} numbers]"
     return f"{value:g}" if isinstance(value, float) else repr(value)

@@ -138,7 +138,7 @@ def _wrap(
             )
             for table in group
         }
-        factors = {table.label: table.live()[1] for table in group if compose}
+        factors = {table.label: table.composed()[1] for table in group if compose}
         wrapper = PosencRotary(module, method, specs, factors)
         patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]
     return patched

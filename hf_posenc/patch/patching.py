@@ -399,6 +399,10 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         elif state.config.replace and (scaled := [table for table in tables if table.scaled]):
             # Layers that the method does not compute share these tables: the checkpoint's scaling goes from them too.
             install_rotary(model, state, scaled, PositionInterpolation(scale=1.0))
+    lists = [table for table in tables if table.rope_type == "longrope"]
+    composed = state.config.compose and any(each.reads_rotation for each in others)
+    if lists and composed and not scalings:
+        install_rotary(model, state, lists, PositionInterpolation(scale=1.0))
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers
 
@@ -538,7 +542,10 @@ def get_patch(model: nn.Module) -> Patch | None:
     inner, lengths = unwrap(model), (state.original, state.extended)
     tables = EffectiveTables() if state.native is not None else inspect_rope(model)
     places = tuple(state.native.rows(inner)) if state.native is not None else ()
-    return Patch(state.config, tables, *lengths, state.export, layers, state.attention, places)
+    return Patch(
+        *(state.config, tables, *lengths, state.export, layers, state.attention, places),
+        dropped=state.dropped,
+    )
 
 
 def inspect_positions(model: nn.Module) -> Positions:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.patch.config import PatchConfig
+from hf_posenc.patch.config import PatchConfig, short
 from hf_posenc.seams.inspection import html_table, text_table
 
 
@@ -96,6 +97,7 @@ class Patch:
         layers: The attention layers in which a method computes attention itself, by path.
         attention: The attention implementation that it replaces; `None` where none is replaced.
         places: What is patched in a model without rotary embedding, as rows of a table, its heading first.
+        dropped: The values of the checkpoint's own scaling that `replace=True` dropped, and that the patch has not.
 
     Examples:
         >>> from hf_posenc import get_patch, patch_model
@@ -114,6 +116,7 @@ class Patch:
     layers: tuple[str, ...] = ()
     attention: str | None = None
     places: tuple[tuple[str, ...], ...] = ()
+    dropped: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -154,6 +157,9 @@ class Patch:
         original = self.original_max_position_embeddings
         lengths = f"{original} -> {reach}" if original else "texts of any length"
         notes = f"{lengths}; {saved}"
+        if self.dropped:
+            values = ", ".join(f"{key}={short(value)}" for key, value in self.dropped.items())
+            notes += f"; drops of the checkpoint's own scaling: {values}"
         if self.attention is None:
             return notes
         layers = f"attention of {len(self.layers)} layers"

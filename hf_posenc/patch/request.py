@@ -14,13 +14,13 @@ from hf_posenc.methods import Growing, Method, RopeScaling, TableFilter, needs_n
 from hf_posenc.methods.contract import called
 from hf_posenc.model.context import context_of, readings
 from hf_posenc.model.discovery import (
-    PER_LENGTH,
     CutTableError,
     RotaryTable,
     layers_of_type,
     select,
 )
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
+from hf_posenc.patch.scaled import composes, dropped_of, own_knobs, own_original, refuse_moving
 from hf_posenc.patch.state import LayerPart, State
 from hf_posenc.seams.native import NativeSeam
 
@@ -76,6 +76,8 @@ def resolve_request(
     if original_max_position_embeddings is not None:
         name = "original_max_position_embeddings"
         given = read_length(original_max_position_embeddings, name)
+    own: list[dict[str, Any]] = [{} for _ in parts]
+    dropped: dict[str, Any] = {}
     if isinstance(source, NativeSeam):
         _check_native(layers, compose=compose)
         original = source.length or 0 if given is None else given
@@ -85,27 +87,35 @@ def resolve_request(
                 "original_max_position_embeddings=, the number of tokens that it was trained on."
             )
     else:
+        tables, cut = _tables(source, parts, layers)
+        own = [{} if compose else own_knobs(part, tables) for part in parts]
+        asked = compose
+        if any(own) and scale is None and target is None:
+            replace = True  # of the checkpoint's own scaling by the same one
+            given = given or own_original(tables)
         numbers = {"original": given, "scale": scale, "target": target}
-        tables, compose, cut = _rotary(
-            source, parts, layers, numbers, compose=compose, replace=replace
-        )
+        compose = composes(tables, parts, numbers, compose=compose, replace=replace)
         optional = target is None and not any(part.reads_length for part in parts)
         original = given or _common_length(tables, compose=compose, optional=optional)
     native, cut = (source, False) if isinstance(source, NativeSeam) else (None, cut)
     has_length = native is not None and native.has_length
     methods: list[Method] = []
     extended: int | None = None
-    for part in parts:
+    for part, knobs in zip(parts, own, strict=True):
         # In a list, a number is that of the one method that takes it.
         takes_scale = len(parts) == 1 or part.takes_scale()
         takes_target = len(parts) == 1 or (part.takes_scale() and not part.follows_text)
         sized = scale if takes_scale else None, target if takes_target else None
-        built, reach = _build(part, *sized, original, options, has_length=has_length)
+        built, reach = _build(part, *sized, original, options, knobs, has_length=has_length)
         methods.append(built)
         extended = reach if extended is None else extended
     for built in methods:
         others = [other for other in methods if other is not built]
         called(built, "check_beside", built.check_beside, others)
+    if native is None:
+        if compose and not any(part.seam == "rotary" for part in parts):
+            refuse_moving(tables, methods, asked=asked)
+        dropped = dropped_of(tables, methods) if replace else {}
     first, *others = methods
     own_scale = getattr(first, "scale", None)
     implied = math.ceil(original * (own_scale or 1))
@@ -125,20 +135,14 @@ def resolve_request(
         assert isinstance(layers, tuple)
         _check_in_attention(whole)
         alone = (LayerPart(layers, whole, original, compose, strict=True),)
-        return State(config, original, extended, whole, alone)
-    return State(config, original, extended, whole, native=native)
+        return State(config, original, extended, whole, alone, dropped=dropped)
+    return State(config, original, extended, whole, native=native, dropped=dropped)
 
 
-def _rotary(
-    tables: Sequence[RotaryTable],
-    parts: Sequence[Method | type[Method]],
-    layers: Layers,
-    given: Mapping[str, Any],
-    *,
-    compose: bool,
-    replace: bool,
-) -> tuple[Sequence[RotaryTable], bool, bool]:
-    """Return the tables of the chosen layers, `compose` as it is in force, and whether they cut through a table."""
+def _tables(
+    tables: Sequence[RotaryTable], parts: Sequence[Method | type[Method]], layers: Layers
+) -> tuple[Sequence[RotaryTable], bool]:
+    """Return the tables of the chosen layers, and whether these cut through a table."""
     if others := [part for part in parts if not part.for_rotary]:
         raise PosencError(
             f"{others[0].name} is not for a rotary embedding: {others[0].summary}. Frequency methods (yarn, "
@@ -155,24 +159,11 @@ def _rotary(
                 f"layers={layers!r} names a table, which {', '.join(moving)} would not change. Name the layers, or "
                 "give a frequency method that does not depend on the length."
             )
-    cut, rotated = False, not needs_no_rotation(parts)
+    rotated = not needs_no_rotation(parts)
     try:
-        tables = select(tables, layers, whole=whole, rotated=rotated)
+        return select(tables, layers, whole=whole, rotated=rotated), False
     except CutTableError:
-        cut, tables = True, select(tables, layers, whole=False, rotated=rotated)
-    if whole:
-        _check_scaled(tables, compose=compose, replace=replace, **given)
-        return tables, compose, cut
-    multiplied = any(
-        part.seam == "query" for part in parts
-    )  # replace= is of the model's own factor
-    if replace and any(table.scaled for table in tables) and not multiplied:
-        raise PosencError(
-            "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
-            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."
-        )
-    # attention starts from the frequencies in force
-    return tables, compose or any(table.scaled for table in tables), cut
+        return select(tables, layers, whole=False, rotated=rotated), True
 
 
 def _by_layers(
@@ -391,67 +382,19 @@ def _filtered(methods: Sequence[Method]) -> list[Method]:
     return [dataclasses.replace(scaling, filters=filters), *rest]
 
 
-def _check_scaled(
-    tables: Sequence[RotaryTable],
-    *,
-    compose: bool,
-    replace: bool,
-    original: int | None,
-    scale: float | None,
-    target: int | None,
-) -> None:
-    """Refuse to scale a scaled checkpoint unless it is said how; the message has the lengths of both ways."""
-    for table in tables:
-        if not table.scaled or replace:
-            continue
-        if compose and table.rope_type in PER_LENGTH:
-            raise PosencError(
-                f"compose=True needs one table, but {table.name} has rope_type={table.rope_type!r}, "
-                "whose table depends on the length. Pass replace=True."
-            )
-        if compose:
-            continue
-        shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
-        summary = ", ".join(f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
-        read = readings(table)
-        replaced, composed = (
-            [original] if original else [each.start(compose=way) for each in read]
-            for way in (False, True)
-        )
-        ways = [f"replace=True starts from its rope_theta and {_start(replaced, scale, target)}"]
-        if table.rope_type not in PER_LENGTH:
-            ways.append(
-                f"compose=True scales what is in force once more, from {_start(composed, scale, target)}"
-            )
-        untrained = ""
-        if len(read) == 1 and read[0].trained < read[0].reach:
-            untrained = " (a length that its config does not count: added to weights that were not trained with it)"
-        raise PosencError(
-            f"This checkpoint is already scaled: {table.name} has rope_type={table.rope_type!r} ({summary}), "
-            f"{' or '.join(map(str, read))} tokens{untrained}. {'; '.join(ways)}. Pass one of them."
-        )
-
-
-def _start(lengths: Sequence[int], scale: float | None, target: int | None) -> str:
-    """Return the lengths that a method may start from, in words, and what it makes of them."""
-    start = " or ".join(f"{length:,}" for length in lengths) or "an unknown number of"
-    if scale is not None:
-        return f"{start} tokens, to {' or '.join(f'{length * scale:,.0f}' for length in lengths)}"
-    if target is not None:
-        return f"{start} tokens, {' or '.join(f'x{target / length:.4g}' for length in lengths)}"
-    return f"{start} tokens"
-
-
 def _build(
     part: Method | type[Method],
     scale: float | None,
     target: int | None,
     original: int,
     options: Mapping[str, Any],
+    own: Mapping[str, Any],
     *,
     has_length: bool,
 ) -> tuple[Method, int | None]:
     """Return a method object, and the context length in tokens that it reaches by its scale or target, if any.
+
+    `own` are the knobs of the checkpoint's own scaling, in place of defaults.
 
     Where the seam has a length (`has_length`), every method takes a target, also one that its own scale does not give.
     """
@@ -478,10 +421,12 @@ def _build(
         for option in options:
             check_option(part, option)
         scale = implied if scale is None else scale
+        scale = own.get("scale") if scale is None else scale
         if scale is not None and not part.takes_scale():
             knobs = ", ".join(part.knobs()) or "none"
             raise PosencError(f"{part.name} takes no scale: {part.summary}. Its knobs: {knobs}.")
-        part = part.from_options(**({} if scale is None else {"scale": scale}), **options)
+        sized = {} if scale is None else {"scale": scale}
+        part = part.from_options(**{**own, **sized, **options})
     if scale is not None and not original * scale < _LONGEST:
         raise PosencError(
             f"scale={scale:g} extends {original} tokens to {original * scale:g}: give a smaller one."

@@ -63,6 +63,7 @@ class State:
         warned: True once saving has warned that the patch is not loaded with the folder by everyone.
         adapters: The PEFT configs that saving has made carry the patch.
         sample: The blocks on which the patch is tried.
+        dropped: What the checkpoint's own scaling had and the methods which replace it have not, as in `Patch`.
     """
 
     config: PatchConfig
@@ -79,6 +80,7 @@ class State:
     warned: bool = False
     adapters: list[Any] = field(default_factory=list)
     sample: Sample = field(default_factory=lambda: Sample({}))
+    dropped: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def in_attention(self) -> list[Method]:

@@ -1,0 +1,184 @@
+"""A request on a checkpoint that has a scaling of its own: what is kept of that, dropped, or asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import LongRoPE, Method, get_method
+from hf_posenc.model.context import readings
+from hf_posenc.model.discovery import LENGTH_KEYS, PER_LENGTH, RotaryTable
+
+_OF_THE_TABLE = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
+"""What a block of `rope_parameters` says beside the scaling."""
+
+
+def own_knobs(part: Method | type[Method], tables: Sequence[RotaryTable]) -> dict[str, Any]:
+    """Return the knobs of a checkpoint's own scaling, its factor as `scale`, for the named method that is of its type.
+
+    They take the place of defaults. Empty for another method, for a Method object, which has its knobs, and where
+    tables differ. LongRoPE with two lists gets `update="row"`, under which caches and batches are exact.
+    """
+    if isinstance(part, Method):
+        return {}
+    found = [_knobs_of(part, table) for table in tables]
+    if any(each != found[0] for each in found):
+        return {}
+    return found[0]
+
+
+def _knobs_of(kind: type[Method], table: RotaryTable) -> dict[str, Any]:
+    if not table.scaled or not _is_type_of(kind, table):
+        return {}
+    values = {"scale": table.parameters.get("factor")}
+    values |= {knob: table.parameters.get(knob) for knob in kind.knobs() if knob != "scale"}
+    if issubclass(kind, LongRoPE):
+        if values["scale"] is None and (read := readings(table)):
+            values["scale"] = read[0].reach / read[0].original
+        if values["short_factor"] != values["long_factor"]:
+            values["update"] = "row"
+    return {knob: value for knob, value in values.items() if value is not None}
+
+
+def _is_type_of(kind: type[Method], table: RotaryTable) -> bool:
+    """Return whether a method is what transformers computes for the `rope_type` of a table."""
+    return table.rope_type in (kind.name, *kind.aliases)
+
+
+def own_original(tables: Sequence[RotaryTable]) -> int | None:
+    """Return the length in tokens from which transformers lets a `dynamic` table grow: that of the config."""
+    lengths = {
+        next((getattr(each.config, key, None) for key in LENGTH_KEYS), None)
+        for each in tables
+        if each.rope_type == "dynamic"
+    }
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def dropped_of(tables: Sequence[RotaryTable], methods: Sequence[Method]) -> dict[str, Any]:
+    """Return the values of a checkpoint's own scaling that the methods which replace it do not have."""
+    dropped: dict[str, Any] = {}
+    for table in tables:
+        if not table.scaled:
+            continue
+        heir = next((each for each in methods if _is_type_of(type(each), table)), None)
+        if heir is None:
+            rest = {k: v for k, v in table.parameters.items() if k not in _OF_THE_TABLE}
+            dropped |= {"rope_type": table.rope_type, **rest}
+            continue
+        for knob, value in _knobs_of(type(heir), table).items():
+            kept = getattr(heir, knob)
+            if knob != "update" and (list(kept) if isinstance(kept, tuple) else kept) != value:
+                dropped["factor" if knob == "scale" else knob] = value
+    return dropped
+
+
+def refuse_moving(tables: Sequence[RotaryTable], methods: Sequence[Method], *, asked: bool) -> None:
+    """Raise for methods that add a rotation to frequencies which move with the length of the text.
+
+    `asked`: with `compose=True`, which takes one list of `longrope`.
+    """
+    if not any(method.reads_rotation for method in methods):
+        return
+    for table in tables:
+        static = table.rope_type == "longrope"
+        if table.rope_type not in PER_LENGTH or (static and asked):
+            continue
+        way = ""
+        if static:
+            named = "[...]"
+            if len(methods) == 1:
+                knobs = (f"{knob}={value!r}" for knob, value in methods[0].options().items())
+                named = ", ".join((f'"{methods[0].name}"', *knobs))
+            way = (
+                f"patch_model(model, {named}, compose=True) takes its long list for texts of every length, short ones "
+                "too, which were trained with the other list. "
+            )
+        raise PosencError(
+            f"The frequencies of {table.name} move with the length of the text (rope_type={table.rope_type!r}), so no "
+            f"rotation can be added to them. {way}A static method in a list replaces them, as in "
+            '[YaRN(scale=4), ReRoPE()] with replace=True; a dynamic method with update="row" works alone.'
+        )
+
+
+def composes(
+    tables: Sequence[RotaryTable],
+    parts: Sequence[Method | type[Method]],
+    given: Mapping[str, Any],
+    *,
+    compose: bool,
+    replace: bool,
+) -> bool:
+    """Return whether methods start from the frequencies in force; raise where a request leaves that open."""
+    if any(part.seam == "rotary" for part in parts):
+        _check_scaled(tables, compose=compose, replace=replace, **given)
+        return compose
+    # Beside a method of queries, replace= is of the model's own factor on them.
+    multiplied = any(part.seam == "query" for part in parts)
+    if replace and any(table.scaled for table in tables) and not multiplied:
+        raise PosencError(
+            "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
+            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."
+        )
+    # attention starts from the frequencies in force
+    return compose or any(table.scaled for table in tables)
+
+
+def _check_scaled(
+    tables: Sequence[RotaryTable],
+    *,
+    compose: bool,
+    replace: bool,
+    original: int | None,
+    scale: float | None,
+    target: int | None,
+) -> None:
+    """Refuse to scale a scaled checkpoint unless it is said how; the message has the lengths of both ways."""
+    for table in tables:
+        if not table.scaled or replace:
+            continue
+        if compose and table.rope_type == "dynamic":
+            raise PosencError(
+                f"compose=True needs one table, but {table.name} has rope_type='dynamic', whose table depends on the "
+                "length. Pass replace=True."
+            )
+        if compose:
+            continue
+        shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
+        summary = ", ".join(f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
+        read = readings(table)
+        replaced, composed = (
+            [original] if original else [each.start(compose=way) for each in read]
+            for way in (False, True)
+        )
+        ways = [f"replace=True starts from its rope_theta and {_start(replaced, scale, target)}"]
+        force = "what is in force"
+        if table.rope_type == "longrope":
+            force = "its long list (then of texts of every length)"
+        if table.rope_type != "dynamic":
+            ways.append(
+                f"compose=True scales {force} once more, from {_start(composed, scale, target)}"
+            )
+        if table.rope_type in PER_LENGTH:
+            name = get_method(table.rope_type).name
+            ways.append(
+                f'"{name}" without numbers makes its own scaling exact in caches and batches'
+            )
+        untrained = ""
+        if len(read) == 1 and read[0].trained < read[0].reach:
+            untrained = " (a length that its config does not count: added to weights that were not trained with it)"
+        raise PosencError(
+            f"This checkpoint is already scaled: {table.name} has rope_type={table.rope_type!r} ({summary}), "
+            f"{' or '.join(map(str, read))} tokens{untrained}. {'; '.join(ways)}. Pass one of them."
+        )
+
+
+def _start(lengths: Sequence[int], scale: float | None, target: int | None) -> str:
+    """Return the lengths that a method may start from, in words, and what it makes of them."""
+    start = " or ".join(f"{length:,}" for length in lengths) or "an unknown number of"
+    if scale is not None:
+        return f"{start} tokens, to {' or '.join(f'{length * scale:,.0f}' for length in lengths)}"
+    if target is not None:
+        return f"{start} tokens, {' or '.join(f'x{target / length:.4g}' for length in lengths)}"
+    return f"{start} tokens"

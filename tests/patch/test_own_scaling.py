@@ -1,0 +1,278 @@
+"""A checkpoint's own scaling: made exact in caches and batches, used as one list, or kept by what replaces it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_posenc
+from hf_posenc import get_patch, patch_model, patched, unpatch_model
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import LongRoPE, RopeScaling, SelfExtend, YaRN
+from hf_posenc.rope import RopeSpec
+from tests.support import zoo
+
+SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + i for i in range(8)]
+LISTS: dict[str, Any] = {"short_factor": SHORT, "long_factor": LONG}
+ORIGINAL = {"original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **ORIGINAL, **LISTS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
+IDS = zoo.tokens(100)
+CLOSE = 2e-3  # of logits of about 10, in float32
+CASES = {
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, **ORIGINAL}, "longrope"),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}, "longrope"),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}, "dynamic_ntk"),
+}
+
+
+def build(case: str) -> tuple[PreTrainedModel, str]:
+    kind, config, method = CASES[case]
+    return zoo.build(kind, **config), method
+
+
+def run(model: Any, ids: Tensor, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, **kwargs)
+
+
+def by_steps(model: Any, ids: Tensor, first: int) -> Tensor:
+    """The logits of a text whose tokens come one by one after the first ones, from a cache."""
+    output = run(model, ids[:, :first], use_cache=True)
+    logits = [output.logits]
+    for at in range(first, ids.shape[1]):
+        output = run(model, ids[:, at : at + 1], past_key_values=output.past_key_values)
+        logits.append(output.logits)
+    return torch.cat(logits, 1)
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("update", ["sequence", "request"])
+def test_without_numbers_a_text_is_computed_as_by_transformers(case: str, update: str) -> None:
+    model, method = build(case)
+    texts = [IDS[:, :15], IDS[:, :17], IDS]
+    native = [run(model, ids).logits for ids in texts]
+    patch_model(model, method, update=update)
+    for ids, logits in zip(texts, native, strict=True):
+        assert off(run(model, ids).logits, logits) < CLOSE
+    assert patch_model(model, method, update=update) is model  # the same request
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_caches_and_batches_are_exact(case: str) -> None:
+    model, method = build(case)
+    length = model.config.max_position_embeddings
+    native = run(model, IDS[:, :12]).logits
+    assert off(by_steps(model, IDS, 10), run(model, IDS).logits) > 1  # transformers' own
+    patch_model(model, method)
+    whole = run(model, IDS).logits
+    assert off(run(model, IDS[:, :12]).logits, native) < CLOSE
+    assert off(by_steps(model, IDS, 10), whole) < CLOSE
+    ids, mask = torch.cat((IDS, IDS)), torch.ones(2, 100, dtype=torch.long)
+    ids[1, 12:], mask[1, 12:] = 0, 0  # a short text beside a long one
+    batch = run(model, ids, attention_mask=mask).logits
+    assert off(batch[:1], whole) < CLOSE
+    assert off(batch[1:, :12], native) < CLOSE
+    assert model.config.max_position_embeddings == length
+    unpatch_model(model)
+    assert torch.equal(run(model, IDS[:, :12]).logits, native)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_past_the_original_length_is_read_as_trained(case: str) -> None:
+    """`update="request"`: the long list for the whole prompt, and for what is generated after it."""
+    model, method = build(case)
+    native = run(model, IDS[:, :80]).logits
+    patch_model(model, method, update="request", bucket=1000)
+    assert off(by_steps(model, IDS[:, :90], 80)[:, :80], native) < CLOSE
+
+
+@pytest.mark.parametrize("case", ["phi3", "llama-longrope"])
+def test_generation_across_the_original_length_is_that_without_a_cache(case: str) -> None:
+    model, method = build(case)
+    patch_model(model, method)
+    generate: Any = model.generate
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    found = generate(IDS[:, :10], **options)
+    text: Tensor = found.sequences
+    assert text.shape[1] == 22
+    without = run(model, text, use_cache=False).logits[:, 9:-1]
+    assert off(torch.stack(found.logits, 1), without) < CLOSE
+
+
+def test_phimoe_reads_its_long_list() -> None:
+    """transformers 5 computes the short list for every length, and so does not count as a reference."""
+    model = zoo.build("phimoe", rope_parameters={**LONGROPE, **MSCALES})
+    short = run(model, IDS[:, :15]).logits
+    patch_model(model, "longrope", update="sequence")
+    assert off(run(model, IDS[:, :15]).logits, short) < CLOSE
+    long = run(model, IDS).logits
+    unpatch_model(model)
+    mscale = MSCALES["long_mscale"]
+    static = LongRoPE(short_factor=LONG, long_factor=LONG, attention_factor=mscale)
+    patch_model(model, static, replace=True)
+    assert off(run(model, IDS).logits, long) < CLOSE
+
+
+@pytest.mark.parametrize("method", [LongRoPE, SelfExtend])
+def test_a_saved_patch_of_its_own_scaling_is_loaded(
+    tmp_path: Path, method: type[LongRoPE | SelfExtend]
+) -> None:
+    model, _ = build("phi3")
+    if method is LongRoPE:
+        patch_model(model, "longrope")
+    else:
+        patch_model(model, "self_extend", scale=2, window=8, compose=True)
+    logits = run(model, IDS).logits
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert off(run(loaded, IDS).logits, logits) < CLOSE
+    patch, other = get_patch(loaded), get_patch(model)
+    assert patch is not None
+    assert other is not None
+    assert patch.config == other.config
+
+
+def test_numbers_or_another_method_are_asked_about() -> None:
+    model, _ = build("phi3")
+    with pytest.raises(PosencError, match='"longrope" without numbers makes its own scaling exact'):
+        patch_model(model, "longrope", scale=8, **LISTS)
+    with pytest.raises(PosencError, match=r"its long list .* from 64 tokens, to 128"):
+        patch_model(model, "yarn", scale=2)
+    with pytest.raises(PosencError, match="already scaled"):
+        patch_model(model, LongRoPE(**LISTS))
+
+
+# One list for all texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LongList(RopeScaling):
+    """The divisors of long texts, with the factor of LongRoPE's formula (arXiv 2402.13753) for 4 times the context."""
+
+    name = "long_list"
+    summary = "one list for all texts"
+    source = "a test"
+    needs = "nothing"
+
+    def inv_freq(self, rope: RopeSpec, length: Any = None) -> Tensor:
+        return rope.default_inv_freq() / torch.tensor(LONG, dtype=torch.float64)
+
+    def cos_sin_factor(self, rope: RopeSpec, length: Any = None) -> float:
+        return math.sqrt(1 + math.log(4) / math.log(16))
+
+
+@pytest.mark.parametrize("length", [12, 100])
+def test_the_long_list_serves_texts_of_every_length(length: int) -> None:
+    model, _ = build("phi3")
+    line = r'patch_model\(model, "self_extend", scale=2, window=8, compose=True\)'
+    with pytest.raises(PosencError, match=line):
+        patch_model(model, "self_extend", scale=2, window=8)
+    patch_model(model, "self_extend", scale=2, window=8, compose=True)
+    patch = get_patch(model)
+    assert patch is not None
+    assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 128)
+    logits = run(model, IDS[:, :length]).logits
+    unpatch_model(model)
+    patch_model(model, [_LongList(), SelfExtend(scale=2, window=8)], replace=True)
+    assert off(run(model, IDS[:, :length]).logits, logits) < CLOSE
+
+
+def test_a_frequency_method_scales_the_long_list() -> None:
+    model, _ = build("phi3")
+    with patched(model, "pi", scale=2, compose=True):
+        logits = run(model, IDS[:, :12]).logits
+    doubled = LongRoPE(short_factor=[2 * f for f in LONG], long_factor=SHORT, scale=4)
+    with patched(model, doubled, replace=True):
+        assert off(run(model, IDS[:, :12]).logits, logits) < CLOSE
+
+
+def test_a_dynamic_table_has_no_one_list() -> None:
+    model, _ = build("llama-dynamic")
+    for method in ("rerope", "yarn"):
+        with pytest.raises(PosencError):
+            patch_model(model, method, compose=True, original_max_position_embeddings=64)
+
+
+# What replaces a scaling of the same type
+
+
+GPT_OSS = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
+GPT_OSS |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64}
+DEEPSEEK = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.707}
+DEEPSEEK |= {"mscale_all_dim": 0.9, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.5}
+LLAMA3 |= {"high_freq_factor": 6.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("numbers", [{}, {"replace": True}, {"replace": True, "scale": None}])
+@pytest.mark.parametrize(
+    ("kind", "rope", "knobs"),
+    [
+        ("gpt_oss", GPT_OSS, {"truncate": False}),
+        ("deepseek_v3", DEEPSEEK, {"mscale": 0.707, "mscale_all_dim": 0.9}),
+        ("llama", LLAMA3, {"low_freq_factor": 1.5, "high_freq_factor": 6.0}),
+    ],
+)
+def test_knobs_start_from_those_of_the_checkpoint(
+    kind: str, rope: dict[str, Any], knobs: dict[str, Any], numbers: dict[str, Any]
+) -> None:
+    model = zoo.build(kind, rope_parameters=rope, max_position_embeddings=4096)
+    factor, method = rope["factor"], rope["rope_type"]
+    if "scale" in numbers:
+        numbers = {**numbers, "scale": factor}
+    before = run(model, IDS).logits
+    patch_model(model, method, **numbers)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.options == {"scale": factor, **knobs}
+    assert not patch.dropped
+    assert patch.original_max_position_embeddings == 64
+    assert off(run(model, IDS).logits, before) < CLOSE
+    unpatch_model(model)
+    patch_model(model, method, scale=2 * factor, replace=True)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.options == {"scale": 2 * factor, **knobs}
+    assert patch.dropped == {"factor": factor}
+
+
+@pytest.mark.parametrize("method", [YaRN(scale=32.0), "yarn"])
+def test_the_report_says_what_is_dropped(method: Any) -> None:
+    model = zoo.build("gpt_oss", rope_parameters=GPT_OSS)
+    options: dict[str, Any] = {"truncate": True} if method == "yarn" else {}
+    patch_model(model, method, replace=True, **options)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.dropped == {"truncate": False}
+    assert "drops of the checkpoint's own scaling: truncate=False" in str(patch)
+    unpatch_model(model)
+    patch_model(model, "ntk", scale=4, replace=True)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.dropped["rope_type"] == "yarn"
+    assert patch.dropped["truncate"] is False
+    assert "rope_theta" not in patch.dropped
+
+
+def test_a_plain_checkpoint_has_nothing_to_drop() -> None:
+    model = zoo.build("llama")
+    patch_model(model, "yarn", scale=4, replace=True)
+    patch = get_patch(model)
+    assert patch is not None
+    assert not patch.dropped
+    with pytest.raises(PosencError, match="needs scale"):
+        patch_model(zoo.build("llama"), "yarn")
