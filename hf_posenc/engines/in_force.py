@@ -18,6 +18,7 @@ from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import config_parts
 from hf_posenc.patch.patching import inspect_rope, patch_model
+from hf_posenc.patch.scaled import entry_knobs
 
 BLOCKS = ("rope_parameters", "rope_scaling")
 """The names under which a config has its rotary parameters."""
@@ -86,7 +87,7 @@ def as_patch(config: Any, base: Any) -> PatchConfig | None:
     for kind in METHODS:
         if not issubclass(kind, RopeScaling) or not kind.for_rotary:
             continue
-        patch = _with_values_of(kind, entry)
+        patch = _with_values_of(kind, entry, text)
         if patch is None:
             continue
         model = empty_model(plain)
@@ -103,23 +104,25 @@ def as_patch(config: Any, base: Any) -> PatchConfig | None:
     return None
 
 
-def _with_values_of(kind: type[Method], entry: Mapping[str, Any]) -> PatchConfig | None:
+def _with_values_of(
+    kind: type[Method], entry: Mapping[str, Any], config: Any
+) -> PatchConfig | None:
     """Return a method with the values of an entry of `rope_parameters` of its own `rope_type`; `None` for others."""
-    types = {"pi": "linear", "dynamic_ntk": "dynamic", "clip": "proportional", "abf": "default"}
-    if entry.get("rope_type") != types.get(kind.name, kind.name):
+    same = {"proportional": "clip", "default": "abf"}.get(entry.get("rope_type", ""))
+    if same == kind.name:
+        entry = {**entry, "rope_type": same, "share": entry.get("partial_rotary_factor")}
+    found = entry_knobs(kind, {"rope_type": "default", **entry}, config)
+    if not found:
         return None
-    names = {"clip": {"share": "partial_rotary_factor"}}.get(kind.name, {})
-    knobs = kind.knobs()
-    options = {knob: entry.get(names.get(knob, knob)) for knob in knobs if knob != "scale"}
+    scale = float(found.pop("scale", 1.0)) if kind.takes_scale() else None
+    defaults = kind.knobs()
     given = {
         knob: float(value) if type(value) is int else value
-        for knob, value in options.items()
-        if value is not None and value != knobs[knob]
+        for knob, value in found.items()
+        if value != defaults[knob]
     }
     if issubclass(kind, LengthDependent):
         given["update"] = "sequence"
-    scale = float(entry.get("factor") or 1.0) if kind.takes_scale() else None
-    original = entry.get(_ORIGINAL)
     try:
         kind.from_options(**given, **({} if scale is None else {"scale": scale}))
     except PosencError:
@@ -128,7 +131,7 @@ def _with_values_of(kind: type[Method], entry: Mapping[str, Any]) -> PatchConfig
         method=kind.name,
         options=given,
         scale=scale,
-        original_max_position_embeddings=original,
+        original_max_position_embeddings=entry.get(_ORIGINAL),
     )
 
 

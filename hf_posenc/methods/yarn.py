@@ -239,7 +239,7 @@ class Llama3(Scaled):
     Args:
         scale: The divisor `s` of the slow pairs (8 in Llama 3.1, 32 in Llama 3.2).
         low_freq_factor: Turns over `L` below which a pair is divided in full.
-        high_freq_factor: Turns above which it is kept.
+        high_freq_factor: Turns above which it is kept; the same for a step without a blend (Llama 4 Scout).
     """
 
     name = "llama3"
@@ -252,15 +252,17 @@ class Llama3(Scaled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.high_freq_factor > self.low_freq_factor:
+        if not self.high_freq_factor >= self.low_freq_factor:  # equal in Llama 4 Scout: no blend
             raise PosencError(
-                f"llama3: high_freq_factor ({self.high_freq_factor}) is above low_freq_factor ({self.low_freq_factor})."
+                f"llama3: high_freq_factor ({self.high_freq_factor}) is at least low_freq_factor "
+                f"({self.low_freq_factor})."
             )
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         default = rope.default_inv_freq()
         turns = rope.original_max_position_embeddings * default / (2 * math.pi)
-        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        width = self.high_freq_factor - self.low_freq_factor
+        smooth = (turns - self.low_freq_factor) / width if width else torch.ones_like(turns)
         blend = (1 - smooth) * default / self.scale + smooth * default
         slow = torch.where(turns < self.low_freq_factor, default / self.scale, blend)
         return torch.where(turns > self.high_freq_factor, default, slow)

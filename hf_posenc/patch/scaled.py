@@ -6,44 +6,51 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import LongRoPE, Method, get_method
+from hf_posenc.methods import LengthDependent, LongRoPE, Method, get_method
 from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import LENGTH_KEYS, PER_LENGTH, RotaryTable
 
+_ORIGINAL = "original_max_position_embeddings"
 _OF_THE_TABLE = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
 """What a block of `rope_parameters` says beside the scaling."""
 
 
 def own_knobs(part: Method | type[Method], tables: Sequence[RotaryTable]) -> dict[str, Any]:
-    """Return the knobs of a checkpoint's own scaling, its factor as `scale`, for the named method that is of its type.
+    """Return the knobs of a checkpoint's own scaling for the named method that is of its type, in place of defaults.
 
-    They take the place of defaults. Empty for another method, for a Method object, which has its knobs, and where
-    tables differ. LongRoPE with two lists gets `update="row"`, under which caches and batches are exact.
+    Empty for another method, for a Method object, which has its knobs, and where tables differ. A table that moves with
+    the text gets `update="row"`, under which caches and batches are exact.
     """
     if isinstance(part, Method):
         return {}
     found = [_knobs_of(part, table) for table in tables]
     if any(each != found[0] for each in found):
         return {}
-    return found[0]
+    moving = found[0] and issubclass(part, LengthDependent) and _moves(tables[0])
+    return {**found[0], "update": "row"} if moving else found[0]
 
 
 def _knobs_of(kind: type[Method], table: RotaryTable) -> dict[str, Any]:
-    if not table.scaled or not _is_type_of(kind, table):
+    entry = {**table.parameters, "rope_type": table.rope_type}
+    return entry_knobs(kind, entry, table.config) if table.scaled else {}
+
+
+def entry_knobs(kind: type[Method], entry: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the knobs that an entry of `rope_parameters` has for a method, its factor as `scale`.
+
+    Empty for a method that is not what transformers computes for the `rope_type`.
+    """
+    if not _is_of_type(kind, entry["rope_type"]):
         return {}
-    values = {"scale": table.parameters.get("factor")}
-    values |= {knob: table.parameters.get(knob) for knob in kind.knobs() if knob != "scale"}
-    if issubclass(kind, LongRoPE):
-        if values["scale"] is None and (read := readings(table)):
-            values["scale"] = read[0].reach / read[0].original
-        if values["short_factor"] != values["long_factor"]:
-            values["update"] = "row"
+    values = {knob: entry.get("factor" if knob == "scale" else knob) for knob in kind.knobs()}
+    original = entry.get(_ORIGINAL)
+    if kind is LongRoPE and values["scale"] is None and original:  # as transformers has it
+        values["scale"] = max(1.0, config.max_position_embeddings / original)
     return {knob: value for knob, value in values.items() if value is not None}
 
 
-def _is_type_of(kind: type[Method], table: RotaryTable) -> bool:
-    """Return whether a method is what transformers computes for the `rope_type` of a table."""
-    return table.rope_type in (kind.name, *kind.aliases)
+def _is_of_type(kind: type[Method], rope_type: str) -> bool:
+    return rope_type in (kind.name, *kind.aliases)
 
 
 def own_original(tables: Sequence[RotaryTable]) -> int | None:
@@ -56,20 +63,42 @@ def own_original(tables: Sequence[RotaryTable]) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+def moving_note(table: RotaryTable) -> str:
+    """Return what transformers computes wrongly with a table that moves with the text, and the patch that does not.
+
+    Empty for a table that does not move.
+    """
+    if table.rope_type not in PER_LENGTH or not _moves(table):
+        return ""
+    start = own_original([table]) or table.parameters.get(_ORIGINAL)
+    length = "the original length" if start is None else f"{start:,} tokens"
+    name = get_method(table.rope_type).name
+    return (
+        f"The frequencies of {table.name} ({table.rope_type}) change past {length}, and cached keys keep those of "
+        "their own step: a text that grows past that length from a cache, or that is in one batch with a longer one, "
+        f'is not computed as it is alone and at once. patch_model(model, "{name}"), without numbers, makes both exact.'
+    )
+
+
+def _moves(table: RotaryTable) -> bool:
+    lists = (table.parameters.get(knob) for knob in ("short_factor", "long_factor"))
+    return table.rope_type == "dynamic" or next(lists) != next(lists)
+
+
 def dropped_of(tables: Sequence[RotaryTable], methods: Sequence[Method]) -> dict[str, Any]:
     """Return the values of a checkpoint's own scaling that the methods which replace it do not have."""
     dropped: dict[str, Any] = {}
     for table in tables:
         if not table.scaled:
             continue
-        heir = next((each for each in methods if _is_type_of(type(each), table)), None)
+        heir = next((each for each in methods if _is_of_type(type(each), table.rope_type)), None)
         if heir is None:
             rest = {k: v for k, v in table.parameters.items() if k not in _OF_THE_TABLE}
             dropped |= {"rope_type": table.rope_type, **rest}
             continue
         for knob, value in _knobs_of(type(heir), table).items():
             kept = getattr(heir, knob)
-            if knob != "update" and (list(kept) if isinstance(kept, tuple) else kept) != value:
+            if (list(kept) if isinstance(kept, tuple) else kept) != value:
                 dropped["factor" if knob == "scale" else knob] = value
     return dropped
 

@@ -389,7 +389,9 @@ def _describe(model: nn.Module, table: RotaryTable) -> str:
         # The copy is called, since a call changes the table of a dynamic module.
         device = table.live()[0].device
         if moves_with_length(copy.deepcopy(table.module), table.label, device):
-            words.append("frequencies change with the length of the text")
+            words.append(
+                "frequencies change with the length of the text, those of cached keys do not"
+            )
     if foreign_frequencies(model, table):
         words.append("not the frequencies of its config")
     return ", ".join(words)

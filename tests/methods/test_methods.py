@@ -130,6 +130,7 @@ NATIVE: list[tuple[str, str, dict[str, Any]]] = [
     ("yarn", "yarn", {"mscale": 1.0, "mscale_all_dim": 0.707}),
     ("yarn", "yarn", {"mscale": 0.707}),
     ("llama3", "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ("llama3", "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 1.0}),  # Llama 4 Scout
     ("longrope", "longrope", {}),
     ("longrope", "longrope", {"attention_factor": 1.19}),
 ]
@@ -417,7 +418,7 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("dynamic_yarn", {"update": "batch"}, "update"),
         ("ntk_mixed", {"scale": 8, "q": 0}, "q"),
         ("llama3", {"scale": 8, "low_freq_factor": 0}, "low_freq_factor"),
-        ("llama3", {"scale": 8, "low_freq_factor": 4, "high_freq_factor": 4}, "high_freq_factor"),
+        ("llama3", {"scale": 8, "low_freq_factor": 4, "high_freq_factor": 3}, "high_freq_factor"),
         ("longrope", {"scale": 8}, "short_factor"),
         ("longrope", {"short_factor": [], "long_factor": [1.0]}, "short_factor"),
         ("longrope", {"short_factor": [1.0], "long_factor": [0.0]}, "long_factor"),

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc import get_patch, patch_model, patched
+from hf_posenc import get_patch, inspect_rope, patch_model, patched
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.model.context import Context, context_of, readings
-from hf_posenc.model.discovery import select, tables_of
+from hf_posenc.model.discovery import PER_LENGTH, select, tables_of
+from hf_posenc.model.sampled import sample_of
+from hf_posenc.patch.frequencies import refuse_local
 from tests.support import zoo
 from tests.support.families import text_types
 
@@ -105,6 +107,26 @@ def test_a_scaled_checkpoint_is_scaled_further(checkpoint: dict[str, Any]) -> No
             assert patch is not None
             assert patch.original_max_position_embeddings == read.reach
             assert patch.options["scale"] == 2
+
+
+@pytest.mark.parametrize("checkpoint", [*SCALED, *TWO_WAYS])
+def test_its_own_scaling_without_numbers_is_the_same(checkpoint: dict[str, Any]) -> None:
+    model = built(checkpoint)
+    before = inspect_rope(model)
+    table = select(tables_of(model), "full", whole=True)[0]
+    options: dict[str, Any] = {"update": "sequence"} if table.rope_type in PER_LENGTH else {}
+    if table.rope_type == "linear" and len(checkpoint["reads"]) == 2:  # the length that it reaches
+        options["original_max_position_embeddings"] = checkpoint["reads"][0][0]
+    try:
+        refuse_local(model, [table], sample_of(model))
+    except UnsupportedModelError:  # whose full layers do not rotate
+        options["layers"] = "all"
+    with patched(model, table.rope_type, **options):
+        after = inspect_rope(model)
+        assert len(after) == len(before)
+        for new, old in zip(after, before, strict=True):
+            assert torch.allclose(new.inv_freq, old.inv_freq, rtol=1e-5)
+            assert new.attention_factor == pytest.approx(old.attention_factor)
 
 
 @pytest.mark.parametrize("checkpoint", SURE)

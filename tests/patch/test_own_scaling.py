@@ -27,7 +27,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
 IDS = zoo.tokens(100)
 CLOSE = 2e-3  # of logits of about 10, in float32
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi3": ("phi3", {"rope_parameters": LONGROPE, **ORIGINAL}, "longrope"),
     "llama-longrope": ("llama", {"rope_parameters": LONGROPE}, "longrope"),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}, "dynamic_ntk"),

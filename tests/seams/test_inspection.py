@@ -84,7 +84,7 @@ def test_slopes_of_alibi_are_those_of_the_paper() -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16, **LISTS}
-MOVES = "frequencies change with the length of the text"
+MOVES = "frequencies change with the length of the text, those of cached keys do not"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
 from hf_posenc.model.context import Context, context_of
 from hf_posenc.model.discovery import (
-    PER_LENGTH,
     NoRotaryError,
     read_spec,
     select,
@@ -48,6 +47,7 @@ from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.frequencies import refuse_local
 from hf_posenc.patch.patching import get_patch
+from hf_posenc.patch.scaled import moving_note
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
 
@@ -65,10 +65,13 @@ class Carried(Context):
     Attributes:
         rope_type: The type of its rotary embedding, in transformers' word.
         scaled: True if it is scaled.
+        note: What transformers computes wrongly with it, where its table moves with the text, and the patch that does
+            not; else empty.
     """
 
     rope_type: str
     scaled: bool
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ class Advice:
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs, own = ["none"], [str(one.spec) for one in self.first]
+        if self.carried.note:
+            specs.append(get_method(self.carried.rope_type).name)
         if self.needed:
             specs += ["truncation", "attention_sinks", *own]
         patches, swept = (
@@ -247,14 +252,19 @@ def recommend(
         ) from error
     table = tables[0]
     context = context_of(table, original, argument="original= (--original)")
-    carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled)
+    carried = Carried(
+        **vars(context), rope_type=table.rope_type, scaled=table.scaled, note=moving_note(table)
+    )
     if target_length > carried.reach:
         refuse_local(inner, tables, sample_of(inner))
     beside = _beside(carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.start(compose=compose), compose=compose)
     model_type = inner.config.get_text_config(decoder=True).model_type
-    start = Start(spec, target_length, beside, carried.reach, _length(carried.reach, original))
+    beside_attention = _length(carried.reach, original)
+    if carried.rope_type == "longrope":
+        beside_attention["compose"] = True  # one of its two lists
+    start = Start(spec, target_length, beside, carried.reach, beside_attention)
     kinds = [m for m in METHODS if m.for_rotary and target_length > carried.reach]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
     return Advice(
@@ -277,7 +287,7 @@ def _beside(carried: Carried, original: int | None) -> dict[str, Any]:
     if not carried.scaled:
         return _length(carried.original, original)
     # A table for each length cannot be composed; and weights lose no scaling that they were not trained with.
-    if carried.rope_type in PER_LENGTH or carried.trained < carried.reach:
+    if carried.rope_type == "dynamic" or carried.trained < carried.reach:
         return {"replace": True, **_length(carried.original, original)}
     return {"compose": True, **_length(carried.reach, original)}
 
@@ -400,6 +410,8 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     yield "base", base
     unknown = "unknown: this model does not run without its weights."
     yield "cache", unknown if advice.cache is None else str(advice.cache)
+    if carried.note:
+        yield "in a cache", carried.note
     if not (carried.scaled and advice.needed):
         return
     original, reach = carried.original, carried.reach
@@ -408,7 +420,7 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
         f"compose=True scales the frequencies in force once more, from {reach:,} tokens, "
         f"x{advice.target / reach:.4g}"
     )
-    if carried.rope_type in PER_LENGTH:
+    if carried.rope_type == "dynamic":
         scaling = (
             f"{carried.rope_type} has a table for each length, which cannot be composed. {replaced}. Weights trained "
             "with that scaling lose it."

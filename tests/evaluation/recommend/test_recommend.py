@@ -25,7 +25,7 @@ from hf_posenc.cli.command import expand
 from hf_posenc.embedded import model_path
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.recommend import Advice, cache_cost, notes, recommend, table
+from hf_posenc.evaluation.recommend import Advice, cache_cost, facts, notes, recommend, table
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FINE_TUNED,
@@ -308,6 +308,26 @@ def test_a_checkpoint_that_is_scaled_already() -> None:
     assert advice.carried.reach == TRAINED * 2
     assert advice.beside == {"replace": True, "original_max_position_embeddings": TRAINED}
     assert by_name(advice)["yarn"].trial
+
+
+def test_a_table_that_moves_is_named_and_its_long_list_scaled_further() -> None:
+    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **lists}
+    rope["original_max_position_embeddings"] = TRAINED
+    config = {"rope_parameters": rope, "max_position_embeddings": 4 * TRAINED}
+    advice = recommend(zoo.build("llama", **config), TRAINED * 2)
+    assert not advice.needed
+    assert f"change past {TRAINED:,} tokens" in advice.carried.note
+    assert dict(facts(advice))["in a cache"] == advice.carried.note
+    assert advice.commands()[0].endswith("--patch none --patch longrope")
+    advice = recommend(zoo.build("llama", **config), TRAINED * 8)
+    assert advice.beside == {"compose": True}
+    found = by_name(advice)
+    for name in ("yarn", "self_extend"):
+        assert found[name].trial, found[name].reason
+        assert (found[name].options or {})["compose"] is True
+    one_list = {**rope, "long_factor": [1.0] * 8}
+    assert not recommend(zoo.build("llama", rope_parameters=one_list), TRAINED).carried.note
 
 
 def test_a_config_that_names_the_length_before_its_scaling() -> None:
