@@ -382,11 +382,9 @@ def _unscaled(parameters: Any) -> Any:
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
     carried, limits = advice.carried, advice.limits
-    scaled = (
-        f", by rope_type {carried.rope_type} from {carried.original:,}" if carried.scaled else ""
-    )
+    by = f", by rope_type {carried.rope_type} from {carried.original:,}" if carried.scaled else ""
     unneeded = "" if advice.needed else f": {advice.target:,} need no patch"
-    yield "checkpoint", f"{carried.reach:,} tokens by its config{scaled}{unneeded}."
+    yield "checkpoint", f"{carried.reach:,} tokens by its config{by}{unneeded}."
     turns = (
         f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
         f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
@@ -416,10 +414,10 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
         return
     original, reach = carried.original, carried.reach
     replaced = f"replace=True starts from rope_theta and {original:,} tokens, x{advice.target / original:.4g}"
-    composed = (
-        f"compose=True scales the frequencies in force once more, from {reach:,} tokens, "
-        f"x{advice.target / reach:.4g}"
-    )
+    scaled = "the frequencies in force"
+    if carried.rope_type == "longrope":
+        scaled = "its long list, in texts of every length,"
+    composed = f"compose=True scales {scaled} once more, from {reach:,} tokens, x{advice.target / reach:.4g}"
     if carried.rope_type == "dynamic":
         scaling = (
             f"{carried.rope_type} has a table for each length, which cannot be composed. {replaced}. Weights trained "
