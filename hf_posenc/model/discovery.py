@@ -85,11 +85,11 @@ class RotaryTable:
         return module
 
     def live(self) -> tuple[Tensor, float]:
-        """Return the module's own table, shape (d/2,), and its factor on cos and sin."""
-        inv_freq: Tensor = getattr(self.module, attribute(self.label, FREQUENCIES))
+        """Return the module's own table, of texts within the original length, shape (d/2,), and its factor."""
+        inv_freq = self.held_by(self.module)
         if inv_freq.is_meta:  # as its class builds the module from the config
             try:
-                inv_freq = getattr(self.built(), attribute(self.label, FREQUENCIES))
+                inv_freq = self.held_by(self.built())
             except Exception as error:
                 raise UnsupportedModelError(
                     f"{self.name} is on the meta device and {type(self.module).__name__} cannot be built from its "
@@ -99,6 +99,14 @@ class RotaryTable:
         if factor is None:  # some classes keep one factor for all labels
             factor = getattr(self.module, "attention_scaling", None)
         return inv_freq, 1.0 if factor is None else float(factor)
+
+    def held_by(self, module: nn.Module) -> Tensor:
+        """Return this table in a module of its class: the one for texts within the original length."""
+        name = attribute(self.label, f"original_{FREQUENCIES}")
+        if self.rope_type not in PER_LENGTH or not hasattr(module, name):
+            name = attribute(self.label, FREQUENCIES)
+        tensor: Tensor = getattr(module, name)
+        return tensor
 
     def composed(self) -> tuple[Tensor, float]:
         """Return the table that a method scales once more, as `live`: of `longrope` the one for long texts."""
@@ -368,13 +376,8 @@ class _Weightless(TorchFunctionMode):
 
 def _start_of(module: nn.Module, table: RotaryTable) -> Tensor:
     """Return the table of a module for short texts, on the CPU."""
-    name = FREQUENCIES
-    if table.rope_type in PER_LENGTH and hasattr(
-        module, attribute(table.label, f"original_{name}")
-    ):
-        name = f"original_{name}"
-    tensor: Tensor = getattr(module, attribute(table.label, name))
-    return tensor.detach() if tensor.is_meta else tensor.detach().double().cpu()
+    tensor = table.held_by(module).detach()
+    return tensor if tensor.is_meta else tensor.double().cpu()
 
 
 def _same(live: Tensor, other: Tensor, table: RotaryTable, module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import get_patch, patch_model, patched, unpatch_model
+from hf_posenc import get_patch, inspect_rope, patch_model, patched, unpatch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LongRoPE, RopeScaling, SelfExtend, YaRN
 from hf_posenc.rope import RopeSpec
@@ -88,6 +88,18 @@ def test_caches_and_batches_are_exact(case: str) -> None:
     assert model.config.max_position_embeddings == length
     unpatch_model(model)
     assert torch.equal(run(model, IDS[:, :12]).logits, native)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_long_text_before_changes_nothing(case: str) -> None:
+    (model, _), (fresh, method) = build(case), build(case)
+    run(model, IDS)
+    (used,), (unused,) = inspect_rope(model), inspect_rope(fresh)
+    assert torch.equal(used.inv_freq, unused.inv_freq)
+    assert not used.difference
+    patch_model(model, method)
+    patch_model(fresh, method)
+    assert torch.equal(run(model, IDS).logits, run(fresh, IDS).logits)
 
 
 @pytest.mark.parametrize("case", CASES)

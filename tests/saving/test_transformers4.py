@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from hf_posenc import PosencError, get_method, inspect_rope, patch_model
 from hf_posenc.engines import export, write_export
 from hf_posenc.verification import verify_export
 from tests.patch.test_patching import OPTIONS
+from tests.saving.test_saving import EVERY, outputs, patched_for_saving
 from tests.support import zoo
 from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
+from tests.support.zoo_registry import quiet
 
 PACKAGES = os.environ.get("HF_POSENC_TRANSFORMERS4", "")
 pytestmark = pytest.mark.skipif(
@@ -40,18 +42,20 @@ import torch, transformers
 transformers.logging.set_verbosity_error()
 assert transformers.__version__.startswith("4."), transformers.__version__
 found = {}
-for folder, name in json.load(open(sys.argv[2])):
+for folder, name, *attention in json.load(open(sys.argv[2])):
+    given = {"attn_implementation": attention[0]} if attention else {}
     try:
-        model = getattr(transformers, name).from_pretrained(folder).eval().float()
+        model = getattr(transformers, name).from_pretrained(folder, **given).eval().float()
         probes = torch.load(f"{folder}/probes.pt")
         with torch.no_grad():
             errors = [
                 float((model(input_ids=ids, use_cache=False).logits - logits).abs().max() / logits.abs().max())
                 for ids, logits in probes
             ]
-        found[folder] = max(errors)
+        result = max(errors)
     except Exception as error:
-        found[folder] = f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
+    found[" ".join((folder, *attention))] = result
 json.dump(found, open(sys.argv[3], "w"))
 """
 
@@ -63,9 +67,14 @@ def options_of(method: str, pairs: int) -> dict[str, Any]:
     return options
 
 
-def loaded(models: list[tuple[Path, str]], folder: Path) -> dict[str, float | str]:
-    """The error of every folder's logits in one process of transformers 4, or how it fails there."""
-    (folder / "models.json").write_text(json.dumps([(str(path), name) for path, name in models]))
+def loaded(
+    models: Sequence[tuple[Path, str] | tuple[Path, str, str]], folder: Path
+) -> dict[str, float | str]:
+    """The error of every folder's logits in one process of transformers 4, or how it fails there.
+
+    A third entry is the attention implementation, which the key then ends with.
+    """
+    (folder / "models.json").write_text(json.dumps([(str(path), *how) for path, *how in models]))
     subprocess.run(
         [
             sys.executable,
@@ -192,6 +201,27 @@ def test_what_only_hf_posenc_computes_is_refused(tmp_path: Path) -> None:
     assert "alibi needs hf_posenc" in str(found[str(tmp_path / "model")])
     with pytest.raises(PosencError, match="alibi needs hf_posenc"):
         verify_export(tmp_path / "model", model, packages=PACKAGES)
+
+
+@pytest.mark.slow
+def test_every_type_is_loaded_with_its_patch_or_not_at_all(tmp_path: Path) -> None:
+    models: list[tuple[Path, str] | tuple[Path, str, str]] = []
+    for family in EVERY:
+        try:
+            model = patched_for_saving(family)
+        except pytest.skip.Exception:  # it takes no method
+            continue
+        folder = tmp_path / family
+        with quiet():
+            model.save_pretrained(folder)
+        ids = zoo.tokens(60)
+        torch.save([(ids, outputs(model, ids))], folder / "probes.pt")
+        name = type(model).__name__
+        models += [(folder, name), *((folder, name, way) for way in ("eager", "sdpa"))]
+    found = loaded(models, tmp_path)
+    assert len(found) == len(models) > 500
+    wrong = {key for key, error in found.items() if isinstance(error, float) and error > 1e-4}
+    assert not wrong
 
 
 def test_an_architecture_that_it_does_not_know(tmp_path: Path) -> None:
