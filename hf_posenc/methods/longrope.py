@@ -72,6 +72,12 @@ class LongRoPE(LengthDependent):
             # A tuple, so that the frozen method stays hashable.
             object.__setattr__(self, knob, tuple(map(float, getattr(self, knob))))
 
+    @property
+    def length_dependent(self) -> bool:  # type: ignore[override]
+        """True if the two lists, or the factors beside them, differ."""
+        lists = self.short_factor != self.long_factor
+        return lists or self.short_mscale != self.long_mscale
+
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         for knob in ("short_factor", "long_factor"):
             factors = len(getattr(self, knob))

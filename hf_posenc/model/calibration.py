@@ -358,9 +358,9 @@ def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
             dynamic = rotary.method.length_dependent
         if dynamic:
             raise PosencError(
-                f"The frequencies of {table.name} move with the length of the text, so no rotation can be added to "
-                "them. Replace them by a static method in a list, as in [YaRN(scale=4), ReRoPE()] with "
-                'replace=True, or use a dynamic method with update="row" alone.'
+                f"The frequencies of {table.name} move with the length of the text, and beside a method that computes "
+                "attention every layer needs one table. Choose all layers, with a static frequency method first in a "
+                'list, as in [YaRN(scale=4), ReRoPE()] with replace=True; or a dynamic method with update="row" alone.'
             )
 
 

@@ -18,6 +18,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import (
     PARTS,
+    PER_LENGTH,
     NoRotaryError,
     RotaryTable,
     SinCosTable,
@@ -140,7 +141,9 @@ def _patch(
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
                     return None
-                _check_replaceable(state, earlier, trained=trained)
+                _check_replaceable(
+                    state, earlier, trained=trained, replace=request.get("replace") is True
+                )
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
@@ -318,7 +321,7 @@ def _is_trained(model: nn.Module, state: State) -> bool:
     return any(method.trainable for method in state.methods)
 
 
-def _check_replaceable(state: State, earlier: State, *, trained: bool) -> None:
+def _check_replaceable(state: State, earlier: State, *, trained: bool, replace: bool) -> None:
     """Refuse a second patch without `replace`, and one that would lose trained parameters for good."""
     way = "Pass replace=True to undo that patch first, or call unpatch_model(model)."
     if state.config.compose:
@@ -329,7 +332,7 @@ def _check_replaceable(state: State, earlier: State, *, trained: bool) -> None:
             f"Its parameters would be lost, so replace=True does not undo it: keep them with {keep}, then call "
             "unpatch_model(model)."
         )
-    elif state.config.replace:
+    elif replace:
         return
     raise PosencError(f"This model is already patched with {earlier.config}. {way}")
 
@@ -348,7 +351,7 @@ def _refuse_foreign(
         difference = foreign_frequencies(model, table)
         if not difference:
             continue
-        set_by_hand = is_table(table.live()[0])
+        set_by_hand = is_table(table.live()[0]) and table.rope_type not in PER_LENGTH
         if set_by_hand and request.get("compose") is True:
             continue
         way = "compose=True starts from them. " if set_by_hand else ""
@@ -401,7 +404,7 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
             install_rotary(model, state, scaled, PositionInterpolation(scale=1.0))
     lists = [table for table in tables if table.rope_type == "longrope"]
     composed = state.config.compose and any(each.reads_rotation for each in others)
-    if lists and composed and not scalings:
+    if lists and composed and not [each for each in scalings if each not in others]:
         install_rotary(model, state, lists, PositionInterpolation(scale=1.0))
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers

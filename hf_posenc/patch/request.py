@@ -20,7 +20,15 @@ from hf_posenc.model.discovery import (
     select,
 )
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
-from hf_posenc.patch.scaled import composes, dropped_of, own_knobs, own_original, refuse_moving
+from hf_posenc.patch.scaled import (
+    check_shared,
+    composes,
+    dropped_of,
+    own_knobs,
+    own_original,
+    own_reach,
+    refuse_moving,
+)
 from hf_posenc.patch.state import LayerPart, State
 from hf_posenc.seams.native import NativeSeam
 
@@ -90,11 +98,12 @@ def resolve_request(
         tables, cut = _tables(source, parts, layers)
         own = [{} if compose else own_knobs(part, tables) for part in parts]
         asked = compose
-        if any(own) and scale is None and target is None:
+        numbers = [scale, target, given if len(readings(tables[0])) == 1 else None]
+        if any(own) and not any(numbers) and not {*options} - {"update", "bucket"}:
             replace = True  # of the checkpoint's own scaling by the same one
             given = given or own_original(tables)
-        numbers = {"original": given, "scale": scale, "target": target}
-        compose = composes(tables, parts, numbers, compose=compose, replace=replace)
+        lengths = {"original": given, "scale": scale, "target": target}
+        compose = composes(tables, parts, lengths, compose=compose, replace=replace)
         optional = target is None and not any(part.reads_length for part in parts)
         original = given or _common_length(tables, compose=compose, optional=optional)
     native, cut = (source, False) if isinstance(source, NativeSeam) else (None, cut)
@@ -109,13 +118,19 @@ def resolve_request(
         built, reach = _build(part, *sized, original, options, knobs, has_length=has_length)
         methods.append(built)
         extended = reach if extended is None else extended
+    if len(methods) > 1:
+        _check_list(methods, None, {})  # the seam of a dynamic method depends on its `update`
     for built in methods:
         others = [other for other in methods if other is not built]
         called(built, "check_beside", built.check_beside, others)
     if native is None:
         if compose and not any(part.seam == "rotary" for part in parts):
             refuse_moving(tables, methods, asked=asked)
-        dropped = dropped_of(tables, methods) if replace else {}
+            if asked:
+                check_shared(tables, methods, layers)
+        dropped = dropped_of(tables, methods, original) if replace else {}
+        if replace and extended is not None and not dropped:
+            extended = own_reach(tables, original) or extended
     first, *others = methods
     own_scale = getattr(first, "scale", None)
     implied = math.ceil(original * (own_scale or 1))
@@ -224,6 +239,7 @@ def _by_layers(
         max(reached, default=None),
         tuple(method for state in states for method in state.methods),
         every,
+        dropped={key: value for state in states for key, value in state.dropped.items()},
     )
 
 

@@ -8,7 +8,13 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, LongRoPE, Method, get_method
 from hf_posenc.model.context import readings
-from hf_posenc.model.discovery import LENGTH_KEYS, PER_LENGTH, RotaryTable
+from hf_posenc.model.discovery import (
+    LENGTH_KEYS,
+    PER_LENGTH,
+    RotaryTable,
+    layers_of_type,
+    local_layers,
+)
 
 _ORIGINAL = "original_max_position_embeddings"
 _OF_THE_TABLE = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
@@ -85,7 +91,15 @@ def _moves(table: RotaryTable) -> bool:
     return table.rope_type == "dynamic" or next(lists) != next(lists)
 
 
-def dropped_of(tables: Sequence[RotaryTable], methods: Sequence[Method]) -> dict[str, Any]:
+def own_reach(tables: Sequence[RotaryTable], original: int) -> int | None:
+    """Return the length in tokens that the scaling of scaled tables reaches; `None` if there is none, or several."""
+    reached = {each.reach for table in tables if table.scaled for each in readings(table, original)}
+    return reached.pop() if len(reached) == 1 else None
+
+
+def dropped_of(
+    tables: Sequence[RotaryTable], methods: Sequence[Method], original: int
+) -> dict[str, Any]:
     """Return the values of a checkpoint's own scaling that the methods which replace it do not have."""
     dropped: dict[str, Any] = {}
     for table in tables:
@@ -100,7 +114,28 @@ def dropped_of(tables: Sequence[RotaryTable], methods: Sequence[Method]) -> dict
             kept = getattr(heir, knob)
             if (list(kept) if isinstance(kept, tuple) else kept) != value:
                 dropped["factor" if knob == "scale" else knob] = value
+        start = own_original([table]) or table.parameters.get(_ORIGINAL)
+        if heir.reads_length and start not in (None, original):
+            dropped[_ORIGINAL] = start
     return dropped
+
+
+def check_shared(
+    tables: Sequence[RotaryTable], methods: Sequence[Method], layers: str | Sequence[int]
+) -> None:
+    """Raise for `compose=True` on `longrope` in some of the layers that share a table, all of which it would change."""
+    table = next((each for each in tables if each.rope_type == "longrope" and not each.label), None)
+    if table is None or layers == "all" or not any(each.reads_rotation for each in methods):
+        return
+    every, some = layers_of_type(table.config, "all"), layers
+    if layers in ("full", "encoder", "decoder"):
+        some = sorted({*every} - local_layers(table.config))
+    if isinstance(some, str) or {*some} >= {*every}:
+        return
+    raise PosencError(
+        f"compose=True takes the long list of {table.name} for all layers that share it, and layers={layers!r} are "
+        'some of them. Pass layers="all", or replace=True and a static method in a list.'
+    )
 
 
 def refuse_moving(tables: Sequence[RotaryTable], methods: Sequence[Method], *, asked: bool) -> None:
@@ -189,7 +224,7 @@ def _check_scaled(
             ways.append(
                 f"compose=True scales {force} once more, from {_start(composed, scale, target)}"
             )
-        if table.rope_type in PER_LENGTH:
+        if table.rope_type in PER_LENGTH and own_knobs(get_method(table.rope_type), tables):
             name = get_method(table.rope_type).name
             ways.append(
                 f'"{name}" without numbers makes its own scaling exact in caches and batches'

@@ -282,7 +282,8 @@ def test_unpatching_restores_everything(model: PreTrainedModel, model_type: str)
     tokens = zoo.tokens(min(LENGTH, zoo.longest(model)))
     unpatched, config = zoo.logits(model, tokens), copy.deepcopy(model.config.to_dict())
     modules, state = rotary_layout(model), set(model.state_dict())
-    for kwargs in ({"method": "yarn", "scale": 4.0}, {"method": "nope"}):
+    # No checkpoint of the zoo has this factor already.
+    for kwargs in ({"method": "yarn", "scale": 6.0}, {"method": "nope"}):
         patch(model, **kwargs)
         assert get_patch(model) is not None
         assert not torch.equal(zoo.logits(model, tokens), unpatched)

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 import hf_posenc
 from hf_posenc import get_patch, inspect_rope, patch_model, patched, unpatch_model
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import LongRoPE, RopeScaling, SelfExtend, YaRN
+from hf_posenc.methods import LongRoPE, ReRoPE, RopeScaling, SelfExtend, YaRN
+from hf_posenc.model.discovery import tables_of
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
 
@@ -164,8 +165,52 @@ def test_numbers_or_another_method_are_asked_about() -> None:
         patch_model(model, "longrope", scale=8, **LISTS)
     with pytest.raises(PosencError, match=r"its long list .* from 64 tokens, to 128"):
         patch_model(model, "yarn", scale=2)
-    with pytest.raises(PosencError, match="already scaled"):
-        patch_model(model, LongRoPE(**LISTS))
+    requests: list[tuple[Any, dict[str, Any]]] = [
+        (LongRoPE(**LISTS), {}),
+        ("longrope", {"short_factor": SHORT, "long_factor": SHORT}),
+        ("longrope", {"original_max_position_embeddings": 32}),
+    ]
+    for method, options in requests:
+        with pytest.raises(PosencError, match="already scaled"):
+            patch_model(model, method, **options)
+    for name in ("rerope", "longrope"):
+        patch_model(model, name, compose=name == "rerope")
+        with pytest.raises(PosencError, match="already patched with"):
+            patch_model(model, "longrope", update="request")
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_list_has_no_band_beside_a_table_that_moves(case: str) -> None:
+    model, method = build(case)
+    with pytest.raises(PosencError, match="on one seam"):
+        patch_model(model, [method, ReRoPE(window=8)])
+    with pytest.raises(PosencError, match="on one seam"):
+        patch_model(zoo.build("llama"), ["dynamic_ntk", ReRoPE(window=8)])
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            1024,
+        ),
+        ({"rope_type": "longrope", "factor": 2.0, **LISTS}, 128),
+        ({"rope_type": "yarn", "factor": 4.0}, 64),
+    ],
+)
+def test_its_own_scaling_reaches_what_the_checkpoint_does(
+    rope: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    rope = {"rope_theta": 1e4, **ORIGINAL, **rope}
+    model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=longest)
+    patch_model(model, rope["rope_type"])
+    model.save_pretrained(tmp_path)
+    for one in (model, hf_posenc.from_pretrained(tmp_path)):
+        patch = get_patch(one)
+        assert patch is not None
+        assert patch.extended_length == one.config.max_position_embeddings == longest
 
 
 # One list for all texts
@@ -201,6 +246,43 @@ def test_the_long_list_serves_texts_of_every_length(length: int) -> None:
     unpatch_model(model)
     patch_model(model, [_LongList(), SelfExtend(scale=2, window=8)], replace=True)
     assert off(run(model, IDS[:, :length]).logits, logits) < CLOSE
+
+
+def test_layers_that_share_the_table_are_all_chosen() -> None:
+    model, _ = build("phi3")
+    for method, layers in (("rerope", [0]), ({0: ReRoPE(window=8)}, "full")):
+        with pytest.raises(PosencError, match=r"takes the long list .* for all layers that share"):
+            patch_model(model, method, layers=layers, compose=True)
+
+
+def test_one_list_stays_beside_a_band() -> None:
+    model, _ = build("phi3")
+    patch_model(model, "self_extend", scale=2, window=8, compose=True)
+    logits = run(model, IDS).logits
+    unpatch_model(model)
+    static = LongRoPE(short_factor=LONG, long_factor=LONG, scale=4)
+    patch_model(model, [static, SelfExtend(scale=2, window=8)], replace=True)
+    assert off(run(model, IDS).logits, logits) < CLOSE
+
+
+def test_a_dynamic_method_grows_from_the_long_list() -> None:
+    model, _ = build("phi3")
+    patch_model(model, "dynamic_pi", compose=True)
+    logits = run(model, IDS).logits
+    assert off(by_steps(model, IDS, 10), logits) < CLOSE
+    unpatch_model(model)
+    patch_model(model, _LongList(), replace=True)
+    assert off(run(model, IDS).logits[:, :64], logits[:, :64]) < CLOSE  # it reaches 64 tokens
+
+
+def test_a_table_that_was_set_by_hand_is_refused() -> None:
+    model, _ = build("phi3")
+    for table in tables_of(model):
+        rotary: Any = table.module
+        for tensor in (rotary.inv_freq, rotary.original_inv_freq):
+            tensor.data.div_(4)
+    with pytest.raises(PosencError, match="does not have the frequencies of its config"):
+        patch_model(model, "pi", scale=2, compose=True)
 
 
 def test_a_frequency_method_scales_the_long_list() -> None:
@@ -278,6 +360,14 @@ def test_the_report_says_what_is_dropped(method: Any) -> None:
     assert patch.dropped["rope_type"] == "yarn"
     assert patch.dropped["truncate"] is False
     assert "rope_theta" not in patch.dropped
+
+
+def test_the_report_of_layers_says_it_too() -> None:
+    model = zoo.build("gpt_oss", rope_parameters=GPT_OSS)
+    patch_model(model, {"full": YaRN(scale=32.0), "sliding": ReRoPE(window=8)}, replace=True)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.dropped == {"truncate": False}
 
 
 def test_a_plain_checkpoint_has_nothing_to_drop() -> None:

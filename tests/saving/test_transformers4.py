@@ -204,6 +204,7 @@ def test_what_only_hf_posenc_computes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # more than 200 models
 def test_every_type_is_loaded_with_its_patch_or_not_at_all(tmp_path: Path) -> None:
     models: list[tuple[Path, str] | tuple[Path, str, str]] = []
     for family in EVERY:
