@@ -46,6 +46,7 @@ class Encoding:
         query: The method that multiplies the queries.
         own_factor: The factor of the model's own that `query` replaces, as a function of positions.
         spec: The table that frequencies that move with the length start from.
+        factor: The factor on cos and sin of that table, which the method's own multiplies.
         parameters: The trained parameters, of `method` and `bias`.
         rotates: False if a bias drops the layer's own rotation.
         bidirectional: True for a layer of an encoder, which reads the keys after a query too.
@@ -63,6 +64,7 @@ class Encoding:
     query: Method | None = None
     own_factor: Callable[[Tensor], Tensor] | None = None
     spec: RopeSpec | None = None
+    factor: float = 1.0
     parameters: Mapping[str, Tensor] | None = None
     rotates: bool = True
     bidirectional: bool = False
@@ -324,6 +326,7 @@ class MovingPlan(Plan):
         self.method, self.original = encoding.method, encoding.original
         self.exported = 1 if self.method.update == "row" else None
         self.spec = cast(RopeSpec, encoding.spec)  # `None` where the rotation is
+        self.factor = encoding.factor
 
     def bucket(self, m: Tensor) -> Tensor:
         if self.method.update != "row":
@@ -354,7 +357,7 @@ class MovingPlan(Plan):
             return self._computed(length, device)
         length = int(length)
         # The method is part of the answer, so that its id stays its own.
-        question = id(self.method), self.original, length, device
+        question = id(self.method), self.original, self.factor, length, device
         return self.rotation.kept(question, lambda: (self._computed(length, device), self.method))[
             0
         ]
@@ -362,7 +365,8 @@ class MovingPlan(Plan):
     def _computed(
         self, length: int | Tensor, device: torch.device
     ) -> tuple[Tensor | None, float | Tensor]:
-        factor = (self.method.cos_sin_factor(self.spec, length) / self.rotation.factor) ** 2
+        factor = self.method.cos_sin_factor(self.spec, length) * self.factor
+        factor = (factor / self.rotation.factor) ** 2
         inv_freq = self.method.frequencies(self.spec, length).float()
         if self.spec.order is not None:
             inv_freq = inv_freq[self.spec.order.to(inv_freq.device)]

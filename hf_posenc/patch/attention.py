@@ -503,11 +503,13 @@ def encoding_of(
     if initial:
         parameters = MethodParameters(initial, mesh).to(call.query.device)
         layer.module.register_module(PARAMETERS, parameters)
-    spec = None
+    spec, factor = None, 1.0
     if isinstance(base.method, LengthDependent):
         assert layer.table is not None
         spec = read_spec(layer.table, base.original, compose=compose)
         check_frequencies(base.method, spec)
+        if compose and layer.rotation is not None:
+            factor = layer.rotation.factor
         order = None if layer.rotation is None else layer.rotation.order
         if order is not None:
             spec = replace(spec, order=order if spec.order is None else spec.order[order])
@@ -518,6 +520,7 @@ def encoding_of(
         share=share,
         rotation=layer.rotation,
         spec=spec,
+        factor=factor,
         parameters=parameters,
         bidirectional=both,
     )

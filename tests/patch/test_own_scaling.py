@@ -265,6 +265,15 @@ def test_one_list_stays_beside_a_band() -> None:
     assert off(run(model, IDS).logits, logits) < CLOSE
 
 
+@pytest.mark.parametrize("update", ["row", "request", "sequence"])
+def test_a_dynamic_method_keeps_the_factor_that_it_grows_from(update: str) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **ORIGINAL}
+    model = zoo.build("llama", rope_parameters=yarn, max_position_embeddings=64)
+    native = run(model, IDS[:, :60]).logits
+    patch_model(model, "dynamic_pi", update=update, compose=True)
+    assert off(run(model, IDS[:, :60]).logits, native) < CLOSE
+
+
 def test_a_dynamic_method_grows_from_the_long_list() -> None:
     model, _ = build("phi3")
     patch_model(model, "dynamic_pi", compose=True)
