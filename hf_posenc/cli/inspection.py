@@ -345,10 +345,7 @@ def _scaling_of(
 
     from hf_posenc.engines.in_force import scaling_of
     from hf_posenc.gguf_file import find_gguf
-    from hf_posenc.model.discovery import tables_of
-    from hf_posenc.model.unwrapping import unwrap
-    from hf_posenc.patch.patching import get_patch
-    from hf_posenc.patch.scaled import moving_note
+    from hf_posenc.patch.patching import get_patch, moving_notes
 
     config: Any = getattr(live, "config", None)
     built = (AutoModel._model_mapping, AutoModelForCausalLM._model_mapping)
@@ -363,7 +360,7 @@ def _scaling_of(
     else:
         scaling = scaling_of(config, reading.base, length=reading.length)
     notes = [*(() if reading is None else reading.notes), *scaling.notes]
-    notes += filter(None, dict.fromkeys(map(moving_note, tables_of(unwrap(live)))))
+    notes += moving_notes(live)
     with_flags = "" if reading is None else f"With these flags of {reading.engine}: "
     lines = []
     if scaling.patch is not None:

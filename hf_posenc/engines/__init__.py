@@ -123,6 +123,8 @@ def export_source(source: Source, name: str) -> Export:
     if beyond or (source.methods and source.patch is None):
         if beyond:
             what = f"{' and '.join(beyond)} changes attention and not the frequencies alone"
+            if any(isinstance(method, LengthDependent) for method in source.methods):
+                what += ' (with update="sequence" it changes these)'
         elif source.by_layers:
             names = " and ".join(method.name for method in source.methods)
             what = f"{names} in some of the layers that share a table changes attention"

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_posenc.attention.call import outside_autocast
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
+from hf_posenc.methods import PositionInterpolation, RopeScaling, get_method, needs_no_rotation
 from hf_posenc.model.discovery import (
     PARTS,
     PER_LENGTH,
@@ -40,6 +40,7 @@ from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_l
 from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
+from hf_posenc.patch.scaled import moving_note
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 from hf_posenc.seams.held import refuse_replica
 from hf_posenc.seams.hidden import refuse_hidden, version_of
@@ -520,6 +521,28 @@ def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT
 def _versions(model: nn.Module) -> dict[str, int]:
     trained = trained_parameters(unwrap(model)).items()
     return {name: each._version for name, each in trained if not each.is_inference()}
+
+
+def moving_notes(model: nn.Module) -> tuple[str, ...]:
+    """Return what transformers computes wrongly with tables that move with the text, and the patch that does not.
+
+    The patch is named if the model takes it: a model without weights is not asked.
+    """
+    inner = unwrap(model)
+    notes: list[str] = []
+    for table in tables_of(inner):
+        if not (note := moving_note(inner, table)):
+            continue
+        name, ways = get_method(table.rope_type).name, True
+        if not any(each.is_meta for each in inner.parameters()):
+            try:
+                with patched(model, name):
+                    pass
+            except PosencError:
+                ways = False
+        way = f' patch_model(model, "{name}"), without numbers, makes both exact.' if ways else ""
+        notes.append(note + way)
+    return tuple(dict.fromkeys(notes))
 
 
 def get_patch(model: nn.Module) -> Patch | None:

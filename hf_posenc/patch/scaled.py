@@ -69,20 +69,19 @@ def own_original(tables: Sequence[RotaryTable]) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def moving_note(table: RotaryTable) -> str:
-    """Return what transformers computes wrongly with a table that moves with the text, and the patch that does not.
-
-    Empty for a table that does not move.
-    """
+def moving_note(model: Any, table: RotaryTable) -> str:
+    """Return what transformers computes wrongly with a table that moves with the text; empty for one that does not."""
     if table.rope_type not in PER_LENGTH or not _moves(table):
         return ""
     start = own_original([table]) or table.parameters.get(_ORIGINAL)
     length = "the original length" if start is None else f"{start:,} tokens"
-    name = get_method(table.rope_type).name
+    # Phi-3's generate() computes the text anew there.
+    anew = "prepare_inputs_for_generation" in vars(type(model)) and hasattr(table.config, _ORIGINAL)
+    but = " (but by generate() of this class)" if anew else ""
     return (
         f"The frequencies of {table.name} ({table.rope_type}) change past {length}, and cached keys keep those of "
-        "their own step: a text that grows past that length from a cache, or that is in one batch with a longer one, "
-        f'is not computed as it is alone and at once. patch_model(model, "{name}"), without numbers, makes both exact.'
+        f"their own step: a text that grows past that length from a cache{but}, or that is in one batch with a longer "
+        "one, is not computed as it is alone and at once."
     )
 
 

@@ -531,6 +531,17 @@ def test_recipes_of_a_checkpoint(tmp_path: Path) -> None:
     )
 
 
+def test_inspect_says_what_a_table_that_moves_gets_wrong(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    folder = tiny_checkpoint(tmp_path, "llama", rope_parameters=rope)
+    text = " ".join(invoke("inspect", folder).stdout.split())
+    assert "cached keys keep those of their own step" in text
+    assert 'patch_model(model, "dynamic_ntk"), without numbers, makes both exact' in text
+    notes = json.loads(invoke("inspect", "--json", folder).stdout)["scaling"]["notes"]
+    assert any("cached keys" in note for note in notes)
+    assert "their own step" not in invoke("inspect", folder, "--patch", "dynamic_ntk").stdout
+
+
 def test_inspect_reads_flags_and_names_what_does_nothing(model: Path, tmp_path: Path) -> None:
     block = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     block |= {"original_max_position_embeddings": 256}

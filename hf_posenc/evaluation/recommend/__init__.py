@@ -46,8 +46,8 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.frequencies import refuse_local
-from hf_posenc.patch.patching import get_patch
-from hf_posenc.patch.scaled import moving_note
+from hf_posenc.patch.patching import get_patch, moving_notes
+from hf_posenc.patch.request import resolve_request
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
 
@@ -177,7 +177,7 @@ class Advice:
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs, own = ["none"], [str(one.spec) for one in self.first]
-        if self.carried.note:
+        if "patch_model" in self.carried.note:
             specs.append(get_method(self.carried.rope_type).name)
         if self.needed:
             specs += ["truncation", "attention_sinks", *own]
@@ -252,9 +252,8 @@ def recommend(
         ) from error
     table = tables[0]
     context = context_of(table, original, argument="original= (--original)")
-    carried = Carried(
-        **vars(context), rope_type=table.rope_type, scaled=table.scaled, note=moving_note(table)
-    )
+    (note, *_) = (*moving_notes(inner), "")
+    carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled, note=note)
     if target_length > carried.reach:
         refuse_local(inner, tables, sample_of(inner))
     beside = _beside(carried, original)
@@ -264,7 +263,10 @@ def recommend(
     beside_attention = _length(carried.reach, original)
     if carried.rope_type == "longrope":
         beside_attention["compose"] = True  # one of its two lists
-    start = Start(spec, target_length, beside, carried.reach, beside_attention)
+    replaced: dict[str, Any] = {}
+    if carried.scaled:
+        replaced = {"replace": True, **_length(carried.original, original)}
+    start = Start(spec, target_length, beside, carried.reach, beside_attention, replaced)
     kinds = [m for m in METHODS if m.for_rotary and target_length > carried.reach]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
     return Advice(
@@ -303,7 +305,13 @@ def _tried(option: Option, model: nn.Module) -> Option:
     A dynamic method that the model does not support row by row is tried in the form that changes the table alone.
     """
     unloaded = any(parameter.is_meta for parameter in model.parameters())
-    if option.options is None or (option.attention and unloaded):
+    if option.options is None:
+        return option
+    if option.attention and unloaded:
+        try:
+            resolve_request(tables_of(model), option.method, **option.options)
+        except PosencError as refusal:
+            return _refused(option, refusal)
         return option
     error = _refusal(option, model)
     if error is None:
@@ -313,6 +321,10 @@ def _tried(option: Option, model: nn.Module) -> Option:
         instead = dataclasses.replace(option, options=options, attention=False, trial=True)
         if _refusal(instead, model) is None:
             return instead
+    return _refused(option, error)
+
+
+def _refused(option: Option, error: PosencError) -> Option:
     reason = " ".join(str(error).split())
     return dataclasses.replace(option, works=REFUSED, reason=reason, trial=False)
 

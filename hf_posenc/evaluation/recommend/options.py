@@ -169,7 +169,8 @@ class Start:
     """Starting point of a method on the way to the target length, in tokens.
 
     Frequency methods start from the table of `spec`, with further arguments of `patch_model` in `beside`. Methods that
-    compute attention start from the length that the table in force reaches, with `beside_attention`.
+    compute attention start from the length that the table in force reaches, with `beside_attention`. What drops a
+    scaling of the checkpoint has `replaced`.
     """
 
     spec: RopeSpec
@@ -177,6 +178,7 @@ class Start:
     beside: Mapping[str, Any]
     reach: int
     beside_attention: Mapping[str, Any]
+    replaced: Mapping[str, Any]
 
     @property
     def original(self) -> int:
@@ -302,8 +304,7 @@ def _another_base(start: Start) -> Option:
         f"rope_theta {base:,.0f}: {needed} {start.target:,} tokens with {dim // 2} pairs (arXiv 2405.14591), and "
         f"{ntk:,.0f} slows the slowest pair as NTK does"
     )
-    scaled = {"compose", "replace"} & set(start.beside)
-    options = {"rope_theta": base, **({"replace": True} if scaled else {})}
+    options = {"rope_theta": base, **start.replaced}
     return Option(ABF.name, FINE_TUNED, reason, options, attention=False)
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -308,6 +309,9 @@ def test_a_checkpoint_that_is_scaled_already() -> None:
     assert advice.carried.reach == TRAINED * 2
     assert advice.beside == {"replace": True, "original_max_position_embeddings": TRAINED}
     assert by_name(advice)["yarn"].trial
+    assert by_name(advice)["abf"].options == {"rope_theta": ANY, **advice.beside}
+    assert by_name(advice)["rerope"].works == REFUSED  # also without weights
+    assert "patch_model" in advice.carried.note
 
 
 def test_a_table_that_moves_is_named_and_its_long_list_scaled_further() -> None:
@@ -320,6 +324,15 @@ def test_a_table_that_moves_is_named_and_its_long_list_scaled_further() -> None:
     assert f"change past {TRAINED:,} tokens" in advice.carried.note
     assert dict(facts(advice))["in a cache"] == advice.carried.note
     assert advice.commands()[0].endswith("--patch none --patch longrope")
+    assert "generate()" not in advice.carried.note
+    phi3 = {**config, "original_max_position_embeddings": TRAINED}
+    assert (
+        "(but by generate() of this class)" in recommend(zoo.build("phi3", **phi3), 99).carried.note
+    )
+    encoder = recommend(zoo.build("eurobert", **config), TRAINED * 2)
+    assert "change past" in encoder.carried.note
+    assert "patch_model" not in encoder.carried.note  # its text is read in both directions
+    assert encoder.commands()[0].endswith("--patch none")
     advice = recommend(zoo.build("llama", **config), TRAINED * 8)
     assert advice.beside == {"compose": True}
     found = by_name(advice)
