@@ -134,6 +134,8 @@ def test_phimoe_reads_its_long_list() -> None:
     assert off(run(model, IDS[:, :15]).logits, short) < CLOSE
     long = run(model, IDS).logits
     unpatch_model(model)
+    with patched(model, "pi", scale=1, compose=True):
+        assert off(run(model, IDS).logits, long) < CLOSE
     mscale = MSCALES["long_mscale"]
     static = LongRoPE(short_factor=LONG, long_factor=LONG, attention_factor=mscale)
     patch_model(model, static, replace=True)
