@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Generator
+from pathlib import PurePath
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
@@ -50,6 +52,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+_seconds: dict[str, float] = defaultdict(float)
+"""The time of tests by room: the folder below `tests`, or the file."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    parts = PurePath(report.nodeid.partition("::")[0]).parts
+    _seconds[parts[1] if len(parts) > 1 else parts[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print where the time of a long run went, in seconds of all processes together."""
+    if sum(_seconds.values()) > 60:
+        rooms = sorted(_seconds.items(), key=lambda room: -room[1])
+        line = ", ".join(f"{room} {seconds:.0f}" for room, seconds in rooms if seconds >= 1)
+        terminalreporter.write_line(f"Seconds by room: {line}")
 
 
 @pytest.fixture
