@@ -124,7 +124,7 @@ def export_source(source: Source, name: str) -> Export:
         if beyond:
             what = f"{' and '.join(beyond)} changes attention and not the frequencies alone"
             if any(isinstance(method, LengthDependent) for method in source.methods):
-                what += ' (with update="sequence" it changes these)'
+                what += ' (a dynamic one with update="sequence" changes frequencies alone)'
         elif source.by_layers:
             names = " and ".join(method.name for method in source.methods)
             what = f"{names} in some of the layers that share a table changes attention"

@@ -81,7 +81,7 @@ def readings(table: RotaryTable, original: int | None = None) -> tuple[Context, 
     """
     kind, entry = _scaling(table)
     config = table.config
-    maximum = _length(config)
+    maximum = config_length(config)
     own = _first(getattr(config, _ORIGINAL, None), entry.get(_ORIGINAL))
     if not kind:
         # transformers does not compute it, so the checkpoint reads as far as without it.
@@ -119,7 +119,7 @@ def length_of(model: Any, *, original: int | None = None, replaced: bool = False
     try:
         tables = tables_of(unwrap(model))
     except UnsupportedModelError:  # no rotary embedding, which a config could scale
-        return _length(model.config.get_text_config(decoder=True)) or None
+        return config_length(model.config.get_text_config(decoder=True)) or None
     read = [readings(table, original) for table in tables]
     if any(len(each) != 1 for each in read):
         return None
@@ -137,7 +137,7 @@ def _scaling(table: RotaryTable) -> tuple[str, Mapping[str, Any]]:
     return "", table.parameters
 
 
-def _length(config: Any) -> int:
+def config_length(config: Any) -> int:
     """Return the context length that a config names; 0 if it names none."""
     return _first(*(getattr(config, key, None) for key in LENGTH_KEYS))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import warnings
 import weakref
@@ -41,7 +40,15 @@ from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.scaled import moving_note
-from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
+from hf_posenc.patch.state import (
+    STATE,
+    State,
+    config_values,
+    configs_of,
+    own_config,
+    replace_modules,
+    state_of,
+)
 from hf_posenc.seams.held import refuse_replica
 from hf_posenc.seams.hidden import refuse_hidden, version_of
 from hf_posenc.seams.inspection import Positions, inspect
@@ -263,7 +270,7 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
     held += [inner for outer in held for inner in outer.values() if isinstance(inner, dict)]
     before = [dict(entries) for entries in held]
     _undo(model, state)
-    plain = _config_values(model)
+    plain = config_values(model)
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for entries, old in zip(held, before, strict=True):
         # The config always: the next patch gives the model another one.
@@ -271,11 +278,11 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
         changes += [(entries, key, value) for key, value in old.items() if key not in kept]
 
     def put_back() -> None:
-        edited = _config_values(model)
+        edited = config_values(model)
         for entries, key, value in changes:
             entries[key] = value
         owned = {(id(target), key) for target, values in state.changes for key in values}
-        for place, config in _configs(model).items():
+        for place, config in configs_of(model).items():
             now, then = edited.get(place, {}), plain.get(place, {})
             for key in {*now, *then}:
                 value = now.get(key, export.ABSENT)
@@ -283,29 +290,6 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
                     export.restore(config, {key: value})
 
     return put_back
-
-
-def _configs(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return every config of a model and its modules, once, by the path of the module and that within its config."""
-    places: dict[int, tuple[tuple[str, str], Any]] = {}
-    for name, module in model.named_modules():
-        outer = vars(module).get("config")
-        if hasattr(outer, "get_text_config") and id(outer) not in places:
-            for path, config in export.config_parts(outer):
-                places.setdefault(id(config), ((name, path), config))
-    return dict(places.values())
-
-
-def _config_values(model: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return copies of the values of every config, without the configs inside."""
-    return {
-        place: {
-            key: copy.deepcopy(value)
-            for key, value in vars(config).items()
-            if not hasattr(value, "get_text_config")
-        }
-        for place, config in _configs(model).items()
-    }
 
 
 def _is_same(state: State, earlier: State, *, scaled: bool) -> bool:
@@ -533,15 +517,15 @@ def moving_notes(model: nn.Module) -> tuple[str, ...]:
     for table in tables_of(inner):
         if not (note := moving_note(inner, table)):
             continue
-        name, ways = get_method(table.rope_type).name, True
+        name, takes = get_method(table.rope_type).name, True
         if not any(each.is_meta for each in inner.parameters()):
             try:
                 with patched(model, name):
                     pass
             except PosencError:
-                ways = False
-        way = f' patch_model(model, "{name}"), without numbers, makes both exact.' if ways else ""
-        notes.append(note + way)
+                takes = False
+        way = f' patch_model(model, "{name}"), without numbers, makes both exact.'
+        notes.append(note + way if takes else note)
     return tuple(dict.fromkeys(notes))
 
 

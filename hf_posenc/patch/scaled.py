@@ -7,9 +7,8 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, LongRoPE, Method, get_method
-from hf_posenc.model.context import readings
+from hf_posenc.model.context import config_length, readings
 from hf_posenc.model.discovery import (
-    LENGTH_KEYS,
     PER_LENGTH,
     RotaryTable,
     layers_of_type,
@@ -18,7 +17,7 @@ from hf_posenc.model.discovery import (
 
 _ORIGINAL = "original_max_position_embeddings"
 _OF_THE_TABLE = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
-"""What a block of `rope_parameters` says beside the scaling."""
+"""The keys of a block of `rope_parameters` that describe no scaling."""
 
 
 def own_knobs(part: Method | type[Method], tables: Sequence[RotaryTable]) -> dict[str, Any]:
@@ -61,12 +60,8 @@ def _is_of_type(kind: type[Method], rope_type: str) -> bool:
 
 def own_original(tables: Sequence[RotaryTable]) -> int | None:
     """Return the length in tokens from which transformers lets a `dynamic` table grow: that of the config."""
-    lengths = {
-        next((getattr(each.config, key, None) for key in LENGTH_KEYS), None)
-        for each in tables
-        if each.rope_type == "dynamic"
-    }
-    return lengths.pop() if len(lengths) == 1 else None
+    lengths = {config_length(each.config) for each in tables if each.rope_type == "dynamic"}
+    return lengths.pop() or None if len(lengths) == 1 else None
 
 
 def moving_note(model: Any, table: RotaryTable) -> str:

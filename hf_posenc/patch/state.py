@@ -131,6 +131,29 @@ def own_config(model: nn.Module, seams: Sequence[_SeamT]) -> tuple[_SeamT, ...]:
     return tuple(replace(each, config=copies.get(id(each.config), each.config)) for each in seams)
 
 
+def configs_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return every config of a model and its modules, once, by the path of the module and that within its config."""
+    places: dict[int, tuple[tuple[str, str], Any]] = {}
+    for name, module in model.named_modules():
+        outer = vars(module).get("config")
+        if hasattr(outer, "get_text_config") and id(outer) not in places:
+            for path, config in export.config_parts(outer):
+                places.setdefault(id(config), ((name, path), config))
+    return dict(places.values())
+
+
+def config_values(model: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return copies of the values of every config, without the configs inside."""
+    return {
+        place: {
+            key: copy.deepcopy(value)
+            for key, value in vars(config).items()
+            if not hasattr(value, "get_text_config")
+        }
+        for place, config in configs_of(model).items()
+    }
+
+
 def replace_modules(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
     """Replace modules (by `id`) at every path where the model holds them."""
     for path, module in list(model.named_modules(remove_duplicate=False)):

@@ -127,7 +127,7 @@ def test_generation_across_the_original_length_is_that_without_a_cache(case: str
 
 
 def test_phimoe_reads_its_long_list() -> None:
-    """transformers 5 computes the short list for every length, and so does not count as a reference."""
+    """The long list has a reference of its own: transformers 5 reads the short one at every length."""
     model = zoo.build("phimoe", rope_parameters={**LONGROPE, **MSCALES})
     short = run(model, IDS[:, :15]).logits
     patch_model(model, "longrope", update="sequence")
