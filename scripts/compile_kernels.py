@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from hf_posenc.attention.kernels import biased, decode, turning
+from hf_posenc.attention.kernels import biased, decode, merging, turning
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.rotation import Layout
 from tests.support.kernel_cases import Case
@@ -91,6 +91,14 @@ def turned(case: Case) -> Callable[[], object]:
     return lambda: turning.turned(rotation, call.query, tables)
 
 
+def merged(case: Case) -> Callable[[], object]:
+    """Return a call of the operator that merges two parts of a softmax."""
+    case = replace(case, queries=case.length)
+    query = case.call(case.encoding()).query
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return lambda: merging.merge(query, lse, query, lse, reverse=True)
+
+
 LLAMA = Case(
     "rerope",
     length=1024,
@@ -123,6 +131,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "training, t5": text(replace(LLAMA, method="t5"), training=True),
     "training, t5, float32": text(replace(LLAMA, method="t5", dtype=torch.float32), training=True),
     "a text, rerope": turned(LLAMA),
+    "two bands": merged(LLAMA),
     "a text, half of 128 features in pairs": turned(replace(LLAMA, layout=PAIRS)),
     "a text, rerope, float32": turned(replace(LLAMA, dtype=torch.float32)),
 }

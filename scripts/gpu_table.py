@@ -35,7 +35,8 @@ PHASES: dict[str, tuple[int, torch.dtype, bool]] = {
 NAMES = {
     "triton decode": "Triton",
     "triton biased": "Triton",
-    "cuda flash, triton turns": "flash",
+    "cudnn": "cuDNN",
+    "cuda flash, triton": "flash",
     "cuda flash": "flash",
     "few": "PyTorch, one product",
     "moving": "PyTorch, one product",

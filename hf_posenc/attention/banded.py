@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.flash import Part, attend_parts, check_shapes
+from hf_posenc.attention.flash import attend_parts, check_shapes
+from hf_posenc.attention.parts import Part
 from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 

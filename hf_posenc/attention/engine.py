@@ -30,18 +30,20 @@ from hf_posenc.attention.checks.samples import DTYPES, HEAD_DIMS, Case, kinds
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.attention.fused.cudnn import CudnnAttention
+from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
+from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused
 from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
-from hf_posenc.attention.kernels import turning
+from hf_posenc.attention.kernels import merging, turning
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
 
 
 def _windowed(name: str, fused: Fused, *, proven: bool, kernel: bool = False) -> Backend:
-    """A fused operator; with `kernel`, a kernel turns queries and keys for it."""
+    """A fused operator; with `kernel`, kernels turn queries and keys and merge the parts."""
     turns, turned = (turning.accepts, turning.turned) if kernel else (None, Rotation.turned)
     accepts = functools.partial(windowed.accepts, fused=fused, turns=turns)
     run = functools.partial(windowed.attend, fused=fused, turned=turned)
@@ -57,7 +59,9 @@ BACKENDS: tuple[Backend, ...] = (
     _kernels("triton biased", triton_biased),
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("moving", decode.accepts_moving, decode.moving),
-    _windowed("cuda flash, triton turns", CudaFlash(), proven=False, kernel=True),
+    _windowed("flash attention 4", Flash4(merging.merge), proven=False, kernel=True),
+    _windowed("cudnn", CudnnAttention(CudaFlash(merging.merge)), proven=False, kernel=True),
+    _windowed("cuda flash, triton", CudaFlash(merging.merge), proven=False, kernel=True),
     _windowed("cuda flash", CudaFlash(), proven=False),
     Backend("few", decode.accepts_few, decode.few),
     Backend("exact", lambda call, encoding: True, exact),
@@ -65,7 +69,9 @@ BACKENDS: tuple[Backend, ...] = (
 """Tried in this order; a faster kernel joins ahead of the general path."""
 
 ON_REQUEST: tuple[Backend, ...] = (
-    _windowed("emulated flash, triton turns", EmulatedFlash(), proven=True, kernel=True),
+    _windowed("emulated cudnn, triton", EmulatedCudnn(merging.merge), proven=True, kernel=True),
+    _windowed("emulated cudnn", EmulatedCudnn(), proven=True),
+    _windowed("emulated flash, triton", EmulatedFlash(merging.merge), proven=True, kernel=True),
     _windowed("emulated flash", EmulatedFlash(), proven=True),
 )
 """Tried only where `set_backend` names them."""

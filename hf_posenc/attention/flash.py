@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,65 +11,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.fused.cpu import CpuFlash
-from hf_posenc.attention.fused.protocol import Fused, Saved, Segments, Shape
+from hf_posenc.attention.fused.protocol import Fused, Saved
+from hf_posenc.attention.parts import Part, in_squares
 from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
 CPU = CpuFlash()
-
-
-@dataclass(frozen=True)
-class Part:
-    """A rectangle of the score matrix, in which every row has at least one visible key, or segments of it.
-
-    Attributes:
-        rows: First row and end.
-        keys: First key and end.
-        query: Index of its tensor among the queries.
-        key: Index of its tensor among the keys.
-        causal: A row sees the rectangle's keys up to its own, aligned as the operator aligns.
-        window: Of those, the last so many; `None`: all.
-        segments: The sequences that lie in it one behind the other; `None`: it is one.
-        first_key: The key with which its tensor of keys starts; that of values starts with key 0.
-        mask: Added to its scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
-        merge: The rows have a result already, from parts before.
-        reverse: The rows are taken from last to first, by the mask too.
-        heads: First query head and end, within one group of grouped-query heads or all of whole groups; `None`: all.
-    """
-
-    rows: tuple[int, int]
-    keys: tuple[int, int]
-    query: int = 0
-    key: int = 0
-    causal: bool = False
-    mask: Tensor | None = None
-    merge: bool = False
-    reverse: bool = False
-    heads: tuple[int, int] | None = None
-    window: int | None = None
-    segments: Segments | None = None
-    first_key: int = 0
-
-    @property
-    def shape(self) -> Shape:
-        """The pairs that it sees."""
-        return Shape(self.causal, self.window, self.mask, self.segments)
-
-    def of_rows(self, x: Tensor) -> Tensor:
-        """Return the part of a tensor of queries, outputs or log-sum-exps; a view."""
-        x = x[:, :, self.rows[0] : self.rows[1]]
-        return x if self.heads is None else x[:, self.heads[0] : self.heads[1]]
-
-    def of_keys(self, x: Tensor, group: int, start: int = 0) -> Tensor:
-        """Return the part of a tensor of keys or values from `start` on, of which each serves `group` query heads."""
-        x = x[:, :, self.keys[0] - start : self.keys[1] - start]
-        if self.heads is None:
-            return x
-        return x[:, self.heads[0] // group : (self.heads[1] - 1) // group + 1]
-
-    def ordered(self, x: Tensor) -> Tensor:
-        """Turn rows into the order of the part, and back."""
-        return x.flip(2) if self.reverse else x
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, offset: int) -> None:
@@ -118,6 +64,8 @@ def attend_parts(
     # Zeros for the op, which has one head dimension; no gradient is lost.
     tensors = [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors]
     table, gradients = trained or (None, None)
+    if fused.squares is not None:
+        parts = [piece for part in parts for piece in in_squares(part, fused.squares)]
     out: Tensor = _Parts.apply(  # type: ignore[no-untyped-call]
         fused, tuple(parts), len(queries), scaling, gradients, table, *tensors
     )
@@ -154,27 +102,24 @@ class _Parts(torch.autograd.Function):
         for index, part in enumerate(parts):
             part_out, part_lse, state = fused.forward(
                 part.ordered(part.of_rows(queries[part.query])),
-                part.of_keys(keys[part.key], group, part.first_key),
-                part.of_keys(value, group),
+                part.ordered_keys(part.of_keys(keys[part.key], group, part.first_key)),
+                part.ordered_keys(part.of_keys(value, group)),
                 scaling,
                 part.shape,
             )
             states.append(state)
             whole = part.rows == (0, length) and part.heads is None
             if whole and not part.merge and not part.reverse:
-                out, lse = part_out, part_lse
+                out, lse = part.in_a_row(part_out), part.in_a_row(part_lse)
                 continue
-            part_out, part_lse = part.ordered(part_out), part.ordered(part_lse)
             out_rows, lse_rows = part.of_rows(out), part.of_rows(lse)
             if part.merge:
-                share = torch.empty_like(part_lse, dtype=out.dtype)
-                torch.sigmoid(part_lse - lse_rows, out=share)
-                out_rows.lerp_(part_out, share.unsqueeze(-1))
-                if needed or _merges_again(part, parts[index + 1 :], fused):
-                    lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
+                last = not (needed or _merges_again(part, parts[index + 1 :], fused))
+                given = out_rows, lse_rows, part_out, part_lse
+                fused.merge(*given, reverse=part.reverse or part.mirrored, last=last)
             else:
-                out_rows.copy_(part_out)
-                lse_rows.copy_(part_lse)
+                out_rows.copy_(part.ordered(part_out))
+                lse_rows.copy_(part.ordered(part_lse))
         ctx.save_for_backward(*tensors, table, out, lse)
         ctx.parts, ctx.count, ctx.scaling, ctx.gradients = parts, count, scaling, gradients
         ctx.fused, ctx.states = fused, states
@@ -194,22 +139,27 @@ class _Parts(torch.autograd.Function):
         group = queries[0].shape[1] // value.shape[1]
         # Many parts add to one key, so halves are summed in float32.
         dtype = accumulation_dtype(value.dtype)
-        grad_queries = [torch.zeros_like(query, dtype=dtype) for query in queries]
-        grad_keys = [torch.zeros_like(key, dtype=dtype) for key in keys]
-        grad_value = torch.zeros_like(value, dtype=dtype)
+        of_query, of_key = ([getattr(p, name) for p in ctx.parts] for name in ("query", "key"))
+
+        def zeros(x: Tensor, parts: int) -> Tensor:
+            return torch.zeros_like(x, dtype=dtype if parts > 1 else x.dtype)
+
+        grad_queries = [zeros(x, of_query.count(index)) for index, x in enumerate(queries)]
+        grad_keys = [zeros(x, of_key.count(index)) for index, x in enumerate(keys)]
+        grad_value = zeros(value, len(ctx.parts))
         for part, state in zip(ctx.parts, ctx.states, strict=True):
             saved = Saved(
                 part.ordered(part.of_rows(queries[part.query])),
-                part.of_keys(keys[part.key], group, part.first_key),
-                part.of_keys(value, group),
+                part.ordered_keys(part.of_keys(keys[part.key], group, part.first_key)),
+                part.ordered_keys(part.of_keys(value, group)),
                 part.ordered(part.of_rows(out)),
                 part.ordered(part.of_rows(lse)),
             )
             rows = part.ordered(part.of_rows(grad))
             gradients = ctx.fused.backward(rows, saved, ctx.scaling, part.shape, state)
-            of_query, of_key, of_value = gradients
-            part.of_rows(grad_queries[part.query]).add_(part.ordered(of_query))
-            part.of_keys(grad_keys[part.key], group, part.first_key).add_(of_key)
-            part.of_keys(grad_value, group).add_(of_value)
+            own, seen = part.of_rows(grad_queries[part.query]), grad_keys[part.key]
+            own.add_(part.ordered(gradients[0]))
+            part.of_keys(seen, group, part.first_key).add_(part.ordered_keys(gradients[1]))
+            part.of_keys(grad_value, group).add_(part.ordered_keys(gradients[2]))
         grads = [x.to(value.dtype) for x in (*grad_queries, *grad_keys, grad_value)]
         return None, None, None, None, None, None, *grads

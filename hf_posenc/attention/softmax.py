@@ -47,6 +47,7 @@ def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     if torch.compiler.is_compiling() or is_transformed():
         scores = rows.float() @ key.float().transpose(-1, -2)
     else:
+        rows, key = rows.flatten(0, 1), key.flatten(0, 1)
         scores = _Products.apply(rows, key)  # type: ignore[no-untyped-call]
     return scores.view(shape).mul_(scaling)
 
@@ -57,7 +58,10 @@ def _for_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """Products of rows (B, HK, R, D) and keys (B, HK, KV, D), both halves, as float32 (B, HK, R, KV)."""
+    """Products of rows (B, R, D) and keys (B, KV, D), both halves, as float32 (B, R, KV).
+
+    The forward must not return a view: what follows changes the scores in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, keys: Tensor) -> Tensor:
@@ -98,24 +102,24 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         weights, value = ctx.saved_tensors
-        return _products(grad, value), weights.to(value.dtype).transpose(-1, -2) @ grad
+        of_weights = _products(grad.flatten(0, 1), value.flatten(0, 1)).view_as(weights)
+        return of_weights, weights.to(value.dtype).transpose(-1, -2) @ grad
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
     """Return rows times keys, of halves, summed and returned in float32."""
-    batch, heads, count, features = rows.shape
-    length = keys.shape[2]
+    batch, count, features = rows.shape
+    length = keys.shape[1]
     if _returns_float32(rows.device, rows.dtype):
-        pair = rows.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
-        return torch.bmm(*pair, out_dtype=torch.float32).view(batch, heads, count, length)
-    step = _converted(batch * heads * count * length, batch * heads * features)
+        return torch.bmm(rows, keys.transpose(1, 2), out_dtype=torch.float32)
+    step = _converted(batch * count * length, batch * features)
     exact = rows.float()
     if step >= length:
         return exact @ keys.float().transpose(-1, -2)
-    scores = exact.new_empty(batch, heads, count, length)
+    scores = exact.new_empty(batch, count, length)
     for start in range(0, length, step):
         stop = start + step
-        scores[..., start:stop] = exact @ keys[:, :, start:stop].float().transpose(-1, -2)
+        scores[..., start:stop] = exact @ keys[:, start:stop].float().transpose(-1, -2)
     return scores
 
 

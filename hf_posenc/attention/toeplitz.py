@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.flash import Part, attend_parts, check_shapes
+from hf_posenc.attention.flash import attend_parts, check_shapes
+from hf_posenc.attention.parts import Part
 from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
@@ -126,7 +127,8 @@ def provable_windows(
     key_count = key.shape[2]
     group = heads // key.shape[1]
     dtype = accumulation_dtype(query.dtype)
-    drops = torch.full((heads,), math.log(key_count / eps), dtype=torch.float64)
+    first = math.log(key_count / eps)
+    drops = torch.full((heads,), first, dtype=torch.float64, device=query.device)
     for head in range(heads):  # one at a time: the scratch is small
         of_head = query[:, head].detach().to(dtype)
         keys = key[:, head // group].detach().to(dtype)

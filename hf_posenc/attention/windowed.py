@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding, MovingPlan
-from hf_posenc.attention.flash import Part, attend_parts
+from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused.protocol import Fused, Segments
+from hf_posenc.attention.parts import Part
 from hf_posenc.attention.rotation import Rotation
 
 Label = tuple[str, int]

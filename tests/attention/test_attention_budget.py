@@ -24,7 +24,7 @@ from hf_posenc.methods import Method, get_method
 from hf_posenc.model.masks import CausalMask
 from hf_posenc.rope import RopeSpec
 
-HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 600
+HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 640
 VIEWS = {
     *("view", "_unsafe_view", "transpose", "t", "expand", "slice", "select", "unsqueeze"),
     *("squeeze", "permute", "as_strided", "alias", "detach", "split", "narrow", "unbind"),
@@ -39,13 +39,21 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {"window": 64} for name in ("lm_infinite", "attention_sinks", "sliding_window")},
 }
 PREFILL = {
-    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend"), (7, 11)),
-    "string": (6, 8),
-    "attention_sinks": (10, 12),
-    "lm_infinite": (11, 15),
+    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend"), (5, 11)),
+    "string": (4, 8),
+    "attention_sinks": (6, 12),
+    "lm_infinite": (7, 15),
     "sliding_window": (2, 2),
 }
-"""Launches of a layer in a prefill by flash attention: with a kernel that turns, and without."""
+"""Launches of a layer in a prefill by flash attention: with kernels that turn and merge, and without."""
+CUDNN_PREFILL = {
+    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend"), 11),
+    "string": 15,
+    "attention_sinks": 12,
+    "lm_infinite": 13,
+    "sliding_window": 8,
+}
+"""The same with cuDNN and the kernels, for a length that is a multiple of the window, but for `string`."""
 STEP = {
     **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "lm_infinite"), 27),
     **dict.fromkeys(("string", "attention_sinks"), 24),
@@ -54,7 +62,8 @@ STEP = {
 }
 """Launches of a layer in a step, where neither flash attention nor a kernel serves (float32, older devices)."""
 FLASH = "emulated flash"
-TURNED = "emulated flash, triton turns"
+TURNED = "emulated flash, triton"
+CUDNN = "emulated cudnn, triton"
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
@@ -136,8 +145,6 @@ def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_bands_of_a_prefill(name: str) -> None:
     for backend, most in zip((TURNED, FLASH), PREFILL[name], strict=True):
-        if (name, backend) == ("sliding_window", TURNED):  # turns nothing
-            continue
         meter = second_layer(name, LENGTH, backend)
         assert not meter.waits, meter.waits
         assert meter.launches["emulated_flash"] in (1, 2, 3)
@@ -152,19 +159,28 @@ def test_bands_of_a_step(name: str) -> None:
     assert meter.launches.total() <= 12, meter.launches
 
 
-@pytest.mark.parametrize(("backend", "turn"), [(FLASH, 3), (TURNED, 1)])
-def test_chunks_of_a_prefill(backend: str, turn: int) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_bands_of_a_prefill_by_cudnn(name: str) -> None:
+    """Of the emulation's copies, one is cuDNN's too: that of the log-sum-exps of all chunks into one row."""
+    meter = second_layer(name, LENGTH, CUDNN)
+    assert not meter.waits, meter.waits
+    assert meter.launches.total() - meter.launches["clone"] + 1 == CUDNN_PREFILL[name]
+
+
+@pytest.mark.parametrize(("backend", "turn", "merges"), [(FLASH, 3, (5, 3)), (TURNED, 1, (1, 1))])
+def test_chunks_of_a_prefill(backend: str, turn: int, merges: tuple[int, int]) -> None:
     """A turn, one call for all chunks, one for those before them, and one for the older ones of each chunk.
 
-    A merge is three launches: the difference of two log-sum-exps, its sigmoid, and the mean. The merge of the chunks
-    before is two more, which keep the log-sum-exp for the older ones. A call over several sequences is two: rows
-    without keys get a finite log-sum-exp.
+    Without a kernel, a merge is three launches: the difference of two log-sum-exps, its sigmoid, and the mean. The
+    merge of the chunks before is two more, which keep the log-sum-exp for the older ones. A call over several
+    sequences is two: rows without keys get a finite log-sum-exp.
     """
     meter = second_layer("dual_chunk", LENGTH, backend)
     assert not meter.waits, meter.waits
     older = -(-LENGTH // 96) - 2
     assert meter.launches["emulated_flash"] == 2 + older
-    assert meter.launches.total() == turn + 2 + (2 + 5) + older * (1 + 3), meter.launches
+    before, each = merges
+    assert meter.launches.total() == turn + 4 + before + older * (1 + each), meter.launches
 
 
 @pytest.mark.parametrize(("backend", "turn"), [(FLASH, 3), (TURNED, 1)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from hf_posenc.attention import engine, windowed
 from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused import cuda
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
 from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
@@ -33,6 +33,7 @@ from tests.support.attention_ways import WAYS
 from tests.support.selection import covering
 
 EMULATED = EmulatedFlash()
+OPERATORS = EMULATED, EmulatedCudnn()
 NAMES = [
     *("rerope", "rerope_log_n", "leaky_rerope", "self_extend", "string", "lm_infinite"),
     *("attention_sinks", "sliding_window", "dual_chunk"),
@@ -64,8 +65,7 @@ def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: 
     keys = [leaf(1, 2, key, 8) for _ in range(count)]
     value = leaf(1, 2, key, 8)
     tensors = [*queries, *keys, value]
-    out = attend_parts(joined(places, row, key), queries, keys, value, SCALING, fused=EMULATED)
-    expected = torch.zeros_like(out)
+    expected = torch.zeros(1, row, 4, 8).double().transpose(1, 2)
     for own, seen, offset in spans:
         m = torch.arange(offset, offset + own.stop - own.start)[:, None]
         n = torch.arange(seen.stop - seen.start)
@@ -77,14 +77,20 @@ def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: 
         scores = every.gather(0, index)[0]
         part = attend_naively(scores, visible, value[:, :, seen])
         expected = torch.cat((expected[:, :, : own.start], part, expected[:, :, own.stop :]), 2)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    grad = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, tensors, grad, materialize_grads=True, allow_unused=True),
-        torch.autograd.grad(expected, tensors, grad, materialize_grads=True, allow_unused=True),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    grad = torch.randn_like(expected)
+    parts = joined(places, row, key)
+    wanted = _gradients(expected, tensors, grad)
+    for fused in OPERATORS:
+        out = attend_parts(parts, queries, keys, value, SCALING, fused=fused)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13, msg=fused.name)
+        for mine, theirs in zip(_gradients(out, tensors, grad), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=fused.name)
+
+
+def _gradients(out: Tensor, tensors: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(
+        out, tensors, grad, retain_graph=True, materialize_grads=True, allow_unused=True
+    )
 
 
 SEQUENCES = st.lists(
@@ -98,6 +104,13 @@ def test_causal(sequences: Sequences, gap: int) -> None:
     check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap, count=1)
 
 
+@example(
+    [(21, 0)], 0, 7, None
+)  # chunks of the window, then with a shorter last one and behind a cache
+@example([(40, 0)], 0, 7, None)
+@example([(40, 6)], 0, 7, 100)
+@example([(14, 30)], 0, 7, None)
+@example([(40, 3)], 0, 7, 4)
 @given(SEQUENCES, GAPS, st.integers(1, 60), st.none() | st.integers(0, 100))
 def test_two_bands(sequences: Sequences, gap: int, window: int, far_keys: int | None) -> None:
     def plan(rows: int, offset: int) -> Rectangles:
@@ -131,7 +144,7 @@ def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
         leaf(1, 2, key, 8),
     )
     parts = joined(places, row, key)
-    out = attend_parts(parts, queries, (keys,), value, SCALING, fused=EMULATED)
+    outs = [attend_parts(parts, queries, (keys,), value, SCALING, fused=x) for x in OPERATORS]
     for own, seen, offset in spans:
         m = torch.arange(offset, offset + own.stop - own.start)[:, None]
         n = torch.arange(seen.stop - seen.start)
@@ -139,7 +152,8 @@ def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
         every = torch.stack([scores_of(q[:, :, own], keys[:, :, seen]) for q in queries])
         scores = every.gather(0, kind.expand(1, *every.shape[1:]))[0]
         want = attend_naively(scores, visible, value[:, :, seen])
-        torch.testing.assert_close(out[:, :, own], want, rtol=0, atol=1e-13)
+        for out in outs:
+            torch.testing.assert_close(out[:, :, own], want, rtol=0, atol=1e-13)
 
 
 def test_the_number_of_calls() -> None:
@@ -165,6 +179,7 @@ def test_rows_without_keys() -> None:
     assert segments.queries[-1] == 5
     assert segments.keys[-1] == 4
     assert segments.longest == (2, 2)
+    assert Segments.of([((0, 1), (0, 2))], 2, 2).longest == (2, 2)  # an upper bound, never 1
     out, lse, _ = EMULATED.forward(query, key, key, 1.0, Shape(segments=segments))
     empty = [0, 4]
     assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))

@@ -10,6 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import unpatch_model
+from hf_posenc.attention import engine
+from hf_posenc.attention.checks import comparison
+from hf_posenc.attention.checks.samples import call_of, encoding_of
+from hf_posenc.methods import get_method
 from hf_posenc.model import masks
 from tests.attention.test_attention import apply, assert_close, build
 from tests.model.test_attention_generation import CACHES, NEW, generate, prompts
@@ -163,7 +167,7 @@ def test_masks_of_long_texts_are_made_on_the_gpu(
 
     monkeypatch.setattr(masks.LazyMask, "rows", noted)
     got = gpu_logits(on_gpu(model), ids, **given)
-    assert set(made) == {DEVICE}
+    assert set(made) <= {DEVICE}  # a kernel asks for none
     tokens = given.get("attention_mask", torch.ones(2, LONG)).bool()
     assert_close(got[tokens], expected[tokens], tolerance=TOLERANCE)
 
@@ -188,13 +192,17 @@ def test_gradients(model: PreTrainedModel, name: str) -> None:
     on_gpu(model)
     got = gradients(DEVICE)
     assert got.keys() == expected.keys()
+    largest = max(float(each.norm()) for each in expected.values())
     for key in got:
-        assert_close(got[key], expected[key], key, tolerance=1e-2)
+        # The exact gradient may be 0, as that of a bias that all keys share: what is left is rounding.
+        error = float((got[key] - expected[key]).norm())
+        assert error < 1e-2 * max(float(expected[key].norm()), 1e-4 * largest), key
     assert all(key in got for key in parameters_of(model))
 
 
-@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi", "log_n", "dynamic_ntk_row"])
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi", "dynamic_ntk_row"])
 def test_memory_grows_like_the_length(model: PreTrainedModel, name: str) -> None:
+    """Of methods that leave attention to the model, what that needs counts: here float32 without a fused kernel."""
     apply(model, name)
     on_gpu(model)
     peaks = []
@@ -204,3 +212,26 @@ def test_memory_grows_like_the_length(model: PreTrainedModel, name: str) -> None
         gpu_logits(model, zoo.tokens(length))
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 6 * peaks[0]
+
+
+FUSED = ("flash attention 4", "cudnn", "cuda flash, triton", "cuda flash")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["rerope", "self_extend", "attention_sinks", "sliding_window"])
+@pytest.mark.parametrize("backend", FUSED)
+def test_bands_as_wide_as_those_of_models(
+    backend: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two padded rows behind a cache, and a text alone that is no multiple of the window, with gradients."""
+    window = 1100
+    monkeypatch.setattr(comparison, "ROWS", 1300)
+    monkeypatch.setattr(comparison, "KEYS", 1400)
+    method = get_method(name).from_options(window=window)
+    call = call_of(dtype, 128, torch.device(DEVICE))
+    encoding = encoding_of(method, 128, torch.device(DEVICE))
+    found = comparison.compare(engine.backend_of(backend), call, encoding, gradients=True)
+    if found.reason == "it does not compute the problem of its check":
+        pytest.skip(f"{backend} is not installed, or not for this GPU")
+    assert found.reason is None, found
+    assert found.rows == 1300

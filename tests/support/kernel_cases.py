@@ -272,4 +272,5 @@ def _scores(encoding: Encoding, query: Tensor, key: Tensor, relative: Tensor) ->
 
 def error(got: Tensor, expected: Tensor) -> float:
     """Return the largest difference over the largest number."""
+    expected = expected.cpu()
     return float((got.double().cpu() - expected).abs().max() / expected.abs().max())

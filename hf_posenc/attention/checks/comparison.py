@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,7 +62,8 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
     """Compare a backend with the general path in float64, on a problem like a call.
 
     The problem has the call's encoding, heads and device, an offset, a row with padding on the left and, with
-    `gradients`, a backward, of trained parameters too.
+    `gradients`, a backward, of trained parameters too. A backend for whole texts is given one alone besides, for which
+    operators have another form.
     """
     device, bound = call.query.device, BOUNDS[call.dtype]
     errors: dict[str, float] = {}
@@ -77,13 +79,16 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             if small is None:
                 return Comparison(reason="it does not compute the problem of its check")
             rows = small.query.shape[2]
-            double: dict[str, Any] = {
-                name: _leaf(getattr(small, name).double(), gradients) for name in INPUTS
-            }
-            results = _results(backend.run, small, encoding, gradients)
-            expected = _results(exact, replace(small, **double), encoding, gradients)
-            for (name, one), (_, other) in zip(results, expected, strict=True):
-                errors[name] = float((one.double() - other).norm() / other.norm())
+            alone = _problem(call, encoding, 0, gradients) if rows == ROWS else small
+            for problem in (small, *([alone] if backend.accepts(alone, encoding) else [])):
+                double: dict[str, Any] = {
+                    name: _leaf(getattr(problem, name).double(), gradients) for name in INPUTS
+                }
+                results = _results(backend.run, problem, encoding, gradients)
+                expected = _results(exact, replace(problem, **double), encoding, gradients)
+                for (name, one), (_, other) in zip(results, expected, strict=True):
+                    found = float((one.double() - other).norm() / other.norm())
+                    errors[name] = max(found, errors.get(name, 0.0), key=_badness)
     except torch.OutOfMemoryError:
         return Comparison(errors, bound, "no memory for its check", decided=False, rows=rows)
     except Exception as raised:
@@ -94,6 +99,10 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             reason = f"its {name} differs by {error:.1e} from float64, of {bound:.1e} accepted"
             return Comparison(errors, bound, reason, rows=rows)
     return Comparison(errors, bound, rows=rows)
+
+
+def _badness(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def check(backend: Backend, case: Case, device: torch.device) -> Comparison | None:
@@ -123,18 +132,22 @@ def _sample(kind: str, dtype: str, head_dim: int, device: torch.device) -> tuple
 def _problem(
     call: Call, encoding: Encoding, rows: int, gradients: bool, *, drawn: bool = True
 ) -> Call:
-    """The problem of a comparison; with `drawn` false its tensors have no values, which cost most of its time."""
+    """The problem of a comparison; with `drawn` false its tensors have no values, which cost most of its time.
+
+    Two sequences, of which the queries are the last `rows`; 0: a whole one alone.
+    """
     plan, query = encoding.plan, call.query
     bands = plan.bands if isinstance(plan, BandPlan) else ()
     border = max(
         (max(band.least, band.below or 0) * (band.chunk or 1) for band in bands), default=0
     )
-    keys, padding = border + KEYS, 37
+    keys, padding = border + KEYS, (0, 37) if rows else (0,)
+    rows = rows or keys
     generator = torch.Generator(query.device).manual_seed(0)
 
     def normal(heads: int, length: int, features: int) -> Tensor:
         # In the memory layout of transformers.
-        sizes = 2, length, heads, features
+        sizes = len(padding), length, heads, features
         if not drawn:
             return torch.empty(sizes, device=query.device).transpose(1, 2)
         return torch.randn(sizes, generator=generator, device=query.device).transpose(1, 2)
@@ -146,7 +159,7 @@ def _problem(
         normal(call.key.shape[1], keys, call.value.shape[-1]),
     )
     every = torch.arange(keys, device=query.device)
-    positions = torch.stack((every, (every - padding).clamp(min=0)))
+    positions = torch.stack([(every - count).clamp(min=0) for count in padding])
     lengths = None if call.lengths is None else positions[:, -1] + 1
     rounded = (_leaf(x.to(call.dtype), gradients) for x in tensors)
     inputs: dict[str, Any] = dict(zip(INPUTS, rounded, strict=True))
@@ -196,11 +209,13 @@ def _results(
 
 
 class _Padded(Mask):
-    """Two causal sequences, the second of them with padding on the left."""
+    """Causal sequences, with padding on the left."""
 
-    def __init__(self, rows: int, keys: int, padding: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, keys: int, padding: tuple[int, ...], device: torch.device
+    ) -> None:
         self._rows, self._keys, self._padding = rows, keys, padding
-        self._first = torch.tensor([0, padding], device=device)
+        self._first = torch.tensor(padding, device=device)
 
     def rows(self, start: int, stop: int) -> Tensor:
         own = torch.arange(self._keys - self._rows + start, self._keys - self._rows + stop)
@@ -215,5 +230,5 @@ class _Padded(Mask):
         offset, whole = self._keys - self._rows, slice(None)
         return tuple(
             Run(slice(row, row + 1), whole, slice(first, self._keys), offset - first)
-            for row, first in enumerate((0, self._padding))
+            for row, first in enumerate(self._padding)
         )

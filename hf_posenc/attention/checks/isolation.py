@@ -19,8 +19,9 @@ import torch
 from hf_posenc.attention.checks.comparison import Comparison
 from hf_posenc.attention.checks.samples import Case
 
-STARTING, HANGING = 120.0, 60.0
-"""Seconds for the process to import torch and reach the device, and for one case, its compilation included."""
+STARTING, HANGING = 120.0, 180.0
+"""Seconds for the process to import torch and reach the device, and for one case with its compilation, which takes
+FlashAttention-4 a minute on a slow core."""
 _CHILD = (
     "import json, sys; task = json.load(sys.stdin); sys.path[:] = task['path']; "
     "from hf_posenc.attention.checks.child import main; main(task)"

@@ -36,6 +36,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         "source": _source(),
         "torch": str(torch.__version__),
         "triton": _version("triton"),
+        "flash-attn-4": _version("flash-attn-4"),
         "extra backends": os.environ.get(EXTRA, ""),
     }
     if device.type != "cuda":
@@ -46,6 +47,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
     return {
         **found,
         "cuda": str(torch.version.cuda or torch.version.hip),
+        "cudnn": str(torch.backends.cudnn.version()),
         "driver": str(driver()),
         "device": f"{properties.name}, compute capability {properties.major}.{properties.minor}",
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.fused.merging import merge
 from hf_posenc.attention.fused.protocol import Saved, Shape
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -25,6 +26,8 @@ class CpuFlash:
 
     name = "cpu flash"
     windows = False
+    squares: int | None = None
+    merge = staticmethod(merge)
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return device.type == "cpu"

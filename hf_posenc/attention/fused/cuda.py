@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.fused.merging import Merge, merge
 from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 
 LARGEST = 256
@@ -34,6 +35,10 @@ class CudaFlash:
 
     name = "cuda flash"
     windows = True
+    squares: int | None = None
+
+    def __init__(self, merge: Merge = merge) -> None:
+        self.merge = merge
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return features <= LARGEST and serves(device, dtype)
@@ -45,7 +50,7 @@ class CudaFlash:
         q, k, v = (_flattened(x) for x in (query, key, value))
         out, lse, state = self.attend(q, k, v, segments, scaling, window_of(shape))
         if shape.segments is not None:
-            lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY)
+            lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY, neginf=EMPTY)
         return out.transpose(0, 1)[None], lse[None], state
 
     def backward(

@@ -6,6 +6,7 @@ written out: they are made for tests, and serve no call unless they are forced.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.fused.cuda import CudaFlash
+from hf_posenc.attention.fused.cudnn import CudnnAttention
+from hf_posenc.attention.fused.merging import Merge, merge
 from hf_posenc.attention.fused.protocol import Saved, Segments
 from hf_posenc.attention.softmax import accumulation_dtype
 
@@ -49,6 +52,54 @@ class EmulatedFlash(CudaFlash):
         starts = segments.on(grad.device)
         gradients: tuple[Tensor, ...] = _attend_backward(grad, *saved, *starts, scaling, *window)
         return gradients
+
+
+class EmulatedCudnn(CudnnAttention):
+    """`Fused` by an emulation of cuDNN, beside the emulated flash operator; windows are taken in squares from 3 on."""
+
+    squares: int | None = 3
+    least = 2
+
+    def __init__(self, merge: Merge = merge) -> None:
+        super().__init__(EmulatedFlash(merge), "emulated cudnn")
+
+    def square(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Any]:
+        (q, k, v), starts = _in_segments(query, key, value), _ends(query, key)
+        out, lse = _attend(q, k, v, *starts, scaling, -1, 0 if causal else -1)
+        batch = len(query)
+        lse = lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
+        return _in_batch(out, batch), lse, None
+
+    def square_backward(
+        self, grad: Tensor, saved: Saved, scaling: float, causal: bool, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = _in_segments(grad, *saved[:4])
+        lse, starts = saved.lse.transpose(0, 1).flatten(1), _ends(saved.query, saved.key)
+        every = _attend_backward(*given, lse, *starts, scaling, -1, 0 if causal else -1)
+        of_query, of_key, of_value = (_in_batch(x, len(grad)) for x in every)
+        return of_query, of_key, of_value
+
+
+def _in_segments(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """From (B, H, length, D) to (B * length, H, D)."""
+    return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
+
+
+def _in_batch(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _ends(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(_chunks(len(x), x.shape[2], x.device) for x in (query, key))  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=64)
+def _chunks(batch: int, length: int, device: torch.device) -> Tensor:
+    """Where every sequence of a batch starts in one row, and the end."""
+    ends: Tensor = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    return ends
 
 
 def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, right: int) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.fused.merging import Merge
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -43,8 +45,13 @@ class Segments:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The number of rows and of keys of the longest sequence of each."""
-        return _longest(self.queries), _longest(self.keys)
+        """At least the number of rows and of keys of the longest sequence of each.
+
+        Of several sequences, rows are never said to be 1 at most: FlashAttention-2 then assumes one row in each, takes
+        grouped heads for rows and misplaces their log-sum-exps.
+        """
+        rows = _longest(self.queries)
+        return max(rows, 2) if len(self.queries) > 2 else rows, _longest(self.keys)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return both starts as int32 tensors, copied to a device once."""
@@ -101,9 +108,14 @@ class Fused(Protocol):
     """A fused attention; queries (B, H, R, D), keys and values (B, HK, N, D) of any strides, H a multiple of HK."""
 
     name: str
+    merge: Merge
     windows: bool
     """True if it has windows and segments and aligns causal calls to the bottom right: the last row sees the last key.
-    It then takes no masks and a batch of 1. Else causal calls are aligned to the top left, and masks are taken."""
+    It then takes no masks. Else causal calls are aligned to the top left, and masks are taken."""
+
+    squares: int | None
+    """`None`, or that it has neither windows nor that alignment: parts are taken in squares (`parts.in_squares`), but
+    for windows below so many tokens."""
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         """True if it computes heads of so many features on a device."""

@@ -50,6 +50,29 @@ class Scored(NamedTuple):
     shift: Shift | None = None
     turns_keys: bool = False
 
+    def numbers(self) -> tuple[float, ...]:
+        """Return `FIELDS` numbers: the bounds (-1: none), turned, turns_keys, and the shift (its top bounded, top)."""
+        start, slope, step, group, top = self.shift or Shift(0.0)
+        bounds = (-1 if bound is None else bound for bound in (self.below, self.keys))
+        turned = int(self.shift is not None), int(self.turns_keys)
+        return (
+            self.least,
+            *bounds,
+            *turned,
+            start,
+            slope,
+            step,
+            group,
+            int(top is not None),
+            top or 0.0,
+        )
+
+
+FIELDS = 11
+"""Numbers of a band."""
+UNTURNED = (0, 0, 0, 1)
+"""The features of a scheme that turns nothing."""
+
 
 class Scheme(NamedTuple):
     """All that a kernel is compiled for: the bands, the last of which is that of the cached keys.
@@ -58,12 +81,16 @@ class Scheme(NamedTuple):
         bands: The bands; no pair belongs to two.
         chunk: Distances are counted in chunks of that many tokens; 1: in tokens.
         features: First rotated feature, number of rotated features, 1 if they are interleaved and the sign of the
-            angle; `None`: nothing is turned.
+            angle.
     """
 
     bands: tuple[Scored, ...] = (Scored(),)
     chunk: int = 1
-    features: tuple[int, int, int, int] | None = None
+    features: tuple[int, int, int, int] = UNTURNED
+
+    def numbers(self) -> tuple[tuple[float, ...], int, tuple[int, ...]]:
+        """Return the bands in one row, the chunk and the features: Triton 3.4 compiles neither nesting nor `None`."""
+        return tuple(x for band in self.bands for x in band.numbers()), self.chunk, self.features
 
 
 def scheme_of(plan: Plan) -> Scheme | None:
@@ -83,7 +110,7 @@ def scheme_of(plan: Plan) -> Scheme | None:
     chunks = {band.chunk or 1 for band in bands}
     if len(found) < len(bands) or len(chunks) > 1:
         return None
-    features = None
+    features = UNTURNED
     if any(band.shift is not None for band in found):
         rotation = plan.rotation
         if rotation is None or rotation.layout.dim % 2 or rotation.norm is not None:

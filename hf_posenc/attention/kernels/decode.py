@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding, Plan
-from hf_posenc.attention.kernels.bands import scheme_of
+from hf_posenc.attention.kernels.bands import UNTURNED, scheme_of
 from hf_posenc.attention.kernels.biases import Operands, operands_of
 from hf_posenc.attention.kernels.device import (
     available,
@@ -63,8 +63,8 @@ def decode(
     """Compute attention of a few queries over all cached keys, in `LAUNCHES` launches and without a wait.
 
     Tensors are those of `Call`, float32 or halves, with `visible` of `Mask.rows`; `bias`, `first` and `second` are
-    `Operands`; `inv_freq`, (pairs,), is float32, and `None` if nothing is turned. `scheme` is the `repr` of a `Scheme`
-    as plain tuples, which an operator cannot take. The result is that of `output_like`.
+    `Operands`; `inv_freq`, (pairs,), is float32, and `None` if nothing is turned. `scheme` is the `repr` of
+    `Scheme.numbers`, since an operator takes no tuples. The result is that of `output_like`.
     """
     from hf_posenc.attention.kernels import decode_triton
 
@@ -72,7 +72,7 @@ def decode(
     key_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[-1]
     group = heads // key_heads
     bands, chunk, features = _parsed(scheme)
-    rotated = 0 if features is None else features[1]
+    rotated = features[1]
     tile = min(_ROWS, padded(group * rows))
     tiles = key_heads * -(-group * rows // tile)
     block = 64 if max(head_dim, value_dim) * query.element_size() <= 256 else 32
@@ -115,7 +115,7 @@ def _splits(device: torch.device, programs: int, blocks: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _parsed(scheme: str) -> tuple[Any, int, tuple[int, int, int, int] | None]:
+def _parsed(scheme: str) -> tuple[tuple[float, ...], int, tuple[int, ...]]:
     bands, chunk, features = ast.literal_eval(scheme)
     return bands, chunk, features
 
@@ -151,13 +151,9 @@ def prepared(plan: Plan) -> str | None:
         return getattr(plan, _SCHEME, None)
     if not hasattr(plan, _SCHEME):
         scheme = scheme_of(plan)
-        setattr(plan, _SCHEME, None if scheme is None else repr(_plain(scheme)))
+        setattr(plan, _SCHEME, None if scheme is None else repr(scheme.numbers()))
     found: str | None = getattr(plan, _SCHEME)
     return found
-
-
-def _plain(scheme: tuple[Any, ...]) -> Any:
-    return tuple(_plain(entry) if isinstance(entry, tuple) else entry for entry in scheme)
 
 
 def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
@@ -168,7 +164,7 @@ def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     bias = _bias(call, encoding)
     assert bias is not None
     inv_freq = None
-    if not scheme.endswith("None)"):  # something is turned
+    if not scheme.endswith(f"{UNTURNED})"):  # no call, which a trace could not follow
         inv_freq = plan.rotation.inv_freq.to(query.device)
     out: Tensor = decode(
         encoding.scaled(query, call.query_position).to(call.dtype),

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from hf_posenc.attention.kernels.bands import FIELDS as _FIELDS
 from hf_posenc.attention.kernels.common_triton import (
     LOG2E,
     bias,
@@ -11,34 +12,36 @@ from hf_posenc.attention.kernels.common_triton import (
     cos_sin,
 )
 
+FIELDS = tl.constexpr(_FIELDS)
+
 
 @triton.jit
-def _inside(BAND: tl.constexpr, span, n):
+def _inside(BANDS: tl.constexpr, band: tl.constexpr, span, n):
     """The pairs of a band, from their distance in tokens or chunks and the position of the key."""
-    inside = span >= BAND[0]
-    if BAND[1] is not None:
-        inside &= span < BAND[1]
-    if BAND[2] is not None:
-        inside &= n < BAND[2]
+    inside = span >= BANDS[band * FIELDS]
+    if BANDS[band * FIELDS + 1] >= 0:
+        inside &= span < BANDS[band * FIELDS + 1]
+    if BANDS[band * FIELDS + 2] >= 0:
+        inside &= n < BANDS[band * FIELDS + 2]
     return inside
 
 
 @triton.jit
-def _shift(SHIFT: tl.constexpr, x):
+def _shift(BANDS: tl.constexpr, band: tl.constexpr, x):
     """The shift of positions x, as `bands.Shift`."""
-    start, slope, step, group, top = SHIFT
-    moved = start + slope * x.to(tl.float32) + step * (x // group).to(tl.float32)
-    if top is not None:
-        moved = tl.minimum(moved, top)
+    moved = BANDS[band * FIELDS + 5] + BANDS[band * FIELDS + 6] * x.to(tl.float32)
+    moved += BANDS[band * FIELDS + 7] * (x // BANDS[band * FIELDS + 8]).to(tl.float32)
+    if BANDS[band * FIELDS + 9] > 0:
+        moved = tl.minimum(moved, BANDS[band * FIELDS + 10])
     return moved
 
 
 @triton.jit
-def _shift_from(SHIFT: tl.constexpr, x, origin):
+def _shift_from(BANDS: tl.constexpr, band: tl.constexpr, x, origin):
     """The shift of positions x less that of an origin: a small number, whose angles are precise."""
-    _, slope, step, group, _ = SHIFT
-    groups = x // group - origin // group
-    return slope * (x - origin).to(tl.float32) + step * groups.to(tl.float32)
+    groups = x // BANDS[band * FIELDS + 8] - origin // BANDS[band * FIELDS + 8]
+    moved = BANDS[band * FIELDS + 6] * (x - origin).to(tl.float32)
+    return moved + BANDS[band * FIELDS + 7] * groups.to(tl.float32)
 
 
 @triton.jit
@@ -51,12 +54,12 @@ def _turned(first, second, angle):
 
 @triton.jit
 def _band_scores(
-    BAND: tl.constexpr, first_query, second_query, first_key, second_key, scores, frequency, n, origin,
-    PRECISION: tl.constexpr,
+    BANDS: tl.constexpr, band: tl.constexpr, first_query, second_query, first_key, second_key,
+    scores, frequency, n, origin, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The scores of one band, (queries, keys), beyond those of the features that are not rotated."""
-    if BAND[4]:
-        angle = frequency[:, None] * _shift_from(BAND[3], n, origin)[None, :]
+    if BANDS[band * FIELDS + 4] > 0:
+        angle = frequency[:, None] * _shift_from(BANDS, band, n, origin)[None, :]
         first_key, second_key = _turned(first_key, second_key, angle)
     scores = tl.dot(first_query, first_key, scores, input_precision=PRECISION)
     return tl.dot(second_query, second_key, scores, input_precision=PRECISION)
@@ -114,13 +117,13 @@ def decode_share(
         loaded = valid[:, None] & in_pair[None, :]
         first = tl.load(q + first_at[None, :], mask=loaded, other=0.0)
         second = tl.load(q + second_at[None, :], mask=loaded, other=0.0)
-        for band in tl.static_range(len(BANDS)):
+        for band in tl.static_range(len(BANDS) // FIELDS):
             x, y = first, second
-            if BANDS[band][3] is not None:
-                if BANDS[band][4]:
-                    moved = _shift_from(BANDS[band][3], m, origin) + BANDS[band][3][0]
+            if BANDS[band * FIELDS + 3] > 0:
+                if BANDS[band * FIELDS + 4] > 0:
+                    moved = _shift_from(BANDS, band, m, origin) + BANDS[band * FIELDS + 5]
                 else:
-                    moved = _shift(BANDS[band][3], m)
+                    moved = _shift(BANDS, band, m)
                 x, y = _turned(first, second, moved[:, None] * frequency[None, :])
             first_queries = first_queries + (x,)
             second_queries = second_queries + (y,)
@@ -149,9 +152,9 @@ def decode_share(
         span = distance
         if CHUNK > 1:
             span = tl.maximum((m // CHUNK)[:, None] - (n // CHUNK)[None, :], 0)
-        covered = _inside(BANDS[0], span, n[None, :])
-        for band in tl.static_range(1, len(BANDS)):
-            covered |= _inside(BANDS[band], span, n[None, :])
+        covered = _inside(BANDS, 0, span, n[None, :])
+        for band in tl.static_range(1, len(BANDS) // FIELDS):
+            covered |= _inside(BANDS, band, span, n[None, :])
         seen &= covered
         live = tl.max(seen.to(tl.int32), 0) > 0
         if tl.max(live.to(tl.int32), 0) > 0:
@@ -175,11 +178,11 @@ def decode_share(
             )
             s = rest
             if HALF > 0:
-                for band in tl.static_range(len(BANDS)):
-                    pairs = seen & _inside(BANDS[band], span, n[None, :])
+                for band in tl.static_range(len(BANDS) // FIELDS):
+                    pairs = seen & _inside(BANDS, band, span, n[None, :])
                     if tl.max(tl.max(pairs.to(tl.int32), 1), 0) > 0:
                         part = _band_scores(
-                            BANDS[band], first_queries[band], second_queries[band], first_key,
+                            BANDS, band, first_queries[band], second_queries[band], first_key,
                             second_key, rest, frequency, n, origin, PRECISION,
                         )  # fmt: skip
                         s = tl.where(pairs, part, s)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.encoding import BandBranch, Encoding, MovingPlan
+from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.kernels.device import available, padded, strided
 from hf_posenc.attention.rotation import Rotation
 
@@ -68,18 +68,13 @@ turn.register_autograd(_turned_back, setup_context=_keep)
 
 
 def accepts(call: Call, encoding: Encoding) -> bool:
-    """True if the operator turns what a call has to turn."""
+    """True if the operator turns what a call has to turn, which may be nothing."""
     query, plan = call.query, encoding.plan
     if not available(query.device) or query.dtype == torch.float64:
         return False
     if plan.rotation is not None and plan.rotation.norm is not None:
         return False  # D R D^-1
-    if any(x.stride(-1) != 1 or x.dtype != query.dtype for x in (query, call.key)):
-        return False
-    return isinstance(plan, MovingPlan) or any(
-        isinstance(branch, BandBranch) and not (branch.keeps_query and branch.shares_cache)
-        for branch in plan.branches
-    )
+    return all(x.stride(-1) == 1 and x.dtype == query.dtype for x in (query, call.key))
 
 
 def turned(rotation: Rotation, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

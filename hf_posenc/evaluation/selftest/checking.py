@@ -18,6 +18,7 @@ from hf_posenc.attention.checks.samples import Case, kinds
 from hf_posenc.attention.flash import CPU
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
 
 PROCESSES = 4
@@ -113,7 +114,7 @@ def probes(fused: Fused, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 def operators(device: torch.device, dtype: torch.dtype) -> list[Fused]:
     """Return the fused operators that serve a device."""
-    every: tuple[Fused, ...] = (CPU, CudaFlash(), EmulatedFlash())
+    every: tuple[Fused, ...] = (CPU, Flash4(), CudaFlash(), EmulatedFlash())
     return [fused for fused in every if fused.serves(device, dtype, FEATURES)]
 
 

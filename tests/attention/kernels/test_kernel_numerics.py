@@ -26,7 +26,8 @@ from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.checks.comparison import compare
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
-from hf_posenc.attention.kernels import biased, decode, turning
+from hf_posenc.attention.fused.protocol import EMPTY
+from hf_posenc.attention.kernels import biased, decode, merging, turning
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.kernels.device import strided
 from hf_posenc.attention.rotation import Layout, Rotation
@@ -446,3 +447,30 @@ class _Noted:
     def __getitem__(self, grid: Any) -> Any:
         self.launched.append(self.name)
         return self.kernel[grid]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, BF16])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_merge(dtype: torch.dtype, reverse: bool) -> None:
+    """Two parts of one softmax; a row has no keys in the one, the other, or both, as any operator marks that."""
+    torch.manual_seed(0)
+    out, part = (torch.randn(2, 37, 3, 24).to(DEVICE, dtype).transpose(1, 2) for _ in range(2))
+    lse, part_lse = (torch.randn(2, 37, 3).to(DEVICE).transpose(1, 2) for _ in range(2))
+    lse[:, :, 1], part_lse[:, :, 2] = EMPTY, math.inf
+    lse[:, :, 3], part_lse[:, :, 4] = -math.inf, EMPTY
+    lse[:, :, 5], part_lse[:, :, 5] = math.inf, -math.inf
+    out[:, :, 5], part[:, :, 5] = 0, 0
+    if reverse:
+        part, part_lse = part.flip(2), part_lse.flip(2)
+    pair = [(out, lse), (part, part_lse)]
+    if reverse:
+        pair[1] = part.flip(2), part_lse.flip(2)
+    each = [(x.double(), torch.where(y.abs() < 1e29, y.double(), EMPTY)) for x, y in pair]
+    weights = torch.stack([y for _, y in each]).softmax(0)
+    expected = sum(x * w[..., None] for (x, _), w in zip(each, weights, strict=True))
+    total = torch.stack([y for _, y in each]).logsumexp(0)
+    merging.merge(out, lse, part, part_lse, reverse=reverse)
+    assert error(out, expected) < BOUND[dtype]
+    seen = total > -1e29
+    torch.testing.assert_close(lse[seen].double(), total[seen], rtol=0, atol=1e-5)
+    assert (lse[~seen] < -1e29).all()

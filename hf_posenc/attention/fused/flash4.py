@@ -1,0 +1,98 @@
+"""FlashAttention-4 (package flash-attn-4), for Hopper and Blackwell GPUs: the fastest attention with windows.
+
+Its calls are aligned to the bottom right, as those of PyTorch's flash attention; a row without keys has a log-sum-exp
+of -inf. It compiles a kernel for some seconds at the first call of a form. Calls with one sequence have a batch
+dimension, which is the faster form.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.fused.cuda import CudaFlash
+from hf_posenc.attention.fused.protocol import Saved, Segments
+from hf_posenc.files import cache_folder
+
+LARGEST = 128
+"""The most features of a head, on both generations of GPUs."""
+
+
+class Flash4(CudaFlash):
+    """`Fused` by FlashAttention-4."""
+
+    name = "flash attention 4"
+
+    def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
+        half = dtype in (torch.float16, torch.bfloat16)
+        return features <= LARGEST and half and device.type == "cuda" and _installed(device)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scaling: float,
+        window: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Any]:
+        tensors, options = _given((query, key, value), segments, scaling, window)
+        out, lse, *_ = _interface()._flash_attn_fwd(*tensors, return_lse=True, **options)
+        return out.view(query.shape), lse.view(lse.shape[-2:]), None
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        saved: Saved,
+        segments: Segments,
+        scaling: float,
+        window: tuple[int, int],
+        state: Any,
+    ) -> tuple[Tensor, ...]:
+        query, key, value, out, lse = saved
+        given = (query, key, value, out, grad, lse.contiguous())
+        tensors, options = _given(given, segments, scaling, window)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        gradients = _interface()._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
+        return tuple(x.view_as(y) for x, y in zip(gradients, saved[:3], strict=False))
+
+
+def _given(
+    tensors: tuple[Tensor, ...], segments: Segments, scaling: float, window: tuple[int, int]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The tensors and options of a call."""
+    options: dict[str, Any] = {"softmax_scale": scaling, "causal": window == (-1, 0)}
+    if window[0] >= 0:
+        options |= {"window_size_left": window[0], "window_size_right": window[1]}
+    if len(segments.queries) == 2:
+        return tuple(x.unsqueeze(0) for x in tensors), options
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    lengths = (*segments.on(tensors[0].device), *segments.longest)
+    return tensors, options | dict(zip(names, lengths, strict=True))
+
+
+@functools.cache
+def _interface() -> Any:
+    # Else each process compiles again. What a user has set stays.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4")
+    )
+    from flash_attn.cute import interface
+
+    return interface
+
+
+@functools.cache
+def _installed(device: torch.device) -> bool:
+    try:
+        if importlib.util.find_spec("flash_attn.cute.interface") is None:
+            return False
+    except ModuleNotFoundError:  # no package of that name, or another FlashAttention
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
