@@ -35,8 +35,8 @@ from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused
 from hf_posenc.attention.kernels import biased as triton_biased
+from hf_posenc.attention.kernels import biased_flash4, merging, turning
 from hf_posenc.attention.kernels import decode as triton_decode
-from hf_posenc.attention.kernels import merging, turning
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
@@ -56,6 +56,7 @@ def _kernels(name: str, module: Any) -> Backend:
 
 BACKENDS: tuple[Backend, ...] = (
     _kernels("triton decode", triton_decode),
+    _kernels("flash attention 4, table", biased_flash4),
     _kernels("triton biased", triton_biased),
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("moving", decode.accepts_moving, decode.moving),

@@ -27,7 +27,8 @@ def selftest(
 ) -> None:
     """Check every attention backend on a device against float64, and time every method beside plain attention.
 
-    The last line says which methods are fast, correct but slow, or refused. The exit status is 1 if a check failed.
+    The last lines say which methods are fast in a prefill, in a step and in training, which are right but slow, and
+    which backends failed their check. The exit status is 1 if one did.
     `--json FILE` is what a bug report needs.
     """
     from hf_posenc.evaluation.selftest import selftest as run
@@ -64,8 +65,8 @@ def _print(result: SelftestResult) -> None:
     for case, reason in result.refused.items():
         console.print(f"failed: {case}: {reason}", markup=False, style="red", soft_wrap=True)
     for name, findings in result.methods.items():
-        if findings.error:
-            console.print(f"failed: {name}: {findings.error}", markup=False, style="red")
+        for phase, error in findings.errors.items():
+            console.print(f"failed: {name}, {phase}: {error}", markup=False, style="red")
     console.print(f"{result.seconds:.0f} s", markup=False)
     console.print(result.summary, markup=False, soft_wrap=True)
 
@@ -105,9 +106,10 @@ def _checks(result: SelftestResult) -> Iterator[Grid]:
 def _times(result: SelftestResult) -> Iterator[Grid]:
     """Yield a table for each phase: the times of all methods."""
     from hf_posenc.evaluation.grid import Grid
+    from hf_posenc.evaluation.selftest.result import PHASES
 
     plain = result.plain
-    for phase in ("prefill", "step"):
+    for phase in PHASES:
         own = plain[phase]
         grid = Grid.of(
             f"{phase} at {plain['length']:,} tokens, {plain['dtype']}, {plain['heads']} heads of {plain['head_dim']}; "

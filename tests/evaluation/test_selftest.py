@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from typer.testing import CliRunner
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import verdicts
+from hf_posenc.attention.checks.comparison import Comparison
 from hf_posenc.attention.checks.samples import Case, kinds, methods
 from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.selftest import SelftestResult, checking, selftest
+from hf_posenc.evaluation.selftest.result import PHASES
 from tests.support import broken_backends
 
 CPU = torch.device("cpu")
@@ -56,7 +59,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> SelftestResult:
 def test_every_backend_of_a_cpu_is_right(result: SelftestResult) -> None:
     assert result.passed
     assert not result.not_reached
-    on_cpu = {"prefill", "few", "moving", "exact", "emulated flash"}
+    on_cpu = {"prefill", "few", "moving", "exact", "emulated flash", "emulated cudnn"}
     assert {case.backend for case in result.checks} == on_cpu
     assert {case.kind for case in result.checks} == {*kinds()}
     assert {case.gradients for case in result.checks} == {False, True}
@@ -78,17 +81,32 @@ def test_methods_are_timed_beside_plain_attention(result: SelftestResult) -> Non
             assert (timing.waits, timing.captured, timing.peak_bytes) == (None, None, None)
     backends = {name: found.phases["prefill"].backend for name, found in result.methods.items()}
     assert backends == {"rerope": "prefill", "alibi": "prefill", "fire": "exact"}
-    named = [name for names in result.verdicts.values() for name in names]
-    assert sorted(named) == ["alibi", "fire", "rerope"]
-    assert result.summary.startswith("cpu: fast: ")
-    assert "; correct but slow: " in result.summary
-    assert result.summary.endswith("; refused: none.")
+    for answers in result.verdicts.values():
+        named = [name for names in answers.values() for name in names]
+        assert sorted(named) == ["alibi", "fire", "rerope"]
+    *lines, last = result.summary.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"cpu, {phase}" for phase in PHASES]
+    assert last == "Not used, since its check failed: none."
+
+
+def test_a_backend_that_fails_in_training_counts_for_training_alone(result: SelftestResult) -> None:
+    failed = {
+        Case("few", kind, "float32", 16, gradients): Comparison(reason="it raises")
+        for kind, gradients in (("fire", True), ("bands", True), ("bands", False))
+    }
+    changed = replace(result, checks={**result.checks, **failed})
+    assert changed.verdicts == result.verdicts
+    assert not changed.passed
+    last = changed.summary.splitlines()[-1]
+    assert last.endswith(": few (bands, bands in training, fire in training).")
+    methods = {**result.methods, "fire": replace(result.methods["fire"], errors={"step": "no"})}
+    assert replace(result, methods=methods).verdicts["step"]["not possible"] == ["fire"]
 
 
 def test_all_methods_of_the_engine_are_timed_by_default() -> None:
     everything = selftest(**{**SMALL, "methods": None, "length": 32}, seconds=1)
     assert everything.methods.keys() == {method.name for method in methods()}
-    assert not [name for name, found in everything.methods.items() if found.error]
+    assert not [name for name, found in everything.methods.items() if found.errors]
 
 
 def test_json_has_everything(result: SelftestResult) -> None:
@@ -113,9 +131,8 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     assert result.exit_code == 1, result.output
     values = json.loads(file.read_text())
     assert not values["passed"]
-    summary = next(line for line in result.stdout.splitlines() if line.startswith("cpu: "))
-    assert summary == values["summary"]
-    assert "rerope (wrong)" in summary
+    assert values["summary"] in result.stdout
+    assert "Not used, since its check failed: wrong (bands" in result.stdout
     assert "failed: wrong, bands, float32, head dimension 16: its output differs" in result.stdout
     known = verdicts.read(CPU)
     assert {case.backend for case in known} == {"wrong"}, "the old ones are replaced"

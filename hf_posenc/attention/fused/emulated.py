@@ -98,8 +98,8 @@ def _ends(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=64)
 def _chunks(batch: int, length: int, device: torch.device) -> Tensor:
     """Where every sequence of a batch starts in one row, and the end."""
-    ends: Tensor = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-    return ends
+    starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+    return starts[: batch + 1]
 
 
 def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, right: int) -> Tensor:

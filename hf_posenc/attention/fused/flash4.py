@@ -42,7 +42,7 @@ class Flash4(CudaFlash):
         window: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Any]:
         tensors, options = _given((query, key, value), segments, scaling, window)
-        out, lse, *_ = _interface()._flash_attn_fwd(*tensors, return_lse=True, **options)
+        out, lse, *_ = interface()._flash_attn_fwd(*tensors, return_lse=True, **options)
         return out.view(query.shape), lse.view(lse.shape[-2:]), None
 
     def attend_backward(
@@ -58,7 +58,7 @@ class Flash4(CudaFlash):
         given = (query, key, value, out, grad, lse.contiguous())
         tensors, options = _given(given, segments, scaling, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        gradients = _interface()._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
+        gradients = interface()._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
         return tuple(x.view_as(y) for x, y in zip(gradients, saved[:3], strict=False))
 
 
@@ -77,7 +77,8 @@ def _given(
 
 
 @functools.cache
-def _interface() -> Any:
+def interface() -> Any:
+    """Return the module of FlashAttention-4's calls, which is slow to import."""
     # Else each process compiles again. What a user has set stays.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault(

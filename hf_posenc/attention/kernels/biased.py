@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -271,20 +272,34 @@ def accepts(call: Call, encoding: Encoding) -> bool:
 
 
 def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
-    """Compute a call that is accepted; queries in no run are padding and give zeros."""
-    runs = call.runs()
+    """Compute a call that is accepted."""
     bias = operands_of(encoding, 0, call.key.shape[2], call.query.device)
-    assert runs is not None
     assert bias is not None
+    kept = trains(call, encoding)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        out: Tensor = biased(*tensors, *bias, call.scaling, kept)[0]
+        return out
+
+    return by_runs(call, encoding, attend), None
+
+
+def by_runs(call: Call, encoding: Encoding, attend: Callable[..., Tensor]) -> Tensor:
+    """Compute every run by an operator of queries, keys, values and both positions.
+
+    Queries in no run are padding and give zeros.
+    """
+    runs = call.runs()
+    assert runs is not None
     query = encoding.scaled(call.query, call.query_position).to(call.dtype)
-    key, kept, results = call.key.to(call.dtype), trains(call, encoding), []
+    key, results = call.key.to(call.dtype), []
     for part in runs:
         rows, keys = (part.batch, slice(None), part.queries), (part.batch, slice(None), part.keys)
         tensors = query[rows], key[keys], call.value[keys], *call.positions_of(part)
-        results.append(biased(*tensors, *bias, call.scaling, kept)[0])
+        results.append(attend(*tensors))
     if len(runs) == 1 and results[0].shape[:-1] == query.shape[:-1]:
-        return results[0], None
+        return results[0]
     out = output_like(query, call.value).zero_()
     for part, result in zip(runs, results, strict=True):
         out[part.batch, :, part.queries] = result
-    return out, None
+    return out

@@ -28,13 +28,14 @@ Findings = dict[Case, Comparison | None]
 """`None`: the backend does not compute such calls."""
 
 
-def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Case]:
-    """Return all cases, the most telling ones first.
+def cases(dtypes: Sequence[str], head_dims: Sequence[int], *, emulated: bool = True) -> list[Case]:
+    """Return all cases, the most telling ones first; `emulated`: those of emulated operators too.
 
     First every backend and kind in the first dtype and head dimension, with a backward last. Then kind by kind the
     other dtypes and head dimensions, so that a short test has seen each backend in all of them.
     """
-    names = [backend.name for backend in (*engine.BACKENDS, *engine.ON_REQUEST)]
+    backends = (*engine.BACKENDS, *(engine.ON_REQUEST if emulated else ()))
+    names = [backend.name for backend in backends]
     first, *others = itertools.product(head_dims, dtypes)
     ordered = [(*first, gradients, kind) for gradients in (False, True) for kind in kinds()]
     ordered += [

@@ -11,7 +11,8 @@ from hf_posenc.attention.checks.comparison import Comparison
 from hf_posenc.attention.checks.samples import Case
 
 FAST = 3.0
-"""A method is fast if its prefill and its step take at most so many times as long as plain attention."""
+"""A phase of a method is fast if it takes at most so many times as long as plain attention."""
+PHASES = ("prefill", "step", "training")
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class MethodFindings:
 
     Attributes:
         kind: Its kind of computation, of which the checks speak.
-        phases: Its timings, by `"prefill"` and `"step"`.
-        error: The error that its computation raised; `None`: none.
+        phases: Its timings, by phase.
+        errors: By phase, the error that its computation raised.
     """
 
     kind: str
     phases: Mapping[str, Timing]
-    error: str | None = None
+    errors: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -83,38 +84,41 @@ class SelftestResult:
     def passed(self) -> bool:
         """True if no backend failed a check, no probe failed and every method was computed."""
         probes = all(kept is True for claims in self.probes.values() for kept in claims.values())
-        errors = any(findings.error for findings in self.methods.values())
+        errors = any(findings.errors for findings in self.methods.values())
         return not self.refused and probes and not errors
 
     @property
-    def verdicts(self) -> dict[str, list[str]]:
-        """The methods that are fast, slow (correct, but slow), and refused, with the backends that failed."""
-        found: dict[str, list[str]] = {"fast": [], "slow": [], "refused": []}
-        for name, findings in self.methods.items():
-            broken = {case.backend for case in self.refused if case.kind == findings.kind}
-            if findings.error:
-                broken.add("error")
-            if broken:
-                found["refused"].append(f"{name} ({', '.join(sorted(broken))})")
-            else:
-                fast = all(phase.ratio <= FAST for phase in findings.phases.values())
-                found["fast" if fast else "slow"].append(name)
+    def verdicts(self) -> dict[str, dict[str, list[str]]]:
+        """By phase, the methods that are fast, those that are right but slow, and those that raise an error."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for phase in PHASES:
+            of_phase = found[phase] = {"fast": [], "slow": [], "not possible": []}
+            for name, findings in self.methods.items():
+                if phase in findings.errors:
+                    of_phase["not possible"].append(name)
+                elif phase in findings.phases:
+                    fast = findings.phases[phase].ratio <= FAST
+                    of_phase["fast" if fast else "slow"].append(name)
         return found
 
     @property
     def summary(self) -> str:
-        """One line: the methods that are fast, correct but slow, or refused on this device, and what is unchecked."""
-        titles = {"fast": "fast", "slow": "correct but slow", "refused": "refused"}
-        parts = [
-            f"{titles[key]}: {', '.join(names) or 'none'}" for key, names in self.verdicts.items()
-        ]
-        left = len(self.not_reached)
-        more = (
-            f" {left:,} cases had no time, first {self.not_reached[0]}: give more --seconds."
-            if left
-            else ""
-        )
-        return f"{self.device}: {'; '.join(parts)}.{more}"
+        """Return a line for each phase, and one for the backends that failed, for which the next ones compute."""
+        lines = []
+        for phase, answers in self.verdicts.items():
+            parts = [f"{title}: {', '.join(names)}" for title, names in answers.items() if names]
+            lines.append(f"{self.device}, {phase}: {'; '.join(parts) or 'no method was timed'}")
+        broken: dict[str, dict[str, None]] = {}
+        for case in self.refused:
+            what = f"{case.kind} in training" if case.gradients else case.kind
+            broken.setdefault(case.backend, {})[what] = None
+        failed = [f"{name} ({', '.join(kinds)})" for name, kinds in broken.items()]
+        lines.append(f"Not used, since its check failed: {'; '.join(failed) or 'none'}.")
+        if left := len(self.not_reached):
+            lines[-1] += (
+                f" {left:,} cases had no time, first {self.not_reached[0]}: give more --seconds."
+            )
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""

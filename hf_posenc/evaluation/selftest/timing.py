@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections.abc import Callable
@@ -18,11 +17,10 @@ from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, RotatedKeys
 from hf_posenc.attention.checks.samples import HEADS, KEY_HEADS, encoding_of
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.evaluation.selftest.result import MethodFindings, Timing
+from hf_posenc.evaluation.selftest.result import PHASES, MethodFindings, Timing
 from hf_posenc.methods import Method
 from hf_posenc.model.masks import CausalMask
 
-PHASES = ("prefill", "step")
 ENOUGH, MOST = 0.1, 20
 """Seconds after which a call is not repeated again, and the most repetitions."""
 
@@ -81,6 +79,18 @@ class Layer:
             self.query, self.key, self.value, is_causal=causal, enable_gqa=True
         )
 
+    def work(self, forward: Callable[[], Tensor]) -> Callable[[], object]:
+        """Return a forward, followed by a backward to the tensors if they get gradients."""
+        inputs = [self.query, self.key, self.value]
+        if not self.query.requires_grad:
+            return forward
+
+        def both() -> object:
+            out = forward()
+            return torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+
+        return both
+
     def plain_backend(self) -> str:
         """Return the backend that PyTorch chooses for plain attention."""
         causal = self.query.shape[2] > 1
@@ -90,35 +100,37 @@ class Layer:
         return SDPBackend(choice).name.lower()
 
 
-@torch.no_grad()
 def plain_times(layer: Layer) -> dict[str, Any]:
     """Return the seconds and the backend of plain attention, by phase."""
     found = {}
     for phase in PHASES:
         part = layer.of_phase(phase)
-        found[phase] = {"seconds": seconds_of(part.plain, layer.device), "backend": part.plain_backend()}  # fmt: skip
+        with torch.set_grad_enabled(phase == "training"):
+            seconds = seconds_of(part.work(part.plain), layer.device)
+        found[phase] = {"seconds": seconds, "backend": part.plain_backend()}
     return found
 
 
-@torch.no_grad()
 def times_of(method: Method, layer: Layer, plain: dict[str, Any]) -> MethodFindings:
     """Measure a method that was trained at a quarter of the layer's length."""
     length, head_dim = layer.key.shape[2], layer.query.shape[-1]
-    encoding = encoding_of(method, head_dim, layer.device, max(1, length // 4))
-    phases = {}
-    try:
-        for phase in PHASES:
-            phases[phase] = _timing(layer.of_phase(phase), encoding, plain[phase]["seconds"])
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return MethodFindings(encoding.kind, phases, text)
-    return MethodFindings(encoding.kind, phases)
+    heads = layer.query.shape[1], layer.key.shape[1]
+    encoding = encoding_of(method, head_dim, layer.device, max(1, length // 4), heads)
+    phases, errors = {}, {}
+    for phase in PHASES:
+        try:
+            with torch.set_grad_enabled(phase == "training"):
+                phases[phase] = _timing(layer.of_phase(phase), encoding, plain[phase]["seconds"])
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            errors[phase] = f"{type(error).__name__}: {text}"
+    return MethodFindings(encoding.kind, phases, errors)
 
 
 def _timing(layer: Layer, encoding: Encoding, plain: float) -> Timing:
     device, call = layer.device, layer.call()
     backend = engine.choose(call, encoding)  # checked here, and not while it is timed
-    work = functools.partial(engine.attend, call, encoding)
+    work = layer.work(lambda: engine.attend(call, encoding)[0])
     seconds = seconds_of(work, device)
     on_gpu = device.type == "cuda"
     return Timing(

@@ -17,9 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
+from hf_posenc.attention.checks.comparison import ROWS, compare
+from hf_posenc.attention.checks.samples import call_of, encoding_of
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels import biased, decode
+from hf_posenc.attention.fused.flash4 import Flash4
+from hf_posenc.attention.kernels import biased, biased_flash4, decode
 from hf_posenc.attention.kernels.biases import operands_of
+from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import get_method
 from hf_posenc.model.masks import CausalMask
 from tests.support.kernel_cases import Case, Written
@@ -359,3 +363,26 @@ def test_training_is_traced_in_one_graph_each_way(name: str) -> None:
     names = [str(graph.graph).count("hf_posenc.biased") for graph in graphs]
     assert names == [1, 1]
     assert "hf_posenc.biased_backward" in str(graphs[1].graph)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "t5", "sandwich"])
+def test_a_table_for_flash_attention_4(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the call itself: a padded batch behind a cache, and a text alone, against float64."""
+
+    def tabled(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scaling: float) -> Tensor:
+        rows, keys = query.shape[2], key.shape[2]
+        distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+        scores = grouped_scores(query, key, scaling) + table[:, distance.clamp(min=0)]
+        return weighted_values(scores, value, distance >= 0)[0]
+
+    monkeypatch.setattr(biased_flash4, "tabled", tabled)
+    monkeypatch.setattr(Flash4, "serves", lambda *_: True)
+    backend, cpu = engine.backend_of("flash attention 4, table"), torch.device("cpu")
+    call = call_of(torch.float32, 16, cpu)
+    encoding = encoding_of(get_method(name).from_options(), 16, cpu)
+    found = compare(backend, call, encoding, gradients=False)
+    assert found.reason is None, found
+    assert found.rows == ROWS
+    with torch.enable_grad():  # it has no backward
+        trained = compare(backend, call, encoding, gradients=True)
+    assert trained.reason == "it does not compute the problem of its check"
