@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,7 +22,7 @@ from hf_posenc.evaluation.bench import GpuResult
 from hf_posenc.methods import Method
 
 RESULTS = Path(__file__).parents[1] / "docs" / "data" / "gpu"
-"""Folder of the measured GPUs, a `gpu.json` of `hf-posenc bench --suite gpu` each, by the GPU's name."""
+"""Folder of the measured GPUs, by the GPU's name: a file of `scripts.benchmark_gpu`, or of `hf-posenc bench`."""
 LENGTH, FEATURES = 512, 64
 META = torch.device("meta")
 PHASES: dict[str, tuple[int, torch.dtype, bool]] = {
@@ -116,8 +117,69 @@ def table() -> str:
 
 def measured() -> str:
     """Return the tables of all measured GPUs in Markdown."""
-    files = sorted(RESULTS.glob("*.json"))
-    results = [GpuResult.from_dict(json.loads(path.read_text("utf-8"))) for path in files]
-    pages = [result._repr_markdown_().rstrip() for result in results]
-    deeper = ("\n".join(f"##{x}" if x.startswith("#") else x for x in p.split("\n")) for p in pages)
-    return "\n\n".join(deeper) or "None yet: no GPU has run this code."
+    pages = []
+    for path in sorted(RESULTS.glob("*.json")):
+        values = json.loads(path.read_text("utf-8"))
+        if values["kind"] == "layers":
+            pages.append(_layers(values))
+            continue
+        page = GpuResult.from_dict(values)._repr_markdown_().rstrip()
+        pages.append("\n".join(f"##{x}" if x.startswith("#") else x for x in page.split("\n")))
+    return "\n\n".join(pages)
+
+
+COLUMNS = {
+    "flash attention 4": "FlashAttention-4",
+    "flash attention 4, table": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "cuda flash, triton": "PyTorch's flash",
+    "triton biased": "Triton",
+    "triton decode": "Triton",
+    "moving": "PyTorch",
+}
+"""The columns of `benchmark_gpu`'s backends."""
+KINDS = {
+    "device_ms": "The device's own time (a CUDA graph)",
+    "ms": "Called one by one, by events of the device; of short calls, the host's time counts too",
+}
+
+
+def _layers(values: dict[str, Any]) -> str:
+    """Return the tables of `benchmark_gpu`: times of plain attention, by phase and clock."""
+    machine, sizes = values["machine"], values["sizes"]
+    versions = ", ".join(f"{x} {machine[x]}" for x in ("torch", "triton", "cudnn", "flash-attn-4"))
+    lines = [
+        f"### {machine['device']}",
+        f"One layer of Llama 3 8B's sizes ({sizes['heads']} heads, {sizes['key_heads']} key heads, {sizes['features']} "
+        f"features, {sizes['dtype']}), in multiples of the time of plain attention as SDPA runs it, in the same "
+        f"rounds; {versions}. {values.get('note', '')}".rstrip(),
+    ]
+    for phase in ("prefill", "training", "step"):
+        for kind, title in KINDS.items():
+            rows = [row for row in values["rows"] if row["phase"] == phase and kind in row]
+            if rows:
+                lines += [f"**{phase.capitalize()}.** {title}.", _ratios(rows, kind)]
+    worst = max(max(row["error"].values()) for row in values["rows"] if row.get("error"))
+    lines.append(
+        f"Outputs of all rows above differ from float64 by {worst:.1e} at most (root mean square of some rows, "
+        "relative), as those of one attention in bfloat16."
+    )
+    return "\n\n".join(lines)
+
+
+def _ratios(rows: list[dict[str, Any]], kind: str) -> str:
+    columns = [
+        *dict.fromkeys(COLUMNS[name] for row in rows for name in row[kind] if name != "plain")
+    ]
+    head = ["method", "tokens", "plain, ms", *columns]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for row in rows:
+        plain, ratios = row[kind]["plain"], dict.fromkeys(columns, "")
+        for name, value in row[kind].items():
+            if name != "plain":
+                ratios[COLUMNS[name]] = f"{value / plain:.2f}"
+        options = "".join(f", {name} {value:,}" for name, value in row["options"].items())
+        lines.append(
+            [f"`{row['method']}`{options}", f"{row['length']:,}", f"{plain:.3g}", *ratios.values()]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -107,8 +107,10 @@ def test_every_library_that_is_imported_is_declared() -> None:
     project = PROJECT["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     asked = [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]
-    named = {"pillow": "PIL", "pyyaml": "yaml"}  # the others are imported under their own name
-    tolerated = {"scripts", "tests", "triton"}  # Triton comes with PyTorch's builds for CUDA
+    # The others are imported under their own name.
+    named = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn-4": "flash_attn"}
+    # Triton comes with PyTorch's builds for CUDA, CUTLASS with FlashAttention-4.
+    tolerated = {"scripts", "tests", "triton", "cutlass"}
     declared = {named.get(n, n.replace("-", "_")) for n in (Requirement(a).name for a in asked)}
     for top in ("hf_posenc", "patches", "scripts"):
         for path in (ROOT / top).rglob("*.py"):

@@ -18,7 +18,7 @@ OPERATORS: Any = torch.ops.aten
 
 def test_the_table_is_what_the_backends_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     phases = dict(zip(PHASES, backends(get_method("rerope").from_options()), strict=True))
-    assert phases["prefill"] == phases["training"] == "flash"
+    assert phases["prefill"] == phases["training"] == "cuDNN"
     assert phases["step"] == "Triton"
     assert phases["prefill, float32"] == "PyTorch, in blocks"
     monkeypatch.setattr(cuda, "LARGEST", 8)  # another declaration gives another table

@@ -4,12 +4,12 @@ Forward by the public `torch.nn.attention.varlen` where the installed PyTorch ha
 log-sum-exp there, else by the operator below it; backward by the operator, since the public function has none that
 takes another output and log-sum-exp than its own.
 
-Read in PyTorch's and flash-attention's source, shown by no GPU yet: float16 and bfloat16, compute capability 8.0 and
+Read in PyTorch's and flash-attention's source, and seen on an H200: float16 and bfloat16, compute capability 8.0 and
 later, at most 256 features, a multiple of 8; causal calls and windows are aligned to the BOTTOM RIGHT of every
 sequence; a window of (w - 1, 0) is w keys; a sequence without keys gives 0 and a log-sum-exp of +inf, and the
 gradients of rows without keys, and of keys without rows, are 0. `emulated` has the same contract.
 
-Other fused operators of PyTorch 2.13 do not join yet; docs/gpu.md has their contracts, and the reasons.
+docs/gpu.md has the contracts of the other fused operators of PyTorch 2.13, and why they are used or not.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def _in_segments(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _in_batch(x: Tensor, batch: int) -> Tensor:
-    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+    in_batch: Tensor = x.unflatten(0, (batch, -1)).transpose(1, 2)
+    return in_batch
 
 
 def _ends(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

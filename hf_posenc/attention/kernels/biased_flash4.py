@@ -9,6 +9,7 @@ from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.fused.flash4 import Flash4, interface
 from hf_posenc.attention.kernels import biased
+from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.kernels.device import trains
 from hf_posenc.attention.toeplitz import LEAST
 from hf_posenc.methods import ALiBi, DistanceBias, KerplePower
@@ -42,9 +43,14 @@ def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
 
 
 def table_of(encoding: Encoding, keys: int, device: torch.device) -> Tensor:
-    """Return the bias of every head and distance, (heads, keys), float32."""
+    """Return the bias of every head and distance, (heads, keys or more), float32."""
     method = encoding.bias
     assert isinstance(method, DistanceBias)
+    if not encoding.parameters:  # kept for all layers and forwards
+        kept = operands_of(encoding, 0, keys, device)
+        assert kept is not None
+        assert kept.first is not None
+        return kept.first
     distance = torch.arange(keys, device=device, dtype=torch.float32)
     bias = encoding.own(method.bias(distance, encoding.all_heads, encoding.parameters or {}))
     return bias.float().clamp_min(LEAST).contiguous()
