@@ -70,12 +70,34 @@ def finetune(parsed: options.Arguments) -> None:
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token fails before the training
 
+    scores, held_out = None, list[str]()
+    if data.score:
+        with options.held_out_text(data) as documents:
+            scores = training.Scores(
+                tokenizer,
+                documents,
+                lengths=data.score_lengths or [lengths.original, lengths.target],
+                output=output / "scores",
+                limit=data.score_documents,
+                device=None if preparation.will_be_sharded(arguments) else arguments.device,
+                autocast=precision_of(arguments),
+                tail_tokens=data.tail_tokens,
+            )
+        if options.holds_out(data):
+            held_out = [document.name for document in scores.documents]
     blocks, source = options.training_blocks(
-        data, tokenizer, lengths.block, cache=output / "blocks", seed=arguments.seed
+        data,
+        tokenizer,
+        lengths.block,
+        cache=output / "blocks",
+        seed=arguments.seed,
+        held_out=held_out,
     )
     preparation.check_enough(blocks, arguments)
     if arguments.process_index == 0:
         print(blocks.counts.line())
+        if held_out:
+            print(f"Held out to be scored: {', '.join(held_out)}")
     collator = training.PositionCollator(
         data.positions,
         target_length=lengths.target if lengths.drawn else None,
@@ -84,21 +106,10 @@ def finetune(parsed: options.Arguments) -> None:
         flatten=preparation.needs_one_row(model, data.positions),
     )
     training.check_dependencies(model, collator, largest=blocks.counts.largest)
-    scores = None
-    if data.score:
-        scores = training.Scores(
-            tokenizer,
-            options.held_out_text(data),
-            lengths=data.score_lengths or [lengths.original, lengths.target],
-            output=output / "scores",
-            limit=data.score_documents,
-            device=None if preparation.will_be_sharded(arguments) else arguments.device,
-            autocast=precision_of(arguments),
-            tail_tokens=data.tail_tokens,
-        )
-        if choice.patch is not None and not preparation.will_be_sharded(arguments):
-            with preparation.without_patch(model):
-                scores.measure(model)
+    sharded = preparation.will_be_sharded(arguments)
+    if scores is not None and choice.patch is not None and not sharded:
+        with preparation.without_patch(model):
+            scores.measure(model)
 
     callbacks.check_best(arguments, scores)
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}

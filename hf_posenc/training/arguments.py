@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import multiprocessing
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
@@ -31,6 +33,7 @@ from hf_posenc.training.batches.blocks import (
     prepare_blocks,
     read_standard_library,
 )
+from hf_posenc.training.batches.held_out import candidates, without
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
@@ -129,7 +132,11 @@ class DataArguments:
         None,
         "Tokens in an example; by default the target length, and the original length where positions are drawn.",
     )
-    score_text: list[str] = _option([], "Held-out documents, as --text, or give --score_dataset.")
+    score_text: list[str] = _option(
+        [],
+        "Documents to score, as --text, or give --score_dataset; by default every tenth document to train on, from the "
+        "second on, or the last tenth of a single one: it is not trained on.",
+    )
     score_dataset: str | None = _option(None, "As --dataset, for the held-out documents.")
     score_split: str = _option("test", "Split of --score_dataset.")
     score_documents: int = _option(8, "Number of held-out documents.")
@@ -209,6 +216,11 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
         )
     if arguments.output_dir == "":
         raise PosencError("--output_dir is empty: give a folder.")
+    for part, _ in _mixture(data):
+        if part.documents is not None:
+            read_whole(part.documents, "documents")
+    if data.mixture is None:
+        _refuse_ignored(data)
 
 
 def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
@@ -354,18 +366,25 @@ def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str
 
 
 def training_blocks(
-    data: DataArguments, tokenizer: Any, length: int, *, cache: Path, seed: int
+    data: DataArguments,
+    tokenizer: Any,
+    length: int,
+    *,
+    cache: Path,
+    seed: int,
+    held_out: Collection[str] = (),
 ) -> tuple[Blocks, dict[str, Any]]:
-    """Return the blocks to train on, by default of the standard library, and the description that results store."""
+    """Return the blocks to train on, by default of the standard library, and the description that results store.
+
+    `held_out` has the names of the documents that are scored, which are not trained on.
+    """
     parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
-    if data.mixture is None:
-        _refuse_ignored(data)
     for part, weight in _mixture(data):
-        if part.documents is not None:
-            read_whole(part.documents, "documents")
         source = _source(part, part.text, part.dataset, part.split)
         if source.embedded:
             source = Source(read_standard_library, STANDARD_LIBRARY)
+        elif held_out:
+            source = without(source, held_out)
         blocks = prepare_blocks(
             source,
             tokenizer,
@@ -435,14 +454,31 @@ def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
     return parts
 
 
-def held_out_text(data: DataArguments) -> Iterable[Entry]:
-    """Return the documents to score; by default the modules that the standard library's training text leaves out."""
-    source = _source(data, data.score_text, data.score_dataset, data.score_split)
-    if source.embedded and (data.text or data.dataset is not None or data.mixture is not None):
+def holds_out(data: DataArguments) -> bool:
+    """Return whether documents to score are taken out of those to train on: texts are given, and none to score."""
+    given = bool(data.text) or data.dataset is not None or data.mixture is not None
+    return given and not data.score_text and data.score_dataset is None
+
+
+@contextlib.contextmanager
+def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
+    """Give the documents to score, and add to an error about them how to give others.
+
+    By default they are held out: every tenth of the documents to train on, from the second on, or the last tenth of a
+    single one; of the standard library, the modules that its training text leaves out.
+    """
+    try:
+        if holds_out(data):
+            parts = (part for part, _ in _mixture(data))
+            sources = [_source(part, part.text, part.dataset, part.split) for part in parts]
+            turns = itertools.zip_longest(*map(candidates, sources))
+            yield (entry for turn in turns for entry in turn if entry is not None)
+        else:
+            yield _source(data, data.score_text, data.score_dataset, data.score_split).read()
+    except PosencError as error:
         raise PosencError(
-            "Nothing is held out to be scored: give other documents by --score_text or --score_dataset, or --no_score."
-        )
-    return source.read()
+            f"No perplexity can be measured: {error} Give --score_text or --score_dataset, or train with --no_score."
+        ) from error
 
 
 def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:

@@ -16,6 +16,7 @@ from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
+from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts.finetune import RECIPE, finetune, main
@@ -408,13 +409,29 @@ def test_a_checkpoint_of_other_parameters_is_refused(
         parse_arguments(RECIPE, given)
 
 
-def test_nothing_held_out_is_said_before_anything_is_trained(
+def test_what_is_scored_is_held_out_of_the_texts(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(path) for path in texts.values()]
+    given = ["--output_dir", str(tmp_path / "run"), *QUICK]
+    finetune(parse_arguments(RECIPE, [*given, "--text", *paths]))
+    assert f"Held out to be scored: {paths[1]}\n" in capsys.readouterr().out
+    assert f"without what was scored ({NAMES[1]}.txt)" in (tmp_path / "run/README.md").read_text()
+    blocks = Blocks.read(next((tmp_path / "run/blocks").glob("*/")))
+    assert blocks.counts.documents == len(paths) - 1
+    scores = PerplexityResult.from_dict(
+        json.loads((tmp_path / "run/scores/perplexity.json").read_text())
+    )
+    assert [document["name"] for document in scores.documents] == [paths[1]]
+
+
+def test_a_run_that_cannot_score_is_refused_before_anything_is_tokenized(
     tmp_path: Path, texts: dict[str, Path]
 ) -> None:
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
-    with pytest.raises(PosencError, match="--score_text"):
-        finetune(parse_arguments(RECIPE, given))
-    assert not list(tmp_path.glob("run/checkpoint-*"))
+    with pytest.raises(PosencError, match=r"last tenth: too short.*--score_text.*--no_score"):
+        finetune(parse_arguments(RECIPE, [*given, "--score_lengths", "16k"]))
+    assert not list(tmp_path.rglob("blocks"))
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(

@@ -206,7 +206,9 @@ def load_documents(
                 vocabulary = vocabulary or Vocabulary(tokenizer)
                 document = vocabulary.usable(entry, max_tokens)
             elif isinstance(entry, Conversation):
-                raise UnreadableError("a conversation, which only scripts/finetune.py reads")
+                raise UnreadableError(
+                    "a conversation, which scripts/finetune.py trains on and nothing measures"
+                )
             elif isinstance(entry, Document) and not entry.text.strip():
                 raise UnreadableError("empty")
             else:
