@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Grid, Result
     from hf_posenc.evaluation.measuring.execute import Measurement, Progress
-    from hf_posenc.evaluation.perplexity import PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import Settings
-    from hf_posenc.evaluation.retrieval import RetrievalRun
+    from hf_posenc.evaluation.perplexity.run import PerplexityRun
+    from hf_posenc.evaluation.retrieval.run import RetrievalRun
     from hf_posenc.evaluation.scoring.estimate import Cost
     from hf_posenc.evaluation.tuning import TailJob
 
@@ -91,11 +91,9 @@ class Frame:
         **more: Any,
     ) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
-        from hf_posenc.evaluation.documents.source import refuse_ignored, source_of
+        from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
-        if documents is not None:
-            refuse_ignored(documents)
         source = None if documents is None else source_of(documents)
         (loaded, tokenizer, name), console = open_session(model), err()
         if get_patch(loaded) is None:  # else it is measured as it is

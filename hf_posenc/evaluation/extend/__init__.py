@@ -47,7 +47,7 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
-from hf_posenc.evaluation.perplexity import PerplexityRun
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
