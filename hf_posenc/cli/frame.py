@@ -137,9 +137,17 @@ class Frame:
         if self._dry_run and print_cost is not None:
             print_cost()
             return None
+        from hf_posenc.evaluation.measuring.execute import RESUMPTION, Resumption
+
         with self._progress() as progress:
             progress = progress if self.shard.index else _with_time(progress)
-            result = job.run(self.output, self.shard, progress, _report_waiting)
+            token = RESUMPTION.set(resumption := Resumption(_report_resumed))
+            try:
+                result = job.run(self.output, self.shard, progress, _report_waiting)
+            finally:
+                RESUMPTION.reset(token)
+        if not resumption.reported:
+            _report_resumed(resumption.found, 0)
         if result is None and job.missing and not self.shard.launched:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
             print_note(
@@ -298,6 +306,15 @@ def _parts(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _records(parts: Iterable[Mapping[str, Any]]) -> set[str]:
     return {json.dumps(record) for part in parts for record in part.get("records", ())}
+
+
+def _report_resumed(found: int, left: int) -> None:
+    """Print what is taken from the records; a sweep, a search or a benchmark has further parts after `left`."""
+    if found:
+        err().print(
+            f"Items taken from the records of an earlier run: {found:,}; left to measure: {left:,}.",
+            style="dim",
+        )
 
 
 def _report_waiting(count: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand
 
 from hf_posenc.cli.command import completion
@@ -444,6 +445,7 @@ class RecommendOptions:
     dtype: str = plain_option(
         "Number format of the cache: bfloat16, float16, float32.", "bfloat16", parse=parse_dtype
     )
+    all: bool = plain_option("Print every method with its reason, and the limits.", False)
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
     revision: str | None = plain_option(REVISION_HELP, metavar="REV")
     trust_remote_code: bool = plain_option(TRUST_HELP, False)
@@ -482,7 +484,18 @@ def recommend(options: RecommendOptions) -> None:
     if print_json(advice.to_dict()):
         return
     console = out()
-    console.print(f"[bold]{model or 'the embedded model'}[/bold]: {advice.model_class}")
+    named = f"[bold]{escape(model or 'the embedded model')}[/bold]: {advice.model_class}"
+    if not options.all:
+        first, *lines = report.answer(advice)
+        console.print(f"{named}, {first}", soft_wrap=True)
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+        console.print(
+            "Within a class the order is no finding: measure two or three of each kind. Reasons and limits: --all",
+            soft_wrap=True,
+        )
+        return
+    console.print(named)
     for heading, text in report.facts(advice):
         console.print(f"{heading}: {text}", markup=False)
     if advice.options:

@@ -66,6 +66,21 @@ def test_a_finished_run_is_shown_again_without_a_forward(
     assert "Wrote perplexity.json" in run(model, texts, tmp_path).stdout
 
 
+def test_a_resumed_run_counts_what_is_in_the_records(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    counted = re.compile(
+        r"Items taken from the records of an earlier run: (\d+); left to measure: (\d+)\."
+    )
+    lines = [
+        counted.findall(" ".join(run(model, texts, tmp_path, *patches).stderr.split()))
+        for patches in (("--patch", "none"), ("--patch", "none", "--patch", "yarn:scale=2")) * 2
+    ]
+    assert lines == [[], [("5", "5")], [("5", "0")], [("10", "0")]]
+
+
 def late(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
