@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from pathlib import Path
@@ -191,7 +192,7 @@ def load_model(
     quiet_transformers()
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    target = _device(device)
+    target = default_device(device)
     on_cpu = target.type == "cpu" and device_map is None
     precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
     given = {"attn_implementation": attention, "device_map": device_map, "revision": revision}
@@ -247,7 +248,42 @@ def live_model(
     return load_model(name, device_map="meta", **given) if empty is None else empty
 
 
-def _device(name: str | None) -> Any:
+def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
+    """Return what `open_session` returns, of a model without weights, whose cost alone is computed.
+
+    A model with a saved patch, an adapter or code of its own is loaded all the same, since its config alone does not
+    give its sizes.
+    """
+    import torch
+
+    from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
+    from hf_posenc.model.discovery import rotary_tables
+    from hf_posenc.saving import take_patch
+
+    quiet_transformers()
+    name = check_name(options.model or embedded_model(), options.revision)
+    trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    origin = trust | {"revision": options.revision}
+    config = load_config(name, **origin)
+    adapter = (Path(name) / "adapter_config.json").exists()
+    if adapter or take_patch(copy.deepcopy(config), name) is not None:
+        return open_session(options)
+    if options.dtype != "auto" or (default_device(options.device).type == "cpu"):
+        config.dtype = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
+    if options.attn is not None:
+        config._attn_implementation = options.attn
+    model = build_empty(name, config, causal=True, **trust)
+    if model is None:
+        return open_session(options)
+    for table in rotary_tables(model):
+        model.set_submodule(table.name, table.built())
+    where = {"given": "tokenizer", **trust} if options.tokenizer else origin
+    tokenizer = load_tokenizer(options.tokenizer or name, **where)
+    return mark_sizes_alone(model.eval()), tokenizer, options.model or EMBEDDED
+
+
+def default_device(name: str | None) -> Any:
+    """Return the device of a name, by default the first accelerator, or the CPU."""
     import torch
 
     if name is None:

@@ -15,7 +15,7 @@ import typer
 from hf_posenc.cli import early
 from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
-from hf_posenc.cli.frame import Frame, exit_on, print_cost, timed
+from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS
@@ -77,7 +77,7 @@ def perplexity(
 
     job = frame.prepare(prepare, model, documents, options, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
-    result = frame.measure(job, lambda: print_cost(job))
+    result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
         tables = map(published.get, options.compare)
         beside = [(published.beside(table, result), published.remarks(table)) for table in tables]
@@ -124,7 +124,7 @@ def retrieval(
     from hf_posenc.evaluation.retrieval import prepare
 
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
-    result = frame.measure(job, lambda: print_cost(job))
+    result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
         frame.present(result, result.model)
         exit_on(result.problems())
@@ -187,7 +187,7 @@ def bench(
 
     job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
-    result = frame.measure(job, lambda: _print_costs(job))
+    result = frame.measure(job, lambda: _print_costs(job, frame.device))
     if result is not None:
         frame.present(result, result.perplexity.model)
         exit_on(result.problems())
@@ -236,13 +236,13 @@ def _print_preview(run: GpuRun) -> None:
         )
 
 
-def _print_costs(job: Any) -> None:
+def _print_costs(job: Any, device: Any) -> None:
     parts = {
         "retrieval": job.shared.get("retrieval"),
         "timed prefill, warm-ups included": job.speed,
     }
     tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
-    print_cost(job.perplexity, tokens=tokens)
+    print_cost(job.perplexity, device, tokens=tokens)
     for name, count in tokens.items():
         out().print(f"{name}: {count:,} tokens", markup=False)
 
@@ -305,7 +305,7 @@ def search(
 def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings.protocol, job.skipped)
-    result = frame.measure(job, lambda: _print_line(job))
+    result = frame.measure(job, lambda: _print_line(job, frame.device))
     if result is None:
         return None
     frame.present(result, result.about["model"])
@@ -323,12 +323,13 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     return result
 
 
-def _print_line(job: TailJob[Any]) -> None:
+def _print_line(job: TailJob[Any], device: Any) -> None:
     from hf_posenc.evaluation.scoring.estimate import run_cost
+    from hf_posenc.evaluation.scoring.rates import estimated
 
     target = job.settings.target
     each = run_cost(job.model, [(target, job.settings.tail_tokens)]).flops / target
-    seconds, takes = timed(job, job.forwarded * each, target)
+    seconds, takes = estimated(job.forwarded * each, device)
     print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
     out().print(f"{job.cost_line()} {takes}", markup=False)
 
@@ -372,7 +373,7 @@ def extend(
     job.say = print_note
 
     def print_estimate() -> None:
-        values = job.estimate()
+        values = job.estimate(frame.device)
         print_json(values)
         out().print(values["cost"], markup=False)
 

@@ -20,6 +20,20 @@ READS_AHEAD_HALF = 0.05
 all families of transformers: 1.4e-6 in float32 (rounding of experts), 0 in bfloat16, 0.2 to 1 if they read ahead."""
 
 
+_SIZES_ALONE = "_hf_posenc_sizes_alone"
+
+
+def mark_sizes_alone(model: nn.Module) -> nn.Module:
+    """Mark a model on the meta device as one whose cost is computed, and which is never run; return it."""
+    vars(model)[_SIZES_ALONE] = True
+    return model
+
+
+def has_sizes_alone(model: nn.Module) -> bool:
+    """Return whether a model is marked as one that is never run."""
+    return _SIZES_ALONE in vars(model)
+
+
 def find_decoder(
     model: nn.Module, probe: Tensor, options: dict[str, Any]
 ) -> tuple[nn.Module | None, Tensor]:

@@ -24,6 +24,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
+    has_sizes_alone,
     input_device,
     input_embeddings,
     replaced,
@@ -117,6 +118,10 @@ class TokenScorer:
         self.mlps = SlicedMLPs(model)
         self.in_head = False
         self._options = without_cache(model)
+        if has_sizes_alone(model):  # `--dry-run`: head replay is expected to work
+            self.replays, self.exact, self.positions = True, True, None
+            self.chunk, self.prefill, self.mlp = chunk or 1, prefill, mlp
+            return
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
         with torch.no_grad():
             self._decoder, full = find_decoder(model, probe, self._options)
