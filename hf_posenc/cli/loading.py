@@ -268,7 +268,8 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     adapter = (Path(name) / "adapter_config.json").exists()
     if adapter or take_patch(copy.deepcopy(config), name) is not None:
         return open_session(options)
-    if options.dtype != "auto" or (default_device(options.device).type == "cpu"):
+    device = default_device(options.device)
+    if options.dtype != "auto" or device.type == "cpu":
         config.dtype = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
     if options.attn is not None:
         config._attn_implementation = options.attn
@@ -279,7 +280,7 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
         model.set_submodule(table.name, table.built())
     where = {"given": "tokenizer", **trust} if options.tokenizer else origin
     tokenizer = load_tokenizer(options.tokenizer or name, **where)
-    return mark_sizes_alone(model.eval()), tokenizer, options.model or EMBEDDED
+    return mark_sizes_alone(model.eval(), device), tokenizer, options.model or EMBEDDED
 
 
 def default_device(name: str | None) -> Any:

@@ -23,15 +23,16 @@ all families of transformers: 1.4e-6 in float32 (rounding of experts), 0 in bflo
 _SIZES_ALONE = "_hf_posenc_sizes_alone"
 
 
-def mark_sizes_alone(model: nn.Module) -> nn.Module:
-    """Mark a model on the meta device as one whose cost is computed, and which is never run; return it."""
-    vars(model)[_SIZES_ALONE] = True
+def mark_sizes_alone(model: nn.Module, device: torch.device) -> nn.Module:
+    """Mark a model on the meta device as one whose cost on another device is computed, and which is never run."""
+    vars(model)[_SIZES_ALONE] = device
     return model
 
 
-def has_sizes_alone(model: nn.Module) -> bool:
-    """Return whether a model is marked as one that is never run."""
-    return _SIZES_ALONE in vars(model)
+def sizes_alone(model: nn.Module) -> torch.device | None:
+    """Return the device for which the cost of a marked model is computed; `None` for a model that is run."""
+    device: torch.device | None = vars(model).get(_SIZES_ALONE)
+    return device
 
 
 def find_decoder(

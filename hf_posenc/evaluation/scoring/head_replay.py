@@ -24,10 +24,10 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
-    has_sizes_alone,
     input_device,
     input_embeddings,
     replaced,
+    sizes_alone,
     sliced,
     without_cache,
 )
@@ -118,7 +118,7 @@ class TokenScorer:
         self.mlps = SlicedMLPs(model)
         self.in_head = False
         self._options = without_cache(model)
-        if has_sizes_alone(model):  # `--dry-run`: head replay is expected to work
+        if sizes_alone(model) is not None:  # `--dry-run`: head replay is expected to work
             self.replays, self.exact, self.positions = True, True, None
             self.chunk, self.prefill, self.mlp = chunk or 1, prefill, mlp
             return
