@@ -12,7 +12,6 @@ from pathlib import Path
 from hf_posenc.cli.loading import DTYPES, check_name, lacks_tokenizer, no_tokenizer
 from hf_posenc.diagnosis import check_folder
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.options import (
     BenchOptions,
     DocumentOptions,
@@ -96,6 +95,8 @@ def check_documents(options: DocumentOptions) -> None:
 
 def check_methods(specs: Sequence[str] | None) -> None:
     """Refuse unknown methods and options, and values that a method refuses on every model."""
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+
     for candidate in parse_candidates(specs or ()):
         candidate.check_values()
 

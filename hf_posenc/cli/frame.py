@@ -22,7 +22,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
-from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
@@ -113,6 +112,7 @@ class Frame:
     def _trained(self, options: Sequence[Any]) -> bool:
         """Return whether a method adds parameters, which are made for loaded weights only."""
         from hf_posenc.evaluation.measuring.candidates import parse_candidates
+        from hf_posenc.methods import get_method
 
         specs = next(filter(None, (getattr(one, "methods", None) for one in options)), ())
         parts = (part for candidate in parse_candidates(specs) for part in candidate.parts)

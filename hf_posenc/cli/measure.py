@@ -63,10 +63,10 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
     resumes an interrupted run.
     """
-    early.check_model(model)
-    early.check_documents(documents)
     early.check_methods(options.methods)
+    early.check_model(model)
     early.check_protocol(options)
+    early.check_documents(documents)
     frame = Frame(context, run, PERPLEXITY_METHODS)
     from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import prepare
@@ -111,8 +111,8 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    early.check_model(model)
     early.check_methods(options.methods)
+    early.check_model(model)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
@@ -176,10 +176,10 @@ def bench(
         _bench_gpu(context, run, model, documents, options)
         return
     get_suite(options.suite)
-    early.check_model(model)
-    early.check_documents(documents)
     early.check_methods(options.methods)
+    early.check_model(model)
     early.check_protocol(options)
+    early.check_documents(documents)
     for task in options.tasks or ():
         get_task(task)
     frame = Frame(context, run)
@@ -262,9 +262,9 @@ def sweep(
     """
     from hf_posenc.evaluation.measuring.candidates import crossed
 
+    early.check_methods(options.methods)
     early.check_model(model)
     early.check_documents(documents)
-    early.check_methods(options.methods)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
     if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):

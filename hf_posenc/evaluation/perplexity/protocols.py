@@ -15,7 +15,6 @@ from importlib import resources
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.options import PerplexityOptions
 
@@ -299,6 +298,8 @@ def make_settings(
 
 def special_tokens(tokenizer: Any, policy: str) -> list[int]:
     """Return the special tokens in front of a window; `bos-or-eos` is lm-evaluation-harness's policy."""
+    from hf_posenc.evaluation.documents import special_prefix
+
     if policy != "bos-or-eos":
         return special_prefix(tokenizer, policy)
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
