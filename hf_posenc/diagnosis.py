@@ -127,6 +127,24 @@ def check_base(base: Any, adapter: str | Path, **options: Any) -> None:
         )
 
 
+def check_folder(folder: Path, name: str | Path) -> None:
+    """Raise for a model's folder without a config.json, or with one that no model can have."""
+    if not (folder / "config.json").is_file():
+        if (folder / "config.json").is_dir() or (folder / "config.json").is_symlink():
+            raise PosencError(
+                f"The config.json of {folder} is a folder or a link that leads nowhere. Download it again."
+            )
+        files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        more = ", ..." * (len(files) > 5)
+        held = f"it has {', '.join(files[:5])}{more}" if files else "it is empty"
+        raise PosencError(
+            f"The folder {folder} has no config.json ({held}). Give the folder that save_pretrained wrote."
+        )
+    _check_values(read_json(folder / "config.json", name), name)
+    if (folder / "generation_config.json").is_file():  # transformers ignores a damaged one
+        read_json(folder / "generation_config.json", name)
+
+
 def read_config(name: str | Path, **options: Any) -> Any:
     """Return the config of a model that `check_source` has accepted; raise if it cannot be read."""
     from hf_posenc.patch.export import BLOCK
@@ -135,20 +153,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
     folder = Path(name) / (options.get("subfolder") or "")
     gguf = find_gguf(folder)
     if Path(name).is_dir() and gguf is None:
-        if not (folder / "config.json").is_file():
-            if (folder / "config.json").is_dir() or (folder / "config.json").is_symlink():
-                raise PosencError(
-                    f"The config.json of {folder} is a folder or a link that leads nowhere. Download it again."
-                )
-            files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-            more = ", ..." * (len(files) > 5)
-            held = f"it has {', '.join(files[:5])}{more}" if files else "it is empty"
-            raise PosencError(
-                f"The folder {folder} has no config.json ({held}). Give the folder that save_pretrained wrote."
-            )
-        _check_values(read_json(folder / "config.json", name), name)
-        if (folder / "generation_config.json").is_file():  # transformers ignores a damaged one
-            read_json(folder / "generation_config.json", name)
+        check_folder(folder, name)
     try:
         with taken_warnings("modeling_rope_utils") as doubts:
             config = stored_config(name, **options) if gguf is None else read_gguf_config(gguf)
@@ -250,6 +255,7 @@ _POSITIVE = (
     *("high_freq_factor", "original_max_position_embeddings"),
 )
 _NUMBERS = ("mscale", "mscale_all_dim", "short_mscale", "long_mscale")
+_DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # known without torch
 _LISTS = ("short_factor", "long_factor")
 
 
@@ -291,10 +297,10 @@ def _wrong_kind(key: str, value: Any, place: str) -> str:
         return "more layers than any model has"
     if not place and key in ("quantization_config", "auto_map"):
         return "not an object"
-    if key in ("dtype", "torch_dtype"):
+    if key in ("dtype", "torch_dtype") and value not in _DTYPES:
         import torch
 
-        known = value == "auto" or isinstance(getattr(torch, str(value), None), torch.dtype)
+        known = isinstance(getattr(torch, str(value), None), torch.dtype)
         return "" if known else "no dtype of torch, such as bfloat16"
     return ""
 

@@ -9,7 +9,9 @@ The format is ggml's `docs/gguf.md`; the keys are those of `gguf-py/gguf/constan
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import importlib.util
 import math
 import mmap
 import struct
@@ -514,16 +516,40 @@ def _inexpressible(header: Header, reason: str) -> PosencError:
 
 @contextlib.contextmanager
 def loading_gguf() -> Iterator[None]:
-    """Make transformers' progress bar of a GGUF file follow transformers' own setting of progress bars."""
+    """Let transformers read a GGUF file once, and show its progress bar by transformers' own setting.
+
+    transformers parses the whole vocabulary for the tokenizer's config and again for the weights, and builds the map of
+    names once for every module of the model: most of the time that a small file takes.
+    """
     import transformers.modeling_gguf_pytorch_utils as module
     from transformers.utils import logging
 
     names: Any = module
-    bar, names.tqdm = names.tqdm, logging.tqdm
+    changes: list[tuple[Any, str, Any]] = [(names, "tqdm", logging.tqdm)]
+    if importlib.util.find_spec("gguf") is not None:
+        import gguf
+
+        load = names.load_gguf_checkpoint
+        metadata = functools.cache(load)
+
+        def load_once(path: Any, return_tensors: bool = False, **options: Any) -> Any:
+            if return_tensors:
+                return load(path, return_tensors=True, **options)
+            return copy.deepcopy(metadata(path))
+
+        changes += [
+            (gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+            (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+            (names, "load_gguf_checkpoint", load_once),
+        ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
     try:
         yield
     finally:
-        names.tqdm = bar
+        for change in before:
+            setattr(*change)
 
 
 def loading_options(path: Path) -> dict[str, Any]:

@@ -19,14 +19,15 @@ def plain(value: Any) -> Any:
 
 
 def read_length(value: Any, name: str) -> int:
-    """Return a length of at least one token; k is 1,024.
+    """Return a length of at least one token; k is 1,024, and M is 1,048,576.
 
     The value is an integer of any library, a whole float, or text such as `"4096"`; the name is for the message.
     """
     length = 0
     if isinstance(value, str):
         text = value.strip().lower()
-        digits, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+        factor = {"k": 1024, "m": 1024**2}.get(text[-1:], 1)
+        digits = text if factor == 1 else text[:-1]
         if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
             length = int(digits) * factor
     elif isinstance(value, float):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hf_posenc.errors import PosencError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +52,16 @@ class RopeSpec:
 
     def default_inv_freq(self) -> Tensor:
         """Return the unscaled frequencies `f_i`, shape (d/2,), float64, radians per token."""
+        import torch
+
         if self.frequencies is not None:
             return self.frequencies.detach().to("cpu", torch.float64)
         return self.theta ** -self.exponents()
 
     def exponents(self) -> Tensor:
         """Return `2i/d` for the pair index `i = 0 .. d/2-1`, shape (d/2,), float64."""
+        import torch
+
         return torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
 
     def pair_index(self, rotations: float) -> float:

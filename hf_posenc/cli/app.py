@@ -21,6 +21,11 @@ from hf_posenc.cli.console import is_verbose, one_line_warnings, prepare_termina
 from hf_posenc.errors import PosencError
 
 _ARGUMENTS = "hf_posenc.arguments"
+# Options by the names that they have in Python or in other programs.
+_NAMES_ELSEWHERE = {
+    **dict.fromkeys(("--method", "--methods"), "--patch"),
+    **dict.fromkeys(("--length", "--context-length", "--max-length"), "--lengths"),
+}
 
 
 class OneLineErrors(TyperGroup):
@@ -81,7 +86,12 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     path = context.command_path
     if context is ctx and ctx.invoked_subcommand:  # an option without its value
         path += f" {ctx.invoked_subcommand}"
-    print_error(f"{error.format_message()} Try: {path} --help")
+    message = error.format_message()
+    given = getattr(error, "option_name", "")
+    here = _NAMES_ELSEWHERE.get(given)
+    if here is not None and any(here in option.opts for option in context.command.params):
+        message = f"No such option: {given}. It is called {here} here."
+    print_error(f"{message} Try: {path} --help")
 
 
 app = typer.Typer(

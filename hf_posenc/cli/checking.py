@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_posenc.cli.console import in_words, out, print_json, print_note
+from hf_posenc.cli.early import check_device
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import SelftestOptions
 from hf_posenc.files import to_json, write_atomically
@@ -31,10 +32,11 @@ def selftest(
     which backends failed their check. The exit status is 1 if one did.
     `--json FILE` is what a bug report needs.
     """
-    from hf_posenc.evaluation.selftest import selftest as run
-
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")
+    check_device(options.device)
+    from hf_posenc.evaluation.selftest import selftest as run
+
     result = run(options)
     values = result.to_dict()
     if file is not None:

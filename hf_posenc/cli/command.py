@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,7 +95,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
             min=flag.least if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,
-            autocompletion=_method_names if name == "patch" else None,
+            autocompletion=completion(name) if name in _NAMES else None,
         )
     if default is dataclasses.MISSING:
         default = inspect.Parameter.empty
@@ -102,10 +104,34 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     )
 
 
-def _method_names(incomplete: str) -> list[str]:
-    from hf_posenc.methods import available_methods
+_NAMES = {
+    "patch": ("hf_posenc.methods", "available_methods"),
+    "recipe": ("hf_posenc.recipes", "available_recipes"),
+    "checkpoint": ("hf_posenc.catalog", "checkpoints"),
+    "dtype": ("hf_posenc.cli.loading", "DTYPES"),
+    "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
+    "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
+    "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),
+    "tasks": ("hf_posenc.evaluation.retrieval.tasks", "TASKS"),
+    "suite": ("hf_posenc.evaluation.bench.suites", "SUITES"),
+    "to": ("hf_posenc.engines.names", "ENGINES"),
+}
+"""The names that a shell offers for an option or an argument: module and name of a table, or of a function."""
 
-    return [name for name in available_methods() if name.startswith(incomplete)]
+
+def completion(kind: str) -> Callable[[str], list[str]]:
+    """Return what completes a name of a kind of `_NAMES`, or the last of several joined by commas or plus signs."""
+
+    def complete(incomplete: str) -> list[str]:
+        module, table = _NAMES[kind]
+        names: Any = getattr(importlib.import_module(module), table)
+        last = re.split("[,+]", incomplete)[-1]
+        front = incomplete.removesuffix(last)
+        return [
+            f"{front}{n}" for n in (names() if callable(names) else names) if n.startswith(last)
+        ]
+
+    return complete
 
 
 def check_arguments(arguments: Sequence[str], command: Any) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, quiet_transformers
-from hf_posenc.cli.loading import check_name, parse_patch
+from hf_posenc.cli.early import check_checkpoint
+from hf_posenc.cli.loading import parse_patch
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.flags import output_option, plain_option
 from hf_posenc.files import disk_errors
@@ -59,15 +60,17 @@ def export(options: ExportOptions) -> None:
     """
     from hf_posenc import engines
 
-    quiet_transformers()
-    name, to = check_name(options.model), options.to
+    name, to = check_checkpoint(options.model), options.to
+    if to not in engines.ENGINES:
+        raise unknown("engine", to, engines.ENGINES)
     _check_verification(options)
+    if options.methods and options.patch is not None:
+        raise PosencError("--methods tries every method: leave --patch out.")
+    method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
+    quiet_transformers()
     if options.methods:
-        if options.patch is not None:
-            raise PosencError("--methods tries every method: leave --patch out.")
         _print_methods(name, to)
         return
-    method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
     patch: dict[str, Any] = {"method": method, **knobs}
     if options.gguf is not None:
         _check_file(options, name, patch)
@@ -147,6 +150,12 @@ def _check_verification(options: ExportOptions) -> None:
 
     if options.weights not in WEIGHTS:
         raise unknown("value of --weights", options.weights, WEIGHTS)
+    if options.gguf is not None and options.to != "llama.cpp":
+        raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {options.to}.")
+    if options.gguf is not None and not options.gguf.is_file():
+        raise PosencError(
+            f"There is no file {options.gguf}. Give a GGUF file of convert_hf_to_gguf."
+        )
     if options.packages is None:
         return
     if not options.verify:
@@ -164,8 +173,6 @@ def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> Non
 
     file, engine, output = options.gguf, options.to, options.output
     assert file is not None
-    if engine != "llama.cpp":
-        raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {engine}.")
     result = engines.export(name, engine, **patch)
     flags = result.flags if result.divisors is None else ()
     check = engines.check_gguf(file, name, flags=flags, **patch)

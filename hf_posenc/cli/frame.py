@@ -17,8 +17,8 @@ from rich.markup import escape
 
 from hf_posenc.cli.command import command_line
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, print_warning
-from hf_posenc.cli.loading import open_session
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.cli.loading import default_device, open_session, open_sizes
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Grid, Result
     from hf_posenc.evaluation.measuring.execute import Measurement, Progress
-    from hf_posenc.evaluation.perplexity import PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import Settings
-    from hf_posenc.evaluation.retrieval import RetrievalRun
+    from hf_posenc.evaluation.perplexity.run import PerplexityRun
+    from hf_posenc.evaluation.retrieval.run import RetrievalRun
     from hf_posenc.evaluation.scoring.estimate import Cost
     from hf_posenc.evaluation.tuning import TailJob
 
@@ -41,8 +41,6 @@ PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5
 GIB = 2**30
 _MORE_FILES = {"bench": ("table.md", "curve.*", "heatmap.*")}
-TIMED = 512
-"""Tokens of the window that `--dry-run` times."""
 MENTIONED = 60.0
 """Seconds from which on the time left is printed."""
 FAR_OFF = 1.5
@@ -91,13 +89,13 @@ class Frame:
         **more: Any,
     ) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
-        from hf_posenc.evaluation.documents.source import refuse_ignored, source_of
+        from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
-        if documents is not None:
-            refuse_ignored(documents)
         source = None if documents is None else source_of(documents)
-        (loaded, tokenizer, name), console = open_session(model), err()
+        opened = open_sizes if self._dry_run and not self._trained(options) else open_session
+        (loaded, tokenizer, name), console = opened(model), err()
+        self.device = default_device(model.device)
         if get_patch(loaded) is None:  # else it is measured as it is
             options = tuple(self._with_methods(one) for one in options)
         more |= {"name": name, "command": self.command}
@@ -110,6 +108,15 @@ class Frame:
                 source, seen=lambda name: status.update(f"Reading {escape(name)}")
             )
             return prepare(loaded, tokenizer, shown, *options, **more)
+
+    def _trained(self, options: Sequence[Any]) -> bool:
+        """Return whether a method adds parameters, which are made for loaded weights only."""
+        from hf_posenc.evaluation.measuring.candidates import parse_candidates
+        from hf_posenc.methods import get_method
+
+        specs = next(filter(None, (getattr(one, "methods", None) for one in options)), ())
+        parts = (part for candidate in parse_candidates(specs) for part in candidate.parts)
+        return any(get_method(part.method).trainable for part in parts)
 
     def _with_methods(self, options: Any) -> Any:
         """Return options with the default methods where they name none."""
@@ -139,9 +146,17 @@ class Frame:
         if self._dry_run and print_cost is not None:
             print_cost()
             return None
+        from hf_posenc.evaluation.measuring.execute import RESUMPTION, Resumption
+
         with self._progress() as progress:
             progress = progress if self.shard.index else _with_time(progress)
-            result = job.run(self.output, self.shard, progress, _report_waiting)
+            token = RESUMPTION.set(resumption := Resumption(_report_resumed))
+            try:
+                result = job.run(self.output, self.shard, progress, _report_waiting)
+            finally:
+                RESUMPTION.reset(token)
+        if not resumption.reported:
+            _report_resumed(resumption.found, 0)
         if result is None and job.missing and not self.shard.launched:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
             print_note(
@@ -237,33 +252,6 @@ def _with_time(progress: Progress, clock: Callable[[], float] = time.monotonic) 
     return report
 
 
-def timed(run: Any, flops: float, longest: int) -> tuple[float | None, str]:
-    """Run and time one window; return the seconds that so many operations take at that speed, and a sentence."""
-    import torch
-
-    from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-    from hf_posenc.evaluation.scoring.estimate import run_cost
-
-    count = min(TIMED, longest)
-    ids = torch.zeros(count, dtype=torch.int64)
-    try:
-        cost = run_cost(run.model, [(count, 1)], full_logits=not run.scorer.scorer.replays)
-        with evaluation_mode(run.model):
-            run.scorer([ids[:2]], 1)  # the first forward of a process also loads kernels
-            began = time.perf_counter()
-            run.scorer([ids], count - 1)
-            seconds = (time.perf_counter() - began) * flops / cost.flops
-    except Exception as error:  # a family may fail in its own way: the cost is known all the same
-        return (
-            None,
-            f"The time is unknown: a window of {count:,} tokens failed ({one_line(error)}).",
-        )
-    return (
-        seconds,
-        f"All of it takes about {duration(seconds)}, at the speed of one window of {count:,} tokens.",
-    )
-
-
 def _keep_other_run(result: Result, folder: Path) -> str:
     """Move the result of another run out of the way, unless the new one has all its records; return a line on it."""
     path = folder / f"{result.kind}.json"
@@ -302,6 +290,15 @@ def _records(parts: Iterable[Mapping[str, Any]]) -> set[str]:
     return {json.dumps(record) for part in parts for record in part.get("records", ())}
 
 
+def _report_resumed(found: int, left: int) -> None:
+    """Print what is taken from the records; a sweep, a search or a benchmark has further parts after `left`."""
+    if found:
+        err().print(
+            f"Items taken from the records of an earlier run: {found:,}; left to measure: {left:,}.",
+            style="dim",
+        )
+
+
 def _report_waiting(count: int) -> None:
     err().print(
         f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output.",
@@ -321,11 +318,11 @@ def exit_on(problems: Iterable[str]) -> None:
 # `--dry-run`: the cost of a run, method by method, before anything is run.
 
 
-def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
-    """Print tokens, operations and peak memory of every method, and the free memory."""
+def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> None:
+    """Print tokens, operations and peak memory of every method, and the free memory of the device of the run."""
     from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.evaluation.scoring.rates import estimated
     from hf_posenc.model.memory import free_memory
-    from hf_posenc.model.weights import execution_device
 
     rows: list[tuple[Any, ...]] = []
     jobs = cast("list[Any]", run.items)
@@ -343,8 +340,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
         | {"peak_bytes": row[4].total, "logit_bytes": row[4].logits, "attention": dict(row[5])}
         for row in rows
     ]
-    flops, longest = sum(row[3] for row in rows), max(max(_lengths(item)) for item in jobs)
-    seconds, takes = timed(run, flops, longest)
+    seconds, takes = estimated(sum(row[3] for row in rows), device)
     if print_json(
         {"cost": records, "weight_bytes": rows[0][4].weights, "seconds": seconds, **more}
     ):
@@ -364,12 +360,11 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
         grid.row(label, f"{windows:,}", f"{tokens:,}", f"{flops:.3g}", *memory, by)
     console = out()
     console.print(to_rich(grid))
-    device = execution_device(run.model)
     free = free_memory(device)
     rest = "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
     console.print(
         f"{rows[0][4].weights / GIB:,.2f} GiB are the weights. {rest} An estimate from the model's sizes, on the "
-        f"high side (hf_posenc/evaluation/scoring/estimate.py lists the terms). {takes} Nothing else was run.",
+        f"high side (hf_posenc/evaluation/scoring/estimate.py lists the terms). {takes} Nothing was run.",
         markup=False,
     )
     if not all(shown for row in rows for shown in row[5].values()):

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand
 
+from hf_posenc.cli.command import completion
 from hf_posenc.cli.console import err, out, print_json
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import parse_target, plain_option
+from hf_posenc.evaluation.flags import parse_dtype, parse_target, plain_option
 from hf_posenc.evaluation.options import MISSING_HELP, REVISION_HELP, TRUST_HELP
 from hf_posenc.lengths import read_length
 
@@ -47,25 +49,29 @@ def recipes(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder or a hub name: what its makers tell to add, and what is added."
+            help="A folder or a hub name: what its makers tell to add, and what is added. Or the name of a recipe.",
+            autocompletion=completion("recipe"),
         ),
     ] = None,
 ) -> None:
     """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
-    from hf_posenc.engines.in_force import scaling_of
     from hf_posenc.evaluation.grid import to_rich
     from hf_posenc.recipes import available_recipes, get_recipe, native_models
 
     names, advice = available_recipes(), list[str]()
-    if model is not None:
+    if model in names:
+        names = (model,)
+    elif model is not None:
         config = _read_config(model)
+        from hf_posenc.engines.in_force import scaling_of  # imports torch
+
         types = {config.model_type, config.get_text_config(decoder=True).model_type}
         names = tuple(n for n in names if types & {*get_recipe(n)["recipe"]["model_types"]})
         advice = _advice_on(config, scaling_of(config)) or [
             "No recipe is meant for this checkpoint as it is."
         ]
     if print_json(
-        {name: get_recipe(name) for name in names} | ({"advice": advice} if model else {})
+        {name: get_recipe(name) for name in names} | ({"advice": advice} if advice else {})
     ):
         return
     for line in advice:
@@ -101,7 +107,12 @@ def recipe_table(names: Iterable[str]) -> Grid:
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help="The name of the checkpoint: smollm2.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="The name of the checkpoint: smollm2.", autocompletion=completion("checkpoint")
+        ),
+    ],
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -135,10 +146,12 @@ def fetch(
 
 def _read_config(name: str, revision: str | None = None, trust: bool = False) -> Any:
     """Return the config of a model without the patch that it was saved with."""
-    from hf_posenc.cli.loading import check_name, load_config
+    from hf_posenc.cli.early import check_checkpoint
+    from hf_posenc.cli.loading import load_config
+
+    name = check_checkpoint(name, revision)
     from hf_posenc.saving import take_patch
 
-    name = check_name(name, revision)
     config = load_config(name, revision=revision, trust_remote_code=trust)
     if take_patch(config, name) is not None:
         raise PosencError(
@@ -193,7 +206,10 @@ def inspect_model(
     ] = None,
     patch: Annotated[
         str | None,
-        typer.Option(help="Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n."),
+        typer.Option(
+            help="Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n.",
+            autocompletion=completion("patch"),
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     trust_remote_code: Annotated[
@@ -222,14 +238,19 @@ def inspect_model(
     With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
     config is named as a patch, and one that does nothing is named with the reason.
     """
-    from hf_posenc.cli.loading import (
-        build_empty,
-        check_name,
-        embedded_model,
-        live_model,
-        parse_patch,
-    )
-    from hf_posenc.engines.reading import read_flags
+    from hf_posenc.cli.early import check_checkpoint
+    from hf_posenc.cli.loading import build_empty, embedded_model, live_model, parse_patch
+    from hf_posenc.engines.reading import engine_of, read_flags
+
+    if model is not None and model.startswith("-"):  # flags alone
+        flags, model = [model, *(flags or ())], None
+    name = check_checkpoint(model or embedded_model(), revision)
+    candidate = None if patch is None else parse_patch(patch)
+    if flags:
+        if candidate is not None:
+            raise PosencError("Flags of another engine and --patch exclude each other: give one.")
+        engine_of(flags)
+    # what needs no torch was checked before it is imported
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.methods import RotaryBands
@@ -244,15 +265,8 @@ def inspect_model(
     from hf_posenc.patch.report import EffectiveTables
     from hf_posenc.seams.native import advice_on
 
-    if model is not None and model.startswith("-"):  # flags alone
-        flags, model = [model, *(flags or ())], None
-    name = check_name(model or embedded_model(), revision)
-    gguf = find_gguf(name)
-    candidate = None if patch is None else parse_patch(patch)
-    reading = None
+    gguf, reading = find_gguf(name), None
     if flags:
-        if candidate is not None:
-            raise PosencError("Flags of another engine and --patch exclude each other: give one.")
         reading = read_flags(_read_config(name, revision, trust_remote_code), flags)
         no_weights, live = (
             True,
@@ -428,7 +442,10 @@ class RecommendOptions:
         metavar="N",
         parse=functools.partial(read_length, name="--original"),
     )
-    dtype: str = plain_option("Number format of the cache: bfloat16, float16, float32.", "bfloat16")
+    dtype: str = plain_option(
+        "Number format of the cache: bfloat16, float16, float32.", "bfloat16", parse=parse_dtype
+    )
+    all: bool = plain_option("Print every method with its reason, and the limits.", False)
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
     revision: str | None = plain_option(REVISION_HELP, metavar="REV")
     trust_remote_code: bool = plain_option(TRUST_HELP, False)
@@ -437,15 +454,19 @@ class RecommendOptions:
 
 def recommend(options: RecommendOptions) -> None:
     """Sort the methods into classes for a length, with reasons: from the config alone, nothing is measured."""
-    import torch
-
+    from hf_posenc.cli.early import check_checkpoint
     from hf_posenc.cli.loading import embedded_model, live_model
-    from hf_posenc.evaluation import recommend as report
-    from hf_posenc.evaluation.grid import to_rich
 
     model, dtype = options.model, options.dtype
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
+    if model is not None:
+        check_checkpoint(model, options.revision)
+    import torch
+
+    from hf_posenc.evaluation import recommend as report
+    from hf_posenc.evaluation.grid import to_rich
+
     live = live_model(
         model or embedded_model(),
         whole=options.weights,
@@ -463,7 +484,18 @@ def recommend(options: RecommendOptions) -> None:
     if print_json(advice.to_dict()):
         return
     console = out()
-    console.print(f"[bold]{model or 'the embedded model'}[/bold]: {advice.model_class}")
+    named = f"[bold]{escape(model or 'the embedded model')}[/bold]: {advice.model_class}"
+    if not options.all:
+        first, *lines = report.answer(advice)
+        console.print(f"{named}, {first}", soft_wrap=True)
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+        console.print(
+            "Within a class the order is no finding: measure two or three of each kind. Reasons and limits: --all",
+            soft_wrap=True,
+        )
+        return
+    console.print(named)
     for heading, text in report.facts(advice):
         console.print(f"{heading}: {text}", markup=False)
     if advice.options:

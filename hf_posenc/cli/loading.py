@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from pathlib import Path
@@ -19,9 +20,9 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.options import ModelOptions
-from hf_posenc.gguf_file import find_gguf, require_gguf
+from hf_posenc.gguf_file import find_gguf, loading_gguf, require_gguf
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.measuring.candidates import Candidate
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
+_TOKENIZER = "Pass --tokenizer with a folder or a hub name that has one."
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -36,7 +38,9 @@ def parse_patch(text: str) -> Candidate:
     """Return the patch that an option names; no text is read here whose length could set an automatic scale."""
     from hf_posenc.evaluation.measuring.candidates import Candidate
 
-    return Candidate.parse(text, unpatched=False).without_automatic_scale()
+    candidate = Candidate.parse(text, unpatched=False).without_automatic_scale()
+    candidate.check_values()
+    return candidate
 
 
 def embedded_model() -> str:
@@ -141,15 +145,9 @@ def load_tokenizer(
         except PosencError as damaged:
             cause = str(damaged).rstrip(".")
         reason = f"The tokenizer of {name} cannot be loaded: {cause}."
-        kinds = ("*token*", "*vocab*", "*.model")
-        if (
-            folder.is_dir()
-            and not gguf
-            and not any(path for kind in kinds for path in folder.glob(kind))
-        ):
-            reason = f"{name} has no tokenizer files."
-        advice = "Pass --tokenizer with a folder or a hub name that has one."
-        raise PosencError(f"{reason} {advice}") from error
+        if lacks_tokenizer(folder):
+            raise no_tokenizer(name) from error
+        raise PosencError(f"{reason} {_TOKENIZER}") from error
     for text in taken:
         warnings.warn(
             f"{text} Save it so in Python, with save_pretrained, and pass the folder as --tokenizer.",
@@ -158,6 +156,17 @@ def load_tokenizer(
     if set(tokens) <= {tokenizer.unk_token_id}:
         raise PosencError(f"The tokenizer of {name} turns text into nothing. Pass --tokenizer.")
     return tokenizer
+
+
+def lacks_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has neither the files of a tokenizer nor a GGUF file."""
+    kinds = ("*token*", "*vocab*", "*.model", "*.gguf")
+    return folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind))
+
+
+def no_tokenizer(name: str) -> PosencError:
+    """Return the error for a folder without a tokenizer."""
+    return PosencError(f"{name} has no tokenizer files. {_TOKENIZER}")
 
 
 def load_model(
@@ -182,10 +191,8 @@ def load_model(
 
     quiet_transformers()
     if dtype not in DTYPES:
-        raise PosencError(f"Unknown dtype {dtype!r}: {', '.join(DTYPES)}.")
-    if device is not None and device_map is not None and device_map != "meta":
-        raise PosencError("--device and --device-map exclude each other: give one of them.")
-    target = _device(device)
+        raise unknown("dtype", dtype, DTYPES)
+    target = default_device(device)
     on_cpu = target.type == "cpu" and device_map is None
     precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
     given = {"attn_implementation": attention, "device_map": device_map, "revision": revision}
@@ -241,7 +248,43 @@ def live_model(
     return load_model(name, device_map="meta", **given) if empty is None else empty
 
 
-def _device(name: str | None) -> Any:
+def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
+    """Return what `open_session` returns, of a model without weights, whose cost alone is computed.
+
+    A model with a saved patch, an adapter or code of its own is loaded all the same, since its config alone does not
+    give its sizes.
+    """
+    import torch
+
+    from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
+    from hf_posenc.model.discovery import rotary_tables
+    from hf_posenc.saving import take_patch
+
+    quiet_transformers()
+    name = check_name(options.model or embedded_model(), options.revision)
+    trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    origin = trust | {"revision": options.revision}
+    config = load_config(name, **origin)
+    adapter = (Path(name) / "adapter_config.json").exists()
+    if adapter or take_patch(copy.deepcopy(config), name) is not None:
+        return open_session(options)
+    device = default_device(options.device)
+    if options.dtype != "auto" or device.type == "cpu":
+        config.dtype = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
+    if options.attn is not None:
+        config._attn_implementation = options.attn
+    model = build_empty(name, config, causal=True, **trust)
+    if model is None:
+        return open_session(options)
+    for table in rotary_tables(model):
+        model.set_submodule(table.name, table.built())
+    where = {"given": "tokenizer", **trust} if options.tokenizer else origin
+    tokenizer = load_tokenizer(options.tokenizer or name, **where)
+    return mark_sizes_alone(model.eval(), device), tokenizer, options.model or EMBEDDED
+
+
+def default_device(name: str | None) -> Any:
+    """Return the device of a name, by default the first accelerator, or the CPU."""
     import torch
 
     if name is None:
@@ -258,8 +301,6 @@ def _device(name: str | None) -> Any:
             f"The device {name!r} cannot be used ({reason:.120}). PyTorch {torch.__version__} sees cpu and {count} "
             "CUDA devices: give cpu, cuda or cuda:1."
         ) from error
-    if device.type == "meta":
-        raise PosencError("The device 'meta' holds no weights: give cpu, or an accelerator.")
     return device
 
 
@@ -274,19 +315,20 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
     name = check_name(options.model or embedded_model(), options.revision)
     trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     origin = trust | {"revision": options.revision}
-    # In this order, so that the first thing that is wrong is the one in the message; the weights come last.
-    build_empty(name, load_config(name, **origin), causal=True, **trust)
-    if options.tokenizer is None:
-        tokenizer = load_tokenizer(name, **origin)
-    else:
-        tokenizer = load_tokenizer(options.tokenizer, given="tokenizer", **trust)
-    model = load_model(
-        name,
-        dtype=options.dtype,
-        device=options.device,
-        device_map=options.device_map,
-        attention=options.attn,
-        allow_missing_weights=options.allow_missing_weights,
-        **origin,
-    )
+    with loading_gguf() if find_gguf(name) is not None else contextlib.nullcontext():
+        # In this order, so that the first thing that is wrong is the one in the message; the weights come last.
+        build_empty(name, load_config(name, **origin), causal=True, **trust)
+        if options.tokenizer is None:
+            tokenizer = load_tokenizer(name, **origin)
+        else:
+            tokenizer = load_tokenizer(options.tokenizer, given="tokenizer", **trust)
+        model = load_model(
+            name,
+            dtype=options.dtype,
+            device=options.device,
+            device_map=options.device_map,
+            attention=options.attn,
+            allow_missing_weights=options.allow_missing_weights,
+            **origin,
+        )
     return model, tokenizer, options.model or EMBEDDED

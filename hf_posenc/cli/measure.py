@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_posenc.cli import early
 from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
-from hf_posenc.cli.frame import Frame, exit_on, print_cost, timed
+from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS
@@ -62,11 +63,13 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
     resumes an interrupted run.
     """
+    early.check_methods(options.methods)
+    early.check_model(model)
+    early.check_protocol(options)
+    early.check_documents(documents)
+    frame = Frame(context, run, PERPLEXITY_METHODS)
     from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import prepare
-
-    _check(options)
-    frame = Frame(context, run, PERPLEXITY_METHODS)
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
@@ -74,21 +77,12 @@ def perplexity(
 
     job = frame.prepare(prepare, model, documents, options, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
-    result = frame.measure(job, lambda: print_cost(job))
+    result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
         tables = map(published.get, options.compare)
         beside = [(published.beside(table, result), published.remarks(table)) for table in tables]
         frame.present(result, result.model, beside)
         exit_on(result.problems())
-
-
-def _check(options: PerplexityOptions | RetrievalOptions | BenchOptions) -> None:
-    from hf_posenc.evaluation import published
-    from hf_posenc.evaluation.measuring.candidates import parse_candidates
-
-    parse_candidates(options.methods or ())
-    for name in () if isinstance(options, RetrievalOptions) else options.compare:
-        published.get(name)
 
 
 def retrieval(
@@ -109,7 +103,7 @@ def retrieval(
 
     Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
     """
-    from hf_posenc.evaluation.retrieval import prepare, settings_of
+    from hf_posenc.evaluation.retrieval.tasks import settings_of
 
     if model.model is None:
         options = dataclasses.replace(
@@ -117,17 +111,20 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    _check(options)
+    early.check_methods(options.methods)
+    early.check_model(model)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
             f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
             "leave it out."
         )
-    frame = Frame(context, output, RETRIEVAL_METHODS)
     text = _read(haystack) if haystack else None
+    frame = Frame(context, output, RETRIEVAL_METHODS)
+    from hf_posenc.evaluation.retrieval import prepare
+
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
-    result = frame.measure(job, lambda: print_cost(job))
+    result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
         frame.present(result, result.model)
         exit_on(result.problems())
@@ -172,25 +169,42 @@ def bench(
     --suite gpu measures a device instead, without weights and documents: the attention of every method, and a whole
     model. MODEL then gives the sizes alone. Writes gpu.json, gpu.csv and gpu.md.
     """
-    from hf_posenc.evaluation.bench.run import GPU, get_suite, prepare
+    from hf_posenc.evaluation.bench.suites import GPU, get_suite
+    from hf_posenc.evaluation.retrieval.tasks import get_task
 
     if options.suite == GPU:
-        _bench_gpu(Frame(context, run), model, documents, options)
+        _bench_gpu(context, run, model, documents, options)
         return
     get_suite(options.suite)
-    _check(options)
+    early.check_methods(options.methods)
+    early.check_model(model)
+    early.check_protocol(options)
+    early.check_documents(documents)
+    for task in options.tasks or ():
+        get_task(task)
     frame = Frame(context, run)
+    from hf_posenc.evaluation.bench.run import prepare
+
     job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
-    result = frame.measure(job, lambda: _print_costs(job))
+    result = frame.measure(job, lambda: _print_costs(job, frame.device))
     if result is not None:
         frame.present(result, result.perplexity.model)
         exit_on(result.problems())
 
 
 def _bench_gpu(
-    frame: Frame, model: ModelOptions, documents: DocumentOptions, options: BenchOptions
+    context: typer.Context,
+    output: RunOptions,
+    model: ModelOptions,
+    documents: DocumentOptions,
+    options: BenchOptions,
 ) -> None:
+    early.check_model(dataclasses.replace(model, model=None))  # whose sizes alone are read
+    if model.model is not None:
+        early.check_checkpoint(model.model, model.revision)
+    early.check_methods(options.methods)
+    frame = Frame(context, output)
     from hf_posenc.evaluation.bench.gpu import GpuRun, refuse_others
 
     refuse_others(documents, ())
@@ -222,13 +236,13 @@ def _print_preview(run: GpuRun) -> None:
         )
 
 
-def _print_costs(job: Any) -> None:
+def _print_costs(job: Any, device: Any) -> None:
     parts = {
         "retrieval": job.shared.get("retrieval"),
         "timed prefill, warm-ups included": job.speed,
     }
     tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
-    print_cost(job.perplexity, tokens=tokens)
+    print_cost(job.perplexity, device, tokens=tokens)
     for name, count in tokens.items():
         out().print(f"{name}: {count:,} tokens", markup=False)
 
@@ -246,8 +260,11 @@ def sweep(
     perplexity at the target length, and the price for short texts. The best one is written as a recipe for load_patch.
     The same command resumes an interrupted run.
     """
-    from hf_posenc.evaluation.tuning.sweep import crossed, prepare_sweep
+    from hf_posenc.evaluation.measuring.candidates import crossed
 
+    early.check_methods(options.methods)
+    early.check_model(model)
+    early.check_documents(documents)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
     if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
@@ -257,6 +274,8 @@ def sweep(
             "out."
         )
     frame = Frame(context, run)
+    from hf_posenc.evaluation.tuning.sweep import prepare_sweep
+
     result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
     if result is not None:
         out().print(f"Or: {result.trial(result.winner).call}", markup=False, soft_wrap=True)
@@ -275,16 +294,18 @@ def search(
     The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
+    early.check_model(model)
+    early.check_documents(documents)
+    frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.search import prepare_search
 
-    frame = Frame(context, run)
     _tune(frame, frame.prepare(prepare_search, model, documents, options, settings))
 
 
 def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings.protocol, job.skipped)
-    result = frame.measure(job, lambda: _print_line(job))
+    result = frame.measure(job, lambda: _print_line(job, frame.device))
     if result is None:
         return None
     frame.present(result, result.about["model"])
@@ -302,12 +323,13 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     return result
 
 
-def _print_line(job: TailJob[Any]) -> None:
+def _print_line(job: TailJob[Any], device: Any) -> None:
     from hf_posenc.evaluation.scoring.estimate import run_cost
+    from hf_posenc.evaluation.scoring.rates import estimated
 
     target = job.settings.target
     each = run_cost(job.model, [(target, job.settings.tail_tokens)]).flops / target
-    seconds, takes = timed(job, job.forwarded * each, target)
+    seconds, takes = estimated(job.forwarded * each, device)
     print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
     out().print(f"{job.cost_line()} {takes}", markup=False)
 
@@ -340,16 +362,18 @@ def extend(
     with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
-    from hf_posenc.evaluation.extend import prepare, write_page
-
     if train_text and not train:
         raise PosencError("--train-text is what --train reads: add --train, or leave it out.")
+    early.check_model(model)
+    early.check_documents(documents)
     frame = Frame(context, run)
+    from hf_posenc.evaluation.extend import prepare, write_page
+
     job = frame.prepare(prepare, model, documents, options)
     job.say = print_note
 
     def print_estimate() -> None:
-        values = job.estimate()
+        values = job.estimate(frame.device)
         print_json(values)
         out().print(values["cost"], markup=False)
 
@@ -404,10 +428,9 @@ def report(
     Needs no model and no network. The page loads nothing and opens from a file. Results that may not be compared (other
     protocol, documents or tokenizer) are in separate tables, with the reason. Unfinished runs are named.
     """
-    from hf_posenc.evaluation import plots
-    from hf_posenc.evaluation.page import TITLE, collect, render
-    from hf_posenc.files import write_atomically
-
+    absent = next((path for path in runs if not path.exists()), None)
+    if absent is not None:
+        raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(
             f"--output {output} cannot be written: give a file in a folder that exists."
@@ -416,6 +439,10 @@ def report(
         raise PosencError(
             f"--output {output} is there and no page: give another name, as {REPORT}."
         )
+    from hf_posenc.evaluation import plots
+    from hf_posenc.evaluation.page import TITLE, collect, render
+    from hf_posenc.files import write_atomically
+
     collection = collect(runs)
     for remark in collection.remarks:
         print_warning(remark)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_posenc.cli.command import completion
 from hf_posenc.cli.console import out, print_json
 
 if TYPE_CHECKING:
@@ -128,7 +129,12 @@ def knob_rows(method: type[Method]) -> list[tuple[str, str, str]]:
     ]
 
 
-def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(help="A method or one of its aliases.", autocompletion=completion("patch")),
+    ],
+) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
     from hf_posenc.evaluation.grid import Grid, to_rich
     from hf_posenc.methods import get_method

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_posenc.diagnosis import taken_warnings
+from hf_posenc.engines.reading import BLOCKS, OWN_KEYS
 from hf_posenc.engines.source import SourceTable, empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LengthDependent, Method, RopeScaling
@@ -20,13 +21,6 @@ from hf_posenc.patch.export import config_parts
 from hf_posenc.patch.patching import inspect_rope, patch_model
 from hf_posenc.patch.scaled import entry_knobs
 
-BLOCKS = ("rope_parameters", "rope_scaling")
-"""The names under which a config has its rotary parameters."""
-OWN_KEYS = (
-    *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "xdrope_section"),
-    "llama_4_scaling_beta",
-)
-"""Keys of `rope_parameters` that belong to the model and not to a scaling."""
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTH = "max_position_embeddings"
 

@@ -17,11 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_posenc.diagnosis import reason_of
-from hf_posenc.engines.in_force import BLOCKS, OWN_KEYS
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.lengths import read_length
-from hf_posenc.patch.export import config_parts
 
+BLOCKS = ("rope_parameters", "rope_scaling")
+"""The names under which a config has its rotary parameters."""
+OWN_KEYS = (
+    *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "xdrope_section"),
+    "llama_4_scaling_beta",
+)
+"""Keys of `rope_parameters` that belong to the model and not to a scaling."""
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTH = "max_position_embeddings"
 
@@ -58,6 +63,16 @@ def read_flags(config: Any, flags: Sequence[str]) -> Reading:
         PosencError: Flags of no known engine or of several, a flag that none of them reads any more, or values that
             the engine refuses.
     """
+    engine, values = engine_of(flags)
+    lengths = [read_length(v, name=k) for k, v in values.items() if _READ[k][1] == "length"]
+    reading = Reading(copy.deepcopy(config), config, engine, lengths[-1] if lengths else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for rope_scaling
+        return _APPLIED[engine](reading, values)
+
+
+def engine_of(flags: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the engine that some flags belong to, and the values of those that are read."""
     values = dict(_words(flags))
     engines = {_READ[name][0] for name in values if _READ[name][0]}
     if "--rope-scaling" in values:
@@ -68,12 +83,7 @@ def read_flags(config: Any, flags: Sequence[str]) -> Reading:
         raise PosencError(f"None of these flags scales positions. Those that are read: {known}.")
     if len(engines) > 1:
         raise PosencError(f"These are flags of {' and '.join(sorted(engines))}: give one command.")
-    (engine,) = engines
-    lengths = [read_length(v, name=k) for k, v in values.items() if _READ[k][1] == "length"]
-    reading = Reading(copy.deepcopy(config), config, engine, lengths[-1] if lengths else None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for rope_scaling
-        return _APPLIED[engine](reading, values)
+    return engines.pop(), values
 
 
 def is_read(word: str) -> bool:
@@ -375,6 +385,8 @@ def _is_part(config: Any) -> bool:
 
 
 def _beside(config: Any, key: str) -> str:
+    from hf_posenc.patch.export import config_parts
+
     path = next(
         p for p, part in config_parts(config) if part is config.get_text_config(decoder=True)
     )

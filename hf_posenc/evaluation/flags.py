@@ -164,8 +164,26 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
 
+_DTYPES_ELSEWHERE = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "single": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def parse_dtype(text: str) -> str:
+    """Return PyTorch's name of a number format; `fp16`, `bf16`, `half`, ... are understood."""
+    name = text.strip().lower().removeprefix("torch.")
+    return _DTYPES_ELSEWHERE.get(name, name)
+
+
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
-    """Return the lengths in `512,1024,4k` or `2k:128k:2k` (first, last, step), ascending; k is 1,024."""
+    """Return the lengths in `512,4k,1M` or `2k:128k:2k` (first, last, step), ascending; k is 1,024, M its square."""
     lengths: set[int] = set()
     given = f"{option} {text}"
     for part in text.split(","):

@@ -23,6 +23,7 @@ from hf_posenc.evaluation.flags import (
     option,
     output_option,
     parse_budget,
+    parse_dtype,
     parse_lengths,
     parse_names,
     parse_scales,
@@ -51,6 +52,7 @@ SWEEP_METHODS = (
 )
 
 
+BOS_POLICIES = ("auto", "always", "never")
 REVISION_HELP = "Branch, tag or commit of a model on the hub."
 TRUST_HELP = (
     "Run the Python code that comes with a model or tokenizer, with all your rights: read it first."
@@ -98,8 +100,9 @@ class ModelOptions:
     )
     tokenizer: str | None = model_option("Default: the model's.")
     dtype: str = model_option(
-        "auto (the checkpoint's own, float32 on a CPU), float32, bfloat16, float16, float64.",
+        "auto (the checkpoint's own, float32 on a CPU), float32, bfloat16 or bf16, float16 or fp16, float64.",
         "auto",
+        parse=parse_dtype,
     )
     device: str | None = model_option("cpu, cuda, cuda:1, ... Default: a GPU where there is one.")
     device_map: str | None = model_option(
@@ -151,6 +154,8 @@ class CommonOptions:
         """Read `target_length` and `lengths` where a Python caller gives them as text, such as `"32k"`."""
         read_values(self)
         given = vars(self)
+        if self.bos not in (None, *BOS_POLICIES):
+            raise PosencError(f"Unknown BOS policy {self.bos!r}: {', '.join(BOS_POLICIES)}.")
         for name in ("methods", "protocols", "tasks", "compare"):
             check_texts(given.get(name), name)
         base = given.get("base")
@@ -389,6 +394,11 @@ class BenchOptions(ProtocolOptions):
         "Times that the prefill of every method is timed; 0: never.", least=0, shown="the suite's"
     )
     limit: int | None = document_option("Stop at so many usable documents.", shown="the suite's")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lengths is not None and self.target_length is not None:
+            raise PosencError("Lengths and a target length exclude each other: give one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)

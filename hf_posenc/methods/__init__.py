@@ -1,5 +1,6 @@
-"""The methods: the mathematics and nothing else. Imports torch, never transformers.
+"""The methods: the mathematics and nothing else. Never imports transformers.
 
+Functions that compute import torch themselves, since a wrong name or option is refused before that takes seconds.
 Every module of this package is imported here, and a method is registered by its definition
 (`Method.__init_subclass__`): a new file needs no entry anywhere. The imports below let editors and
 mypy see the names; a class that is not among them can be imported from here all the same.
@@ -103,7 +104,8 @@ __all__ += ["XPos", "RopeBias"]
 __all__ += ["TableMethod", "Interpolate", "Hierarchical", "Group", "Tile", "Stretch", "Sinusoidal"]
 
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+    if _module.name != "contract":  # checks of tensors, without a method
+        importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,16 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import Growing, Method, count, switch
 from hf_posenc.methods.temperature import log_n_factor
 
-PositionMap = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PositionMap = Callable[["Tensor"], "Tensor"]
 
 
 def moved(position: Tensor, cached: Tensor) -> Tensor:

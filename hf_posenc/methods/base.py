@@ -6,16 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.lengths import plain
 from hf_posenc.rope import RopeSpec
 
-Length = int | Tensor | None
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Length = Union[int, "Tensor", None]
 """A number of tokens: an int, or a 0-dim tensor (a forward then needs no host sync). `None`: not known yet."""
 
 UPDATES = ("sequence", "request", "row")
@@ -351,6 +351,8 @@ class Dynamic(LengthDependent):
     follows_text: ClassVar[bool] = True
 
     def scale_at(self, rope: RopeSpec, length: Length) -> Tensor:
+        import torch
+
         trained = rope.original_max_position_embeddings
         current = torch.as_tensor(trained if length is None else length).to(torch.float64)
         return (current / trained).clamp(min=1.0)
@@ -373,6 +375,8 @@ def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
         >>> bucket_length(torch.tensor([0, 4095, 4096, 6144]), original=4096, bucket=2048)
         tensor([4096, 4096, 6144, 8192])
     """
+    import torch
+
     past = (m.to(torch.int64) + 1 - original).clamp(min=0)
     return original + (past + bucket - 1) // bucket * bucket
 
@@ -409,10 +413,14 @@ def needs_no_rotation(methods: Iterable[Method | type[Method]]) -> bool:
 
 def starting_table(rope: RopeSpec, scale: float | Tensor) -> Tensor:
     """Return the default frequencies, on the device of the scale."""
+    from torch import Tensor
+
     table = rope.default_inv_freq()
     return table.to(scale.device) if isinstance(scale, Tensor) else table
 
 
 def real(position: Tensor) -> Tensor:
     """Return positions as float64, which is exact for integers; as float32 on MPS, which has no float64."""
+    import torch
+
     return position.to(torch.float32 if position.device.type == "mps" else torch.float64)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import Method, seam_of, switch
 
-Weights = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights = Mapping[str, "Tensor"]
 """The parameters of a method by name, as `initial` returns them, trained or not."""
 
 

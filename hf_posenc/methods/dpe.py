@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.methods.bands import RotaryBands
 from hf_posenc.methods.base import count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def _sizes() -> Mapping[str, Any]:
@@ -66,6 +67,8 @@ class DPE(RotaryBands):
         return n[..., None] // self._factors(n)
 
     def _factors(self, like: Tensor) -> Tensor:
+        import torch
+
         kept: dict[torch.device, Tensor] = self.__dict__["_by_device"]
         if torch.compiler.is_compiling():
             return torch.tensor(self.factors, device=like.device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class DualChunk(RotaryBands):
         return window
 
     def bands(self, original: int) -> tuple[Band, ...]:
+        import torch
+
         chunk = self.near_window(original)
         last = chunk + self.local_window(original) - 1
 

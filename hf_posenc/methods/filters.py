@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import TableFilter, count, number
 from hf_posenc.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class Clip(TableFilter):
             )
 
     def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
+        import torch
+
         kept = len(frequencies)
         if self.turns is not None:
             turns = frequencies * rope.original_max_position_embeddings / (2 * math.pi)
@@ -133,6 +135,8 @@ class TruncatedBasis(TableFilter):
     wavelength: float = field(metadata=number(1))
 
     def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
+        import torch
+
         cutoff = 2 * math.pi / self.wavelength
         return torch.where(
             frequencies >= cutoff,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import (
@@ -22,6 +19,9 @@ from hf_posenc.methods.base import (
     starting_table,
 )
 from hf_posenc.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,8 @@ def rebased(rope: RopeSpec, growth: float | Tensor) -> Tensor:
     `b' ** (-2i/d) = f_i * growth ** (-2i / (d-2))`: the fastest pair keeps its frequency, the
     slowest is divided by `growth`. As a ratio, a growth of 1 changes no bit.
     """
+    import torch
+
     frequencies = starting_table(rope, growth)
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float64) / max(rope.dim - 2, 1)
     return frequencies * growth ** -exponents.to(frequencies.device)
@@ -142,6 +144,8 @@ class NTKMixed(Scaled):
     q: float = field(default=0.75, metadata=number(0, above=True))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        import torch
+
         pairs = rope.dim // 2
         slowing = math.log(self.scale) / pairs**self.q
         index = torch.arange(1, pairs + 1, dtype=torch.float64)
@@ -201,4 +205,6 @@ class NoPE(RopeScaling):
             )
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        import torch
+
         return torch.zeros(rope.dim // 2, dtype=torch.float64)

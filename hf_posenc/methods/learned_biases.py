@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.base import count, number, real, switch
 from hf_posenc.methods.bias import DistanceBias, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 T5_MODES = ("distance", "max_distance")
 """The ways to reach farther with a trained relative position bias; see `T5`."""
@@ -64,10 +64,14 @@ class T5(DistanceBias):
         return ("table",) if self.shared else ()
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        import torch
+
         return {"table": torch.zeros(self.buckets, heads)}
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Return the row of the table for each distance, of its shape, int64."""
+        import torch
+
         exact, longest = self.buckets // 2, self.max_distance
         if self.mode == "max_distance":
             longest = round(longest * self.scale)
@@ -108,6 +112,8 @@ class FIRE(DistanceBias):
     c: float = field(default=0.1, metadata=number(0, above=True))
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        import torch
+
         def uniform(bound: float, *shape: int) -> Tensor:
             return (2 * torch.rand(shape) - 1) * bound
 
@@ -128,6 +134,9 @@ class FIRE(DistanceBias):
         parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
         if query_position is None:
             raise PosencError(f"{self.name} depends on the query's position: give query_position.")
         c, multiplier = (parameters[name].squeeze() for name in ("c", "multiplier"))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import Length, LengthDependent, number
 from hf_posenc.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _positive(factors: Any) -> bool:
@@ -79,6 +79,8 @@ class LongRoPE(LengthDependent):
         return lists or self.short_mscale != self.long_mscale
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        import torch
+
         for knob in ("short_factor", "long_factor"):
             factors = len(getattr(self, knob))
             if factors != rope.dim // 2:
@@ -88,12 +90,14 @@ class LongRoPE(LengthDependent):
         default = rope.default_inv_freq()
         short = default / torch.tensor(self.short_factor, dtype=torch.float64)
         long = default / torch.tensor(self.long_factor, dtype=torch.float64)
-        if isinstance(length, Tensor):
+        if isinstance(length, torch.Tensor):
             past = length > rope.original_max_position_embeddings
             return torch.where(past, long.to(length.device), short.to(length.device))
         return long if (length or 0) > rope.original_max_position_embeddings else short
 
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
+        import torch
+
         trained = rope.original_max_position_embeddings
         factor = self.attention_factor
         if factor is None:
@@ -101,7 +105,7 @@ class LongRoPE(LengthDependent):
             factor = math.sqrt(1 + grown)
         short = factor if self.short_mscale is None else self.short_mscale
         long = factor if self.long_mscale is None else self.long_mscale
-        if isinstance(length, Tensor):
+        if isinstance(length, torch.Tensor):
             return short if short == long else torch.where(length > trained, long, short)
         return long if (length or 0) > trained else short
 

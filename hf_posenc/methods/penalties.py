@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import count, number, real, switch
 from hf_posenc.methods.bias import DistanceBias, Weights, per_head
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class ALiBi(DistanceBias):
 
     def slopes(self, heads: int, device: torch.device | None = None) -> Tensor:
         """Return the slopes, shape (heads,), float64 (float32 on MPS), in score per token; divided by the scale."""
+        import torch
+
         below = 2 ** math.floor(math.log2(heads))
         # Made on the device, so that no step waits for a copy; every exponent is exact.
         exponents = real(torch.arange(1, below + 1, device=device)) * (-8 / below)
@@ -75,6 +78,8 @@ class _Kerple(DistanceBias):
         return ("r1", "r2") if self.shared else ()
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        import torch
+
         r1, r2 = self.drawn
         return {"r1": r1 * torch.rand(heads), "r2": r2 * torch.rand(heads)}
 
@@ -123,9 +128,13 @@ class KerpleLog(_Kerple):
     drawn = (2.0, 1.0)
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+        import torch
+
         return -r1 * torch.log1p(r2 * distance)
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+        import torch
+
         return torch.expm1(penalty / r1) / r2
 
 
@@ -147,6 +156,8 @@ class KerplePower(_Kerple):
     most = 2.0
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+        import torch
+
         return -r1 * torch.pow(distance, r2)
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
@@ -182,6 +193,8 @@ class Sandwich(DistanceBias):
             raise PosencError(f"{self.name}: first is 0 or 1, not {self.first}.")
 
     def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
+        import torch
+
         pairs = self.dim // 2
         exact = real(distance)
         below_zero = torch.zeros_like(exact)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hf_posenc.methods.base import Method, count, real
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class XPos(Method):
             dim: The rotary dimension d.
             origin: The position from which both count.
         """
+        import torch
+
         exponents = real(m - origin)[..., None] / self.scale_base
         pairs = (real(torch.arange(0, dim, 2, device=exponents.device)) / dim + 0.4) / 1.4
         return pairs**exponents
@@ -71,4 +74,6 @@ class RopeBias(Method):
         self, heads: int, key_heads: int, head_dim: int, original: int
     ) -> dict[str, Tensor]:
         """Return a of shape (heads, head_dim) and b of shape (key_heads, head_dim), float32, zeros."""
+        import torch
+
         return {"a": torch.zeros(heads, head_dim), "b": torch.zeros(key_heads, head_dim)}

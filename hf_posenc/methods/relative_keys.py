@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import count, real, switch
 from hf_posenc.methods.bias import RelativeKeys, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,13 @@ class Shaw(RelativeKeys):
     max_distance: int = field(default=16, metadata=count())
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
+        import torch
+
         return {"table": torch.zeros(self.max_distance + 1, head_dim)}
 
     def relative(self, distance: Tensor, heads: int, head_dim: int, parameters: Weights) -> Tensor:
+        import torch
+
         rows = distance.clamp(0, self.max_distance).to(torch.int64)
         return parameters["table"][rows][None]
 
@@ -64,6 +69,8 @@ class TransformerXL(RelativeKeys):
         return ("u", "v") if self.shared else ()
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
+        import torch
+
         if head_dim % 2:
             raise PosencError(f"{self.name} needs an even head_dim, not {head_dim}.")
         return {
@@ -73,6 +80,8 @@ class TransformerXL(RelativeKeys):
         }
 
     def relative(self, distance: Tensor, heads: int, head_dim: int, parameters: Weights) -> Tensor:
+        import torch
+
         weight = parameters["weight"]
         exponents = torch.arange(0, head_dim, 2, device=distance.device) / head_dim
         # The angle in float64: at a hundred thousand tokens float32 is off by a hundredth of a turn.

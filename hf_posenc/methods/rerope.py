@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import RotaryBands
 from hf_posenc.methods.base import count, number, real
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,13 @@ class ReRoPE(RotaryBands):
     follows_text = True
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
+        import torch
+
         return torch.full_like(m, self.near_window(original))
 
     def key_position(self, n: Tensor, original: int) -> Tensor:
+        import torch
+
         return torch.zeros_like(n)
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.base import Method, count, number
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 _WHOLE = 1e-9  # a quotient m / s this close below a whole number is one
 
@@ -58,6 +60,8 @@ class TableMethod(Method):
 
     def scaled(self, length: int, device: torch.device) -> Tensor:
         """Return the positions `m / s` for m below a length, float64."""
+        import torch
+
         return torch.arange(length, dtype=torch.float64, device=device) / self.scale
 
 
@@ -66,6 +70,8 @@ def _between(table: Tensor, places: Tensor, *, beyond: bool = False) -> Tensor:
 
     Past the last row it is repeated or, if `beyond`, the last step goes on.
     """
+    import torch
+
     low = (places + _WHOLE).floor().long().clamp(max=len(table) - 1)
     weight = (places - low).clamp(min=0)[:, None]
     high = (low + 1).clamp(max=len(table) - 1)
@@ -146,6 +152,8 @@ class Hierarchical(TableMethod):
             )
 
     def rows(self, table: Tensor, length: int) -> Tensor:
+        import torch
+
         trained = len(table)
         self.check(trained, length)
         digits = (table - self.alpha * table[:1]) / (1 - self.alpha)
@@ -187,6 +195,8 @@ class Tile(TableMethod):
     keeps_short = True
 
     def rows(self, table: Tensor, length: int) -> Tensor:
+        import torch
+
         return table[torch.arange(length, device=table.device) % len(table)]
 
 
@@ -211,6 +221,8 @@ class Stretch(TableMethod):
     keep: int = field(default=20, metadata=count(0))
 
     def rows(self, table: Tensor, length: int) -> Tensor:
+        import torch
+
         if self.keep >= len(table):
             raise PosencError(
                 f"{self.name}: keep={self.keep} leaves none of the {len(table)} positions to stretch. Give a smaller "
@@ -261,6 +273,8 @@ class Sinusoidal(TableMethod):
             length: The new length, in tokens.
             start: The number by which the formula counts position 0.
         """
+        import torch
+
         w = torch.as_tensor(frequencies, dtype=torch.float64)
         m = torch.arange(length, dtype=torch.float64)
         if self.by == "position":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.base import Method, number, real
 from hf_posenc.methods.yarn import mscale
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def log_n_factor(m: Tensor, original: int) -> Tensor:
@@ -121,6 +122,8 @@ class Temperature(Method):
         return str(self.law or ("log_n" if self.scale is None else "yarn"))
 
     def query_factor(self, m: Tensor, original: int) -> Tensor:
+        import torch
+
         positions = real(m)
         law = self.law_in_force
         if law == "log_n":
@@ -146,6 +149,8 @@ class Temperature(Method):
 
         That is 0.168 for the paper's 1,024 tokens.
         """
+        import torch
+
         if self.law != "ssmax":
             return {}
         length = max(original, 2)

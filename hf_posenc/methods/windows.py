@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,13 @@ class LMInfinite(_WithSinks):
         return original if self.window is None else self.window
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
+        import torch
+
         return torch.full_like(m, self.near_window(original))
 
     def key_position(self, n: Tensor, original: int) -> Tensor:
+        import torch
+
         return torch.zeros_like(n)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.base import (
@@ -22,6 +19,9 @@ from hf_posenc.methods.base import (
 from hf_posenc.methods.interpolation import rebased
 from hf_posenc.rope import RopeSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = True) -> Tensor:
     """Return the ramp over the pair index from 0 at `fast` turns to 1 at `slow` turns, shape (d/2,).
@@ -35,6 +35,8 @@ def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = Tru
         slow: Turns at which it reaches 1.
         truncate: Round the ends outwards to whole pairs.
     """
+    import torch
+
     low, high = rope.pair_index(fast), rope.pair_index(slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -102,7 +104,9 @@ class DynamicPartialNTK(_PartialNTK, Dynamic):
 
 def mscale(scale: float | Tensor, weight: float = 1.0) -> float | Tensor:
     """Return YaRN's temperature `0.1 * weight * ln s + 1` (arXiv 2309.00071, sec. 3.4); 1 up to a scale of 1."""
-    if isinstance(scale, Tensor):
+    import torch
+
+    if isinstance(scale, torch.Tensor):
         return 0.1 * weight * torch.log(scale) + 1.0
     return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
 
@@ -259,6 +263,8 @@ class Llama3(Scaled):
             )
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        import torch
+
         default = rope.default_inv_freq()
         turns = rope.original_max_position_embeddings * default / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import finite
 from hf_posenc.lengths import read_length
-from hf_posenc.methods import Method, get_method
+from hf_posenc.methods import Method, RopeScaling, TableFilter, get_method, seam_of
 
 FORMAT = 1
 LENGTHS = ("target_length", "original_max_position_embeddings")
@@ -220,6 +221,33 @@ def check_option(method: type[Method], option: str) -> None:
     if here in possible:
         raise PosencError(f"Unknown option of {method.name} {option!r}. It is called {here} here.")
     raise unknown(f"option of {method.name}", option, possible)
+
+
+def check_seams(parts: Sequence[Method | type[Method]]) -> None:
+    """Raise for a list of methods of which two exclude each other, or with a filter before the table it changes."""
+    frequencies = [part for part in parts if of_kind(part, RopeScaling)]
+    filters = [part for part in frequencies[1:] if of_kind(part, TableFilter)]
+    for part, later in itertools.pairwise(frequencies):
+        if of_kind(part, TableFilter) and not of_kind(later, TableFilter):
+            raise PosencError(
+                f"{part.name} changes the table of the method before it in a list: name {later.name} first."
+            )
+    alone = [part for part in parts if id(part) not in map(id, filters)]
+    seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in alone]
+    for seam in seams:
+        names = [part.name for part, own in zip(alone, seams, strict=True) if own == seam]
+        if len(names) > 1:
+            raise PosencError(
+                f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."
+            )
+    tables = [part.name for part in alone if of_kind(part, RopeScaling)]
+    if len(tables) > 1:  # also where one of them computes its table inside attention
+        raise PosencError(f"Two rotary tables exclude each other: {', '.join(tables)}. Pick one.")
+
+
+def of_kind(part: Method | type[Method], kind: type[Method]) -> bool:
+    """Return whether a method, a class or an object, is of a kind."""
+    return issubclass(part if isinstance(part, type) else type(part), kind)
 
 
 def _with_layers(part: PatchConfig) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,14 @@ from hf_posenc.model.discovery import (
     layers_of_type,
     select,
 )
-from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
+from hf_posenc.patch.config import (
+    Layers,
+    PatchConfig,
+    check_option,
+    check_seams,
+    named_method,
+    of_kind,
+)
 from hf_posenc.patch.scaled import (
     check_shared,
     composes,
@@ -168,7 +174,7 @@ def _tables(
         _check_layers(tables, layers)
     names = {table.label for table in tables} - {""}
     if isinstance(layers, str) and layers in names:
-        moving = [p.name for p in parts if not _of_kind(p, RopeScaling) or _of_kind(p, Growing)]
+        moving = [p.name for p in parts if not of_kind(p, RopeScaling) or of_kind(p, Growing)]
         if moving:
             raise PosencError(
                 f"layers={layers!r} names a table, which {', '.join(moving)} would not change. Name the layers, or "
@@ -216,7 +222,7 @@ def _by_layers(
     if len(parts) == 1:
         (key, numbers, value) = parts[0]
         whole = set(numbers) == set(layers_of_type(config, "all"))
-        frequencies = any(_of_kind(part, RopeScaling) for part in named(value))
+        frequencies = any(of_kind(part, RopeScaling) for part in named(value))
         by_name = key in ("full", "all") and (whole or not frequencies)
         return resolve_request(source, value, layers=key if by_name else numbers, **shared)
     states = [_part(source, value, shared) for _, _, value in parts]
@@ -348,24 +354,7 @@ def _check_list(
         raise PosencError(
             f"Options ({', '.join(options)}) belong to one method: list method objects, as in [YaRN(scale=4), LogN()]."
         )
-    frequencies = [part for part in parts if _of_kind(part, RopeScaling)]
-    filters = [part for part in frequencies[1:] if _of_kind(part, TableFilter)]
-    for part, later in itertools.pairwise(frequencies):
-        if _of_kind(part, TableFilter) and not _of_kind(later, TableFilter):
-            raise PosencError(
-                f"{part.name} changes the table of the method before it in a list: name {later.name} first."
-            )
-    alone = [part for part in parts if id(part) not in map(id, filters)]
-    seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in alone]
-    for seam in seams:
-        names = [part.name for part, own in zip(alone, seams, strict=True) if own == seam]
-        if len(names) > 1:
-            raise PosencError(
-                f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."
-            )
-    tables = [part.name for part in alone if _of_kind(part, RopeScaling)]
-    if len(tables) > 1:  # also where one of them computes its table inside attention
-        raise PosencError(f"Two rotary tables exclude each other: {', '.join(tables)}. Pick one.")
+    check_seams(parts)
     scaled = [part.name for part in parts if part.takes_scale()]
     if len(scaled) > 1 and scale is not None:
         raise PosencError(
@@ -381,10 +370,6 @@ def _check_in_attention(methods: Sequence[Method]) -> None:
                 f'{method.name} with update="sequence" changes a rotary table that other layers read too. Use '
                 'update="row" or "request", or choose all layers.'
             )
-
-
-def _of_kind(part: Method | type[Method], kind: type[Method]) -> bool:
-    return issubclass(part if isinstance(part, type) else type(part), kind)
 
 
 def _filtered(methods: Sequence[Method]) -> list[Method]:

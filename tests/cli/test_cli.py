@@ -298,7 +298,7 @@ def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
         (("--bos", "maybe"), "Unknown BOS policy 'maybe'"),
         (("--dtype", "float8"), "Unknown dtype 'float8'"),
         (("--device", "warp"), "The device 'warp' cannot be used"),
-        (("--attn", "telepathy"), "cannot be loaded: "),
+        (("--attn", "telepathy"), "--attn telepathy: transformers has no such attention"),
         (("--limit", "0"), "Invalid value for '--limit'"),
         (("--chunk", "x"), "Invalid value for '--chunk'"),
         (("--wrong",), "No such option"),

@@ -204,7 +204,7 @@ COMMANDS: list[tuple[str, str, int]] = [
     (RUN + " --lengths 32 --longppl @rerope", "--longppl @rerope: give a name or self, and a", 2),
     (RUN + " --lengths 32 --longppl self@", "--longppl self@: give a name or self, and a meth", 2),
     (RUN + " --lengths 32 --device mps", "PyTorch {torch} sees cpu and", 2),
-    (RUN + " --lengths 32 --device CPU", "PyTorch {torch} sees cpu and", 2),
+    (RUN + " --lengths 32 --device CPU", "PyTorch has none of this name.", 2),
     (
         RUN + " --lengths 32 --device-map meta",
         "weights of the model are on the device meta, which",
@@ -1039,7 +1039,7 @@ def _remove(pattern: str) -> Callable[[Path], None]:
 
 def _unknown_activation(folder: Path) -> None:
     _edit_config(folder, hidden_act="banana")
-    _remove("token*")(folder)
+    _write("tokenizer.json", "{")(folder)
 
 
 def _with_infinity(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -1047,7 +1047,7 @@ def _with_infinity(tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-# The first thing that is wrong is named, in this order: config, model, tokenizer, weights.
+# The first thing that is wrong is named, in this order: files that are missing, config, model, tokenizer, weights.
 CHECKPOINTS |= {
     "no config": (_remove("config.json"), "has no config.json (it has generation_config.json, ", 2),
     "broken config": (_write("config.json", "{"), "The config.json of ", 2),

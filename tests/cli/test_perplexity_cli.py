@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_posenc import patched
 from hf_posenc.cli.frame import _with_time
@@ -64,6 +65,21 @@ def test_a_finished_run_is_shown_again_without_a_forward(
         lambda *_, **__: pytest.fail("it was measured again"),
     )
     assert "Wrote perplexity.json" in run(model, texts, tmp_path).stdout
+
+
+def test_a_resumed_run_counts_what_is_in_the_records(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    counted = re.compile(
+        r"Items taken from the records of an earlier run: (\d+); left to measure: (\d+)\."
+    )
+    lines = [
+        counted.findall(" ".join(run(model, texts, tmp_path, *patches).stderr.split()))
+        for patches in (("--patch", "none"), ("--patch", "none", "--patch", "yarn:scale=2")) * 2
+    ]
+    assert lines == [[], [("5", "5")], [("5", "0")], [("10", "0")]]
 
 
 def late(*case: Any) -> Any:
@@ -158,10 +174,41 @@ def test_a_dry_run_says_what_it_costs_and_measures_nothing(
     assert rows["yarn"][2:4] == ["30", f"{5 * 2 * (32 + 64 + 128):,}"]
     assert rows["in"][2:4] == ["50", "4,000"]
     said = " ".join(result.stdout.split())
-    assert re.search(
-        r"takes about .*, at the speed of one window of 128 tokens\. Nothing else", said
-    )
+    assert re.search(r"takes about .*, at the rate measured for .*\. Nothing was run\.", said)
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "perplexity {model} --text {texts} --lengths 32,64 --patch none --patch yarn --patch rerope",
+        "retrieval {model} --tasks passkey --lengths 256 --patch none --patch yarn",
+        "bench {model} --text {texts} --suite smoke --lengths 64,128",
+        "sweep {model} --text {texts} --target-length 128 --patch pi --patch self_extend",
+        "search {model} --text {texts} --target-length 128 --budget 8",
+        "extend {model} --target-length 512",
+    ],
+)
+def test_a_dry_run_reads_no_weights_and_runs_no_window(
+    command: str,
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    forward = LlamaForCausalLM.forward
+
+    def shapes_alone(self: Any, *arguments: Any, **options: Any) -> Any:
+        assert self.lm_head.weight.is_meta, "it was run"
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shapes_alone)
+    words = command.format(model=folder, texts=texts).split()
+    result = invoke(*words, "--dry-run", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"about \d+ (s|min|h)", result.stdout)
+    assert "the rate measured for one thread" in " ".join(result.stdout.split())
 
 
 class Clock:

@@ -33,6 +33,7 @@ COMMANDS = [
     "inspect {model}",
     "inspect {model} --patch rerope:window=16",
     "recommend {model} --target-length 512",
+    "recommend {model} --target-length 512 --all",
     "perplexity {model} --text {texts} --lengths 32,64,128 --patch none --patch yarn --output {out} --no-plot",
     "perplexity {model} --text {texts} --lengths 32,64 --patch none --dry-run",
     "retrieval {model} --tasks passkey --lengths 256 --samples 1 --depths 2 --patch none --output {out} --no-plot",
@@ -111,7 +112,7 @@ def test_json_is_alone_on_stdout(line: str, places: dict[str, Path], tmp_path: P
 def test_notes_and_warnings_go_to_stderr_or_nowhere(
     places: dict[str, Path], tmp_path: Path
 ) -> None:
-    line = COMMANDS[7].replace("yarn", "shaw")
+    line = COMMANDS[8].replace("yarn", "shaw")
     plain = invoke(line, places, tmp_path / "out")
     assert "Wrote perplexity.json" in plain.stdout
     assert "warning: shaw" in plain.stderr
@@ -137,8 +138,8 @@ def test_names_are_whole_at_any_width(width: int, places: dict[str, Path], tmp_p
         "show yarn": list(METHODS[6].knobs()),
         "recipes": [*available_recipes(), "codellama/CodeLlama-7b-hf"],
         "inspect {model}": ["wavelength", "(rad/token)", "0.000316228"],
-        "recommend {model} --target-length 512": ["dual_chunk", "pose-t6-govreport)"],
-        COMMANDS[7]: ["128", "yarn", "(auto)", "tokens"],
+        "recommend {model} --target-length 512 --all": ["dual_chunk", "pose-t6-govreport)"],
+        COMMANDS[8]: ["128", "yarn", "(auto)", "tokens"],
     }
     for line, expected in names.items():
         result = invoke(line, places, tmp_path / "out", env={"COLUMNS": str(width)})
@@ -216,7 +217,7 @@ def test_an_interrupt_in_a_measurement_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hf_posenc.evaluation.measuring.execute.Measurement.run", interrupt)
-    result = invoke(COMMANDS[7], places, tmp_path / "out")
+    result = invoke(COMMANDS[8], places, tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "error: interrupted"
 

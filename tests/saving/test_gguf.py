@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from hf_posenc import from_pretrained, inspect_rope, patch_model
 from hf_posenc.cli.app import app
-from hf_posenc.cli.loading import load_tokenizer
+from hf_posenc.cli.loading import load_tokenizer, open_session
 from hf_posenc.engines.llama_cpp import runtime
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.identity import model_identity
+from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
 from tests.support.gguf_files import header_file, model_file
 
@@ -90,6 +91,23 @@ class TestWeights:
         name = model_identity(loaded, "m.gguf")["name"]
         told = {"F16": "m.gguf (F16 GGUF)"}
         assert name == told.get(kind, f"m.gguf ({kind} GGUF, dequantized to float32)")
+
+    def test_a_command_reads_the_file_once(
+        self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, file = plain
+        read, reader = list[str](), gguf.GGUFReader
+
+        def noted(path: Any, *more: Any) -> Any:
+            read.append(str(path))
+            return reader(path, *more)
+
+        monkeypatch.setattr(gguf, "GGUFReader", noted)
+        loaded, tokenizer, _ = open_session(ModelOptions(model=str(file)))
+        assert read.count(str(file)) == 1
+        assert gguf.GGUFReader is noted  # as it was
+        assert torch.equal(logits(loaded), logits(model))
+        assert tokenizer.decode(tokenizer("the end")["input_ids"]) == "the end"
 
     def test_saved_as_safetensors(self, tmp_path: Path) -> None:
         loaded = from_pretrained(model_file(tmp_path / "m.gguf", llama(), "Q8_0"))

@@ -1,8 +1,33 @@
-"""The maintainers' table: methods against lengths, by perplexity, retrieval, speed and memory."""
+"""The maintainers' table: methods against lengths, by perplexity, retrieval, speed and memory.
 
-from hf_posenc.evaluation.bench.gpu import GpuRun
-from hf_posenc.evaluation.bench.gpu_result import GpuResult
-from hf_posenc.evaluation.bench.result import BenchResult
-from hf_posenc.evaluation.bench.run import SUITES, Suite, bench
+Suites load without torch, the rest on first use.
+"""
 
-__all__ = ["SUITES", "BenchResult", "GpuResult", "GpuRun", "Suite", "bench"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.bench.gpu import GpuRun as GpuRun
+    from hf_posenc.evaluation.bench.gpu_result import GpuResult as GpuResult
+    from hf_posenc.evaluation.bench.result import BenchResult as BenchResult
+    from hf_posenc.evaluation.bench.run import bench as bench
+    from hf_posenc.evaluation.bench.suites import SUITES as SUITES
+    from hf_posenc.evaluation.bench.suites import Suite as Suite
+
+_HOMES = {
+    "BenchResult": "result",
+    "GpuResult": "gpu_result",
+    "GpuRun": "gpu",
+    "SUITES": "suites",
+    "Suite": "suites",
+    "bench": "run",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -28,8 +28,8 @@ from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.bench.gpu_result import PERPLEXITY, PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.bench.peers import PEERS, Formulation
-from hf_posenc.evaluation.bench.run import GPU
 from hf_posenc.evaluation.bench.speed import Clock, SpeedRun
+from hf_posenc.evaluation.bench.suites import GPU
 from hf_posenc.evaluation.grid import Grid, listed
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_posenc.errors import PosencError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 BLOCK = 1 << 20  # tokens or characters at a time where a whole document would not fit into memory
 
@@ -94,6 +95,8 @@ class TokenizedDocument:
 
     def tokens(self, begin: int, end: int) -> Tensor:
         """Return tokens `begin .. end-1` as a model takes them: in memory, int64, shape (end - begin,)."""
+        import torch
+
         return self.ids[begin:end].to(torch.int64)
 
     def bytes_between(self, first: int, stop: int) -> int | None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 
 from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.documents.document import (
@@ -394,6 +393,8 @@ def _read_parquet(path: Path, column: Column) -> Iterator[Entry]:
 
 def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
     """Return a document of token ids, a list or an array of shape (n,); a memory-mapped array stays mapped."""
+    import torch
+
     try:
         ids = np.asarray(values)
     except (ValueError, OverflowError):  # lists of different lengths, numbers of 80 bits

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents.document import (
     Conversation,
     Document,
@@ -23,7 +23,13 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
+from hf_posenc.evaluation.documents.readers import (
+    TOKEN_DTYPES,
+    files_of,
+    is_saved,
+    read_dataset,
+    read_paths,
+)
 from hf_posenc.evaluation.documents.storage import COLUMNS, Spool, Stored, TokenCache
 from hf_posenc.evaluation.documents.tokens import Tokens, joined
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
@@ -115,6 +121,8 @@ def source_of(options: DocumentOptions) -> Source:
                 raise PosencError(
                     f"--text {path} is a model's folder. MODEL goes in front of the options."
                 )
+        if options.token_dtype not in TOKEN_DTYPES:
+            raise unknown("token type", options.token_dtype, TOKEN_DTYPES)
         reading["token_dtype"] = options.token_dtype
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
         return Source(lambda: read_paths(paths, **reading), about, False, cache)
@@ -152,6 +160,20 @@ def refuse_ignored(options: DocumentOptions) -> None:
             raise PosencError(
                 f"{given} is for {user}, and nothing here would use it: leave it out."
             )
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Raise if there is no file at all in these files, folders and patterns."""
+    absent: list[Skipped] = []
+    for name in paths:
+        path = Path(os.path.expanduser(name))  # noqa: PTH111
+        folder = os.path.isdir(path)  # noqa: PTH112
+        first = next(files_of(name, path, folder))
+        if not isinstance(first, Skipped):
+            return
+        absent.append(first)
+    if absent:
+        raise PosencError(_none_left(absent, 0, 0))
 
 
 def load_documents(

@@ -10,15 +10,17 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
 from hf_posenc.files import disk_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 BUDGET = 1 << 24  # tokens that all documents of a run together keep in memory, 24 bytes each
 COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}  # of `Tokens`, in a file
@@ -69,6 +71,8 @@ class Spool:
 
     def column(self, stored: Stored, name: str) -> Tensor | None:
         """Return one of `COLUMNS` of a document, shape (count,); `None` if its text is unknown."""
+        import torch
+
         if stored.rows:
             first = stored.rows.get(name)
             return None if first is None else self._files[name].read(first, stored.count)
@@ -114,6 +118,8 @@ class _File:
         self.rows = rows
 
     def read(self, first: int, count: int) -> Tensor:
+        import torch
+
         if self._map is None or len(self._map) < first + count:
             self._file.flush()
             self._map = torch.from_numpy(np.memmap(self._file, self.dtype, "r+"))

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_posenc.embedded import model_path
@@ -47,10 +48,12 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
-from hf_posenc.evaluation.perplexity import PerplexityRun
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
+from hf_posenc.evaluation.scoring.estimate import run_cost
+from hf_posenc.evaluation.scoring.rates import rate_of
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import rotary_tables
@@ -238,6 +241,10 @@ class ExtendJob:
                 f"Neither {' nor '.join(first)} gives a number at {self.lengths[1]:,} tokens: nothing can be chosen. "
                 "`hf-posenc perplexity` shows why."
             )
+        return self._fitted(rate), rate
+
+    def _fitted(self, rate: float) -> Plan:
+        """Return the largest plan that fits the budget at so many seconds per token."""
         plans = self._plans()
         fitting = [plan for plan in plans if plan.tokens * rate <= self.options.budget]
         if not fitting:
@@ -253,7 +260,7 @@ class ExtendJob:
         def worth(plan: Plan) -> tuple[int, ...]:
             return min(plan.documents, ENOUGH), plan.each, plan.samples, plan.documents
 
-        return max(fitting, key=worth), rate
+        return max(fitting, key=worth)
 
     def _rate(self, spec: str, folder: Path | None, shard: Shard) -> float | None:
         """Return the seconds per token of one document under a method; `None` if it fails."""
@@ -295,11 +302,21 @@ class ExtendJob:
         takes, budget = duration(plan.tokens * rate), duration(self.options.budget)
         return f"{self._amounts(plan)}: about {takes} of {budget}."
 
-    def estimate(self) -> dict[str, Any]:
-        """Time one window, and return the plan with the seconds that it takes, and as a line."""
-        plan, rate = self.fit()
-        seconds = plan.tokens * rate
-        return {**asdict(plan), "seconds": seconds, "cost": self._announcement(plan, rate)}
+    def estimate(self, device: torch.device) -> dict[str, Any]:
+        """Return the plan that fits the budget by the rate of a device, the seconds that it takes, and both as a line.
+
+        Nothing is run, and a run fits its plan to the seconds of one window.
+        """
+        operations, source = rate_of(device)
+        if operations is None:
+            raise PosencError(
+                f"The time is unknown: {source}. Without --dry-run one window is timed."
+            )
+        target = self.lengths[1]
+        rate = run_cost(self.whole.model, [(target, 1)]).flops / target / operations
+        plan = self._fitted(rate)
+        line = f"{self._announcement(plan, rate)} That is {source}; a run times one window first."
+        return {**asdict(plan), "seconds": plan.tokens * rate, "cost": line}
 
     def _left_out(self, plan: Plan) -> list[str]:
         """Return what the budget leaves out, and what too few documents leave unsaid."""

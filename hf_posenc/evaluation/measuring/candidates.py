@@ -7,25 +7,24 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.methods import Growing, LengthDependent, Method, get_method
-from hf_posenc.model.context import length_of
-from hf_posenc.model.discovery import RotaryTable, rotary_tables
-from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
-from hf_posenc.patch.config import PatchConfig, parse_method
-from hf_posenc.patch.patching import get_patch, patched
-from hf_posenc.patch.state import state_of
+from hf_posenc.patch.config import PatchConfig, check_seams, parse_method
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_posenc.model.discovery import RotaryTable
 
 UNPATCHED = "none"
 TRUNCATION = "truncation"
 """The model as loaded, which reads only as many of the last tokens as it was trained at: the control."""
+CONTROLS = (UNPATCHED, TRUNCATION, "attention_sinks")
+"""The model as loaded, and plain attention to the last original-context tokens, which no length breaks."""
 # A plus sign in front of a name; the one in `rope_theta=1e+6` belongs to a number.
 _PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")
 _MAX_SHOWN = 4  # numbers of a list in a label
@@ -148,6 +147,8 @@ class Candidate:
     @classmethod
     def as_it_is(cls, model: nn.Module, label: str, state: str) -> Candidate:
         """Return a model as it is, patched or not; numbers are stored under `state`, such as a step of a training."""
+        from hf_posenc.patch.patching import get_patch
+
         patch = get_patch(model)
         installed = cls(label) if patch is None else cls.installed(patch.config)
         original = None if patch is None else patch.original_max_position_embeddings
@@ -225,6 +226,18 @@ class Candidate:
         assert self.original is not None
         return max(1.0, length / self.original)
 
+    def check_values(self) -> None:
+        """Raise for a value that a method refuses on every model."""
+        try:
+            methods = []
+            for part in self.parts:
+                kind, scale = get_method(part.method), {"scale": 1.0}
+                scaled = kind.takes_scale() and (part.auto or "target_length" in self.beside)
+                methods.append(kind.from_options(**(scale if scaled else {}) | part.options))
+            check_seams(methods)
+        except PosencError as error:
+            raise PosencError(f"--patch {self.spec}: {error}") from error
+
     def without_automatic_scale(self) -> Candidate:
         """Return the candidate where no length of a text sets a scale; raise if a method requires one."""
         for part in (part for part in self.parts if part.auto):
@@ -252,6 +265,9 @@ class Candidate:
 
     def checked(self, model: nn.Module) -> Candidate:
         """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`."""
+        from hf_posenc.evaluation.scoring.positions import position_limit
+        from hf_posenc.patch.patching import get_patch
+
         saved = get_patch(model)
         if not self.parts and not self.truncates:
             moves, stateful = movement(model)
@@ -281,6 +297,8 @@ class Candidate:
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
         """Patch the model for this length; undone on exit."""
+        from hf_posenc.patch.patching import patched
+
         with contextlib.ExitStack() as stack:
             if self.patches:
                 method, options = self.arguments(self.scale_at(length) or 1.0)
@@ -292,6 +310,8 @@ def within_reach(
     model: nn.Module, candidates: Sequence[Candidate], lengths: Sequence[int], *, given: bool
 ) -> tuple[int, ...]:
     """Return the lengths that some checked candidate has positions for; raise for others that were `given`."""
+    from hf_posenc.evaluation.scoring.positions import too_long
+
     reaches = [candidate.reach for candidate in candidates if candidate.reach is not None]
     if len(reaches) < len(candidates) or max(lengths) <= max(reaches):
         return tuple(lengths)
@@ -368,6 +388,8 @@ def agreed(
     Raises:
         PosencError: Options give several, or there is none, also in the config.
     """
+    from hf_posenc.model.context import length_of
+
     given = {
         length_of(model, original=c.original) if c.beside.get("replace") else c.original
         for c in candidates
@@ -397,11 +419,65 @@ def check_unique(candidates: Sequence[Candidate]) -> None:
         raise PosencError(f"--patch {label} is given twice.")
 
 
+Scales = Sequence[float] | Callable[[Candidate], Sequence[float]]
+"""Scales of all methods, or of each."""
+
+
+def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]]:
+    """Cross methods with scales; a method without a scale, or with a given one, is listed once.
+
+    Returns:
+        The candidates, each with True if it is a control; the controls first.
+    """
+    requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
+    check_unique(requested)
+    competing = [candidate for candidate in requested if candidate.parts]
+    labels = [candidate.label for candidate in competing]
+    if not competing:
+        raise PosencError(
+            "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
+        )
+    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
+    return [*((c, True) for c in controls), *((c, False) for c in competing)]
+
+
+def at_scales(spec: str, scales: Scales) -> list[Candidate]:
+    """Return the candidates of one value of `--patch`."""
+    candidate = Candidate.parse(spec)
+    if callable(scales):
+        scales = scales(candidate)
+    takers = [part for part in candidate.parts if part.auto]
+    takers = takers or [part for part in candidate.parts if _has_default_scale(part)]
+    if "target_length" in candidate.beside or not takers:
+        return [candidate]
+    candidates = []
+    for scale in scales:
+        parts = [
+            dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
+            if part in takers
+            else part
+            for part in candidate.parts
+        ]
+        for part in parts:
+            part.build(1.0)  # raises if the method refuses the scale
+        candidates.append(Candidate.of(parts, candidate.beside))
+    return candidates
+
+
+def _has_default_scale(part: Part) -> bool:
+    """Return whether a method that works without a scale was given none (`dynamic_ntk`)."""
+    default = get_method(part.method).knobs().get("scale")
+    return isinstance(default, int | float) and "scale" not in part.options
+
+
 def movement(model: nn.Module) -> tuple[bool, bool]:
     """Return whether a live table depends on the length of the text, and whether a table of the model's own does.
 
     The modules are called, and the config is not read: a checkpoint may be dynamic, or LongRoPE, by itself.
     """
+    from hf_posenc.model.discovery import rotary_tables
+    from hf_posenc.patch.state import state_of
+
     own = any(_moves(model, table) for table in rotary_tables(model))
     state = state_of(model)
     methods = () if state is None else state.methods
@@ -411,6 +487,8 @@ def movement(model: nn.Module) -> tuple[bool, bool]:
 
 def _moves(model: nn.Module, table: RotaryTable) -> bool:
     """Return whether a table depends on the length of the text, and no patch sets its frequencies."""
+    from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
+
     base = rotary = model.get_submodule(table.name)
     while isinstance(base, RotaryWrapper):
         if isinstance(base, PosencRotary) and table.label in base.specs:
@@ -425,6 +503,9 @@ def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | 
 
     `None` if its config names no length, or can be read in two ways.
     """
+    from hf_posenc.model.context import length_of
+    from hf_posenc.patch.patching import get_patch
+
     original = max((c.original for c in candidates if c.original is not None), default=None)
     patch = get_patch(model)
     if original is None and patch is not None:

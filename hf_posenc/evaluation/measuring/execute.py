@@ -13,6 +13,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,34 @@ TIMINGS = ("forwarded", "seconds", "peak_bytes", "at_once")
 
 def silent(*_: Any) -> None:
     """Report nothing."""
+
+
+class Resumption:
+    """What a run takes from the records of earlier ones.
+
+    `report` is called once, when the first item is to be measured, with the items found so far and the number of items
+    that its part of the run still has to measure.
+
+    Attributes:
+        found: Number of items that were stored before this run.
+        reported: True once `report` was called.
+    """
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        self.found, self.reported = 0, False
+        self._report, self._own = report, set[Key]()
+
+    def begin(self, stored: Iterable[Item], todo: Sequence[Item]) -> None:
+        """Count the items of a part that are stored, without those that this run has measured itself."""
+        self.found += sum(item.key not in self._own for item in stored)
+        self._own.update(item.key for item in todo)
+        if todo and not self.reported:
+            self.reported = True
+            self._report(self.found, len(todo))
+
+
+RESUMPTION: ContextVar[Resumption | None] = ContextVar("resumption", default=None)
+"""Where `execute` reports what it takes from records, however deep in a job; set by the command line."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -272,7 +301,10 @@ def execute(
     """
     model, scorer = measurement.model, measurement.scorer
     failures = Failures.of(measurement.items, store.get)
-    todo = [item for item in shard.mine(measurement.items) if store.get(item.key) is None]
+    mine = shard.mine(measurement.items)
+    todo = [item for item in mine if store.get(item.key) is None]
+    if (resumption := RESUMPTION.get()) is not None:
+        resumption.begin((item for item in mine if store.get(item.key) is not None), todo)
     total, done = sum(item.cost for item in todo), 0
     if scorer is not None:
         scorer.patient = not strict

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.scoring.decoder import sizes_alone
 from hf_posenc.gguf_file import origin_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import damaged_weights, plain_parts, stored
@@ -88,6 +89,8 @@ def check_weights(model: nn.Module) -> None:
         raise PosencError(
             f"{type(model).__name__} has no transformers config: give {way} of transformers."
         )
+    if sizes_alone(model) is not None:
+        return
     names = {name for name, _ in model.named_parameters()}
     tensors = [(name.lstrip("."), tensor) for name, tensor in _tensors(model)]
     absent = next((name for name, tensor in tensors if name in names and tensor.is_meta), None)

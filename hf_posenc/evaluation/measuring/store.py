@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from filelock import FileLock, Timeout
 
 from hf_posenc.errors import PosencError
@@ -226,6 +225,8 @@ class Store(Records):
 
     def _first_threads(self) -> int:
         """Return the number of threads of the process that began the records: sums depend on it."""
+        import torch
+
         path = self.folder / "threads.json"
         with FileLock(path.with_suffix(".lock")):
             stored = _parse(path.read_bytes()[:-1]) if path.exists() else None

@@ -31,7 +31,12 @@ from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
+from hf_posenc.evaluation.perplexity.protocols import (
+    SELF,
+    Settings,
+    parse_evaluator,
+    special_tokens,
+)
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -123,9 +128,6 @@ def _bounds(ends: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([different.new_zeros(1), different[:-1]])[index], ends
 
 
-SELF = "self"
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """A model that selects the tokens that need far context; `short`: tokens of the short context."""
@@ -188,11 +190,7 @@ def evaluator_of(
         PosencError: An evaluator without a method would read texts longer than it was trained for: its predictions
             there are broken, and so would be the choice of the tokens.
     """
-    name, at, spec = (options.longppl or SELF).partition("@")
-    if not name.strip() or (at and not spec.strip()):
-        raise PosencError(
-            f"--longppl {options.longppl}: give a name or {SELF}, and a method behind an @, as in {SELF}@rerope."
-        )
+    name, spec = parse_evaluator(options.longppl or SELF)
     if name != SELF:
         if load is None:
             raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")

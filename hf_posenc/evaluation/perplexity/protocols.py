@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import special_prefix
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.flags import read_whole
+from hf_posenc.evaluation.options import PerplexityOptions
 
 DEFINITIONS = {
     "prefix": "the first L tokens of each document",
@@ -46,6 +47,8 @@ TAIL_TOKENS = 1024
 STRIDE = 256
 BUCKETS = 64
 MIN_LENGTH = 8
+SELF = "self"
+"""The measured model, as the evaluator of `longppl`."""
 BATCH = 32
 """Windows per batch in LongLoRA's eval.py."""
 
@@ -221,8 +224,82 @@ PRESETS = {
 }
 
 
+_WHOLE = {
+    *("tail_tokens", "stride", "windows_per_document", "min_tokens", "buckets"),
+    *("chunk", "prefill", "batch"),
+}
+
+
+def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
+    """Return `make_settings` of some options; raise if one was given that none of the protocols reads."""
+    names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
+    values = {name: getattr(options, name, None) for name in names}
+    lengths = options.lengths
+    short = options.short and options.preset is None
+    if lengths and short and original and original < min(lengths):
+        lengths = (original, *lengths)
+    values["lengths"] = None if lengths is None else tuple(sorted(set(lengths)))
+    settings, policy = make_settings(values, original, preset=options.preset, bos=options.bos)
+    protocols = (*settings.protocols, *(() if options.longppl is None else ("longppl",)))
+    for name, users in READERS.items():
+        value = getattr(options, name)
+        if value is not None and not set(users) & set(protocols):
+            wanted = "--longppl" if "longppl" in users else f"--protocol {' or '.join(users)}"
+            raise PosencError(
+                f"--{name.replace('_', '-')} {value} is for {wanted}, and this run measures "
+                f"{' and '.join(protocols)}: leave it out, or add that."
+            )
+    return settings, policy
+
+
+def check_options(options: PerplexityOptions) -> None:
+    """Raise for what `settings_of` refuses on every model; lengths that are not given are long enough."""
+    long_enough: dict[str, Any] = {"lengths": (2**40,), "min_tokens": None}
+    settings_of(options if options.lengths else dataclasses.replace(options, **long_enough), None)
+
+
+def parse_evaluator(text: str) -> tuple[str, str]:
+    """Return the name and the method of an evaluator, `NAME` or `NAME@METHOD`; the method may be empty."""
+    name, at, spec = text.partition("@")
+    if not name.strip() or (at and not spec.strip()):
+        raise PosencError(
+            f"--longppl {text}: give a name or {SELF}, and a method behind an @, as in {SELF}@rerope."
+        )
+    return name, spec
+
+
+def make_settings(
+    values: Mapping[str, Any],
+    original: int | None,
+    *,
+    preset: str | None = None,
+    bos: str | None = None,
+) -> tuple[Settings, str]:
+    """Return the settings of a run, and the policy for special tokens.
+
+    A value that is `None` leaves the decision to the preset, and then to the defaults. The default lengths come from
+    `original`, the model's trained length in tokens.
+    """
+    chosen, policy = {}, "auto"
+    if preset is not None:
+        if preset not in PRESETS:
+            raise unknown("preset", preset, PRESETS)
+        chosen, policy = {**PRESETS[preset].settings, "preset": preset}, PRESETS[preset].bos
+    chosen |= {name: value for name, value in values.items() if value is not None}
+    names = [field.name for field in dataclasses.fields(Settings)]
+    for name in sorted(set(chosen) - set(names)):
+        raise unknown("setting", name, names)
+    for name in _WHOLE & chosen.keys():
+        chosen[name] = read_whole(chosen[name], name, 0)
+    if "lengths" not in chosen:
+        chosen["lengths"] = default_lengths(original)
+    return Settings(**chosen), policy if bos is None else bos
+
+
 def special_tokens(tokenizer: Any, policy: str) -> list[int]:
     """Return the special tokens in front of a window; `bos-or-eos` is lm-evaluation-harness's policy."""
+    from hf_posenc.evaluation.documents import special_prefix
+
     if policy != "bos-or-eos":
         return special_prefix(tokenizer, policy)
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

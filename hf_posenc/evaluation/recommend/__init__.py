@@ -391,6 +391,25 @@ def _unscaled(parameters: Any) -> Any:
     return {"rope_type": "default", **kept}
 
 
+def answer(advice: Advice) -> Iterator[str]:
+    """Yield the answer, in nine lines at most: the lengths, what works best, the call, and the commands to run next."""
+    named = dict(facts(advice))
+    yield named["checkpoint"]
+    yield from (
+        f"{name}: {named[name]}" for name in ("in a cache", "already scaled") if name in named
+    )
+    if advice.needed:
+        groups = _groups(advice)
+        for works in list(dict.fromkeys(works for works, _ in groups))[:2]:
+            kinds = (
+                f"{kind} {', '.join(option.method for option in options[:SHOWN])}"
+                for (own, kind), options in groups.items()
+                if own == works
+            )
+            yield f"{works}: {'; '.join(kinds)}"
+    yield from next_steps(advice)
+
+
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
     carried, limits = advice.carried, advice.limits

@@ -18,12 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, TypeAlias, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from hf_posenc.errors import PosencError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 T = TypeVar("T")
 Name: TypeAlias = tuple[str | int | float | None, ...]
@@ -266,6 +267,8 @@ class Prompt:
 
     def with_question(self, question: Sequence[int]) -> Prompt:
         """Return the prompt that ends with another question."""
+        import torch
+
         ids = torch.cat([self.ids[: self.text], torch.tensor(question, dtype=torch.int64)])
         return dataclasses.replace(self, ids=ids)
 
@@ -274,6 +277,8 @@ class Prompt:
 
         The special tokens in front, so many, stay there.
         """
+        import torch
+
         cut = max(0, self.longest + behind - most)
         ids = torch.cat([self.ids[:special], self.ids[special + cut :]])
         return dataclasses.replace(self, ids=ids, text=self.text - cut)
@@ -285,6 +290,8 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
     A needle is put at its fraction of the filler's tokens, moved back to the end of a sentence or line; the papers cut
     the filler anywhere, also within a word. Raise if the length is too short.
     """
+    import torch
+
     room = length - len(special) - scene.fixed
     if room < scene.least_filler:
         least = length - room + scene.least_filler

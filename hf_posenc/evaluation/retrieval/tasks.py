@@ -10,6 +10,7 @@ import math
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.retrieval.prompts import (
@@ -447,3 +448,13 @@ class RetrievalSettings:
         numbers = range(self.samples * len(self.depths) // len(depths))
         pairs = itertools.product(depths, numbers)
         return [Sample(self.seed, name, length, *pair) for pair in pairs]
+
+
+def settings_of(options: Any, lengths: Sequence[int]) -> RetrievalSettings:
+    """Return the settings of a run with these `RetrievalOptions`, at these lengths."""
+    names = ("depths", "samples", "distractors", "decode", "seed", "chunk")
+    return RetrievalSettings(
+        lengths=tuple(sorted(set(lengths))),
+        tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
+        **{name: getattr(options, name) for name in names},
+    )

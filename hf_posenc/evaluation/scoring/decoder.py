@@ -20,6 +20,21 @@ READS_AHEAD_HALF = 0.05
 all families of transformers: 1.4e-6 in float32 (rounding of experts), 0 in bfloat16, 0.2 to 1 if they read ahead."""
 
 
+_SIZES_ALONE = "_hf_posenc_sizes_alone"
+
+
+def mark_sizes_alone(model: nn.Module, device: torch.device) -> nn.Module:
+    """Mark a model on the meta device as one whose cost on another device is computed, and which is never run."""
+    vars(model)[_SIZES_ALONE] = device
+    return model
+
+
+def sizes_alone(model: nn.Module) -> torch.device | None:
+    """Return the device for which the cost of a marked model is computed; `None` for a model that is run."""
+    device: torch.device | None = vars(model).get(_SIZES_ALONE)
+    return device
+
+
 def find_decoder(
     model: nn.Module, probe: Tensor, options: dict[str, Any]
 ) -> tuple[nn.Module | None, Tensor]:

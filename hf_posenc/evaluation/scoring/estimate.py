@@ -30,6 +30,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.scoring.decoder import sizes_alone
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
 from hf_posenc.model.attention import native_implementation
@@ -422,7 +423,7 @@ def read_shape(model: nn.Module) -> ModelShape:
         around=sum(_own_weights(module) for module in around),
         embeddings=max(1, sum(isinstance(module, nn.Embedding) for module in around)),
         dtype=embeddings.weight.dtype,
-        device=embeddings.weight.device,
+        device=sizes_alone(model) or embeddings.weight.device,
         implementation=implementation,
         own_attention=own_attention,
     )

@@ -27,6 +27,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     input_device,
     input_embeddings,
     replaced,
+    sizes_alone,
     sliced,
     without_cache,
 )
@@ -117,6 +118,10 @@ class TokenScorer:
         self.mlps = SlicedMLPs(model)
         self.in_head = False
         self._options = without_cache(model)
+        if sizes_alone(model) is not None:  # `--dry-run`: head replay is expected to work
+            self.replays, self.exact, self.positions = True, True, None
+            self.chunk, self.prefill, self.mlp = chunk or 1, prefill, mlp
+            return
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
         with torch.no_grad():
             self._decoder, full = find_decoder(model, probe, self._options)

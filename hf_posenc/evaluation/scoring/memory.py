@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import torch
-
 from hf_posenc.errors import PosencError, one_line
 
 OUT_OF_MEMORY = "out of memory"
@@ -13,6 +11,8 @@ OUT_OF_MEMORY = "out of memory"
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out: CUDA's, the system's, or that of PyTorch's allocator for CPUs."""
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     message = str(error).lower()
@@ -31,6 +31,8 @@ def reason_of(error: Exception) -> str:
 
 def release(error: Exception) -> None:
     """Free the memory of a computation that an error ended."""
+    import torch
+
     error.__traceback__ = None  # its frames hold the tensors that are to be freed
     gc.collect()
     if torch.cuda.is_available():

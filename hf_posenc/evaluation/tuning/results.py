@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import nn
 
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
-from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate
 from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW
 from hf_posenc.evaluation.tuning import Board, Comparison, Loss, Losses, Row, TailJob, TailSettings
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT", bound="TuningResult")
 
 FORMAT = 1
-CONTROLS = (UNPATCHED, TRUNCATION, "attention_sinks")
-"""The model as loaded, and plain attention to the last original-context tokens, which no length breaks."""
 
 _ABOUT = ("model", "source", "environment", "command")
 _ORDER = (

@@ -19,7 +19,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Grid, number
-from hf_posenc.evaluation.measuring.candidates import Candidate, Part
+from hf_posenc.evaluation.measuring.candidates import CONTROLS, Candidate, Part
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, TOO_FEW, exp_or_inf
 from hf_posenc.evaluation.measuring.store import Records
@@ -45,7 +45,6 @@ from hf_posenc.evaluation.tuning.algorithms import (
     starts,
 )
 from hf_posenc.evaluation.tuning.results import (
-    CONTROLS,
     TuningResult,
     against,
     family_note,

@@ -19,9 +19,8 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import (
     Candidate,
-    Part,
     agreed,
-    check_unique,
+    crossed,
     original_length,
 )
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
@@ -29,70 +28,17 @@ from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.plots.results import sweep_figure
 from hf_posenc.evaluation.tuning import Batch, Board, Loss, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import (
-    CONTROLS,
     TuningResult,
     against,
     family_note,
     on_short,
 )
-from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST = 2
 """Least number of methods in the last round, so that the best one is compared on every document."""
-
-
-Scales = Sequence[float] | Callable[[Candidate], Sequence[float]]
-"""Scales of all methods, or of each."""
-
-
-def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]]:
-    """Cross methods with scales; a method without a scale, or with a given one, is listed once.
-
-    Returns:
-        The candidates, each with True if it is a control; the controls first.
-    """
-    requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
-    check_unique(requested)
-    competing = [candidate for candidate in requested if candidate.parts]
-    labels = [candidate.label for candidate in competing]
-    if not competing:
-        raise PosencError(
-            "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
-        )
-    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
-    return [*((c, True) for c in controls), *((c, False) for c in competing)]
-
-
-def at_scales(spec: str, scales: Scales) -> list[Candidate]:
-    """Return the candidates of one value of `--patch`."""
-    candidate = Candidate.parse(spec)
-    if callable(scales):
-        scales = scales(candidate)
-    takers = [part for part in candidate.parts if part.auto]
-    takers = takers or [part for part in candidate.parts if _has_default_scale(part)]
-    if "target_length" in candidate.beside or not takers:
-        return [candidate]
-    candidates = []
-    for scale in scales:
-        parts = [
-            dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
-            if part in takers
-            else part
-            for part in candidate.parts
-        ]
-        for part in parts:
-            part.build(1.0)  # raises if the method refuses the scale
-        candidates.append(Candidate.of(parts, candidate.beside))
-    return candidates
-
-
-def _has_default_scale(part: Part) -> bool:
-    """Return whether a method that works without a scale was given none (`dynamic_ntk`)."""
-    default = get_method(part.method).knobs().get("scale")
-    return isinstance(default, int | float) and "scale" not in part.options
 
 
 def tried(

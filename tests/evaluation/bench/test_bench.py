@@ -17,7 +17,8 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.bench.result import pooled
-from hf_posenc.evaluation.bench.run import BenchJob, get_suite, prepare, suite_lengths
+from hf_posenc.evaluation.bench.run import BenchJob, prepare, suite_lengths
+from hf_posenc.evaluation.bench.suites import get_suite
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import to_markdown

@@ -172,8 +172,9 @@ def test_settings_that_do_not_go_together(options: dict[str, Any], message: str)
 
 def test_lengths_as_text() -> None:
     assert parse_lengths("512, 1024,4k,128K") == (512, 1024, 4096, 131072)
+    assert parse_lengths("1M,2m") == (1_048_576, 2_097_152)
     assert parse_lengths("4k,4096") == (4096,)
-    for bad in ("", "abc", "1.5k", "-4", "512,,1024", "4m"):
+    for bad in ("", "abc", "1.5k", "-4", "512,,1024", "4g", "M"):
         with pytest.raises(PosencError, match="is no length"):
             parse_lengths(bad)
 

@@ -499,8 +499,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_the_command(folder: Path) -> None:
-    result = invoke(folder, "--target-length", "1k")
+@pytest.mark.parametrize("scaled", [{}, {"rope_type": "dynamic", "factor": 2.0}])
+def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= scaled
+    (folder / "config.json").write_text(json.dumps(config))
+    result = invoke(folder, "--target-length", "1k", *(["--original", 64] if scaled else []))
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert 6 < len(lines) <= 10
+    assert f"{folder}: LlamaForCausalLM, " in lines[0]
+    assert any(line.startswith("as it is: frequencies ") for line in lines)
+    assert any(line.startswith("In Python: patch_model(model, ") for line in lines)
+    assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
+    assert lines[-1].endswith("--all")
+
+
+def test_the_command_prints_all(folder: Path) -> None:
+    result = invoke(folder, "--target-length", "1k", "--all")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     first = next(line for line in lines if line.split()[:3] == ["as", "it", "is"])
@@ -508,7 +525,8 @@ def test_the_command(folder: Path) -> None:
     assert "In Python: patch_model(model, 'yarn', target_length=1024)" in lines
     assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
     assert "--weights" in result.output  # what it could not try
-    assert "--weights" not in invoke(folder, "--target-length", "1k", "--weights").output
+    weights = invoke(folder, "--target-length", "1k", "--all", "--weights")
+    assert "--weights" not in weights.output
 
 
 def test_json_says_the_same(folder: Path) -> None:

@@ -19,7 +19,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.grid import to_rich
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
 from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.options import SweepOptions
@@ -30,7 +30,6 @@ from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
     SweepJob,
     SweepResult,
-    crossed,
     kept_of,
     planned,
     prepare_sweep,

@@ -136,7 +136,7 @@ def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path)
     truncated = 5 * 2 * 64
     raced, every = once * (8 * 2 + 5 * 2 + 4) + truncated, once * 8 * 5 + truncated
     assert f"{raced:,} tokens instead of {every:,}" in result.stdout
-    assert "at the speed of one window of 128 tokens." in " ".join(result.stdout.split())
+    assert "at the rate measured for one thread" in " ".join(result.stdout.split())
     result = invoke(*arguments("search", model, folder, output, "--dry-run"))
     assert (
         f"{24 * 2 * 2 * 128 + 3 * 2 * (6 * once + 2 * 64):,} tokens for 24 evaluations"

@@ -1,0 +1,121 @@
+"""Checks of a command's words that need neither torch nor a model: names, numbers, files and folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from hf_posenc.cli.loading import DTYPES, check_name, lacks_tokenizer, no_tokenizer
+from hf_posenc.diagnosis import check_folder
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.options import (
+    BenchOptions,
+    DocumentOptions,
+    ModelOptions,
+    PerplexityOptions,
+    ProtocolOptions,
+)
+from hf_posenc.gguf_file import find_gguf
+
+# PyTorch's own devices; a package that adds one is found by its entry point, and its names are checked by PyTorch.
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)?")
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "meta")
+
+
+def check_model(options: ModelOptions) -> None:
+    """Refuse a model, a tokenizer, a number format or a device that is not there."""
+    if options.dtype not in DTYPES:
+        raise unknown("dtype", options.dtype, DTYPES)
+    device, device_map = options.device, options.device_map
+    if device is not None and device_map not in (None, "meta"):
+        raise PosencError("--device and --device-map exclude each other: give one of them.")
+    check_device(device)
+    if device_map not in _MAPS:
+        check_device(device_map, f"--device-map is {', '.join(_MAPS)} or a device.")
+    if options.attn is not None and not options.trust_remote_code:
+        _check_attention(options.attn)
+    if options.model is not None:
+        check_checkpoint(options.model, options.revision)
+    if options.tokenizer is not None:
+        check_name(options.tokenizer, given="tokenizer")
+    elif options.model is not None and not options.trust_remote_code:
+        folder = Path(options.model).expanduser()
+        if lacks_tokenizer(folder) and not (folder / "adapter_config.json").exists():
+            raise no_tokenizer(options.model)
+
+
+def check_checkpoint(name: str, revision: str | None = None) -> str:
+    """Return the name of a model as `check_name`; of a folder, check its config too, as far as that is plain JSON."""
+    name = check_name(name, revision)
+    folder = Path(name)
+    adapter = (folder / "adapter_config.json").exists()  # names the folder of the config
+    if folder.is_dir() and find_gguf(folder) is None and not adapter:
+        check_folder(folder, name)
+    return name
+
+
+def check_device(name: str | None, also: str = "") -> None:
+    """Refuse the name of a device that PyTorch does not have."""
+    if name == "meta":
+        raise PosencError("The device 'meta' holds no weights: give cpu, or an accelerator.")
+    if name is None or _DEVICE.fullmatch(name) or metadata.entry_points(group="torch.backends"):
+        return
+    raise PosencError(
+        f"The device {name!r} cannot be used: PyTorch has none of this name. Give cpu, cuda or cuda:1. {also}".rstrip()
+    )
+
+
+def _check_attention(name: str) -> None:
+    """Refuse a plain name that the source of transformers does not contain; a kernel of the hub has a slash."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not name.isidentifier():
+        return
+    source = Path(spec.origin).with_name("modeling_utils.py").read_text(encoding="utf-8")
+    if f'"{name}"' not in source:
+        raise PosencError(
+            f"--attn {name}: transformers has no such attention. Give sdpa, eager or flash_attention_2."
+        )
+
+
+def check_documents(options: DocumentOptions) -> None:
+    """Refuse options that exclude each other or that nothing reads, and files of which there is none."""
+    from hf_posenc.evaluation.documents.source import check_paths, refuse_ignored, source_of
+
+    cache = options.token_cache
+    if cache is not None and cache.exists() and not cache.is_dir():
+        raise PosencError(f"--token-cache {cache} is a file: give a folder.")
+    refuse_ignored(options)
+    source_of(options)
+    check_paths(options.text or ())
+
+
+def check_methods(specs: Sequence[str] | None) -> None:
+    """Refuse unknown methods and options, and values that a method refuses on every model."""
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+
+    for candidate in parse_candidates(specs or ()):
+        candidate.check_values()
+
+
+def check_protocol(options: ProtocolOptions) -> None:
+    """Refuse protocols, presets, published tables and evaluators that do not exist or exclude each other."""
+    from hf_posenc.evaluation import published
+    from hf_posenc.evaluation.perplexity import protocols
+
+    for table in options.compare:
+        published.get(table)
+    if isinstance(options, BenchOptions):
+        names = [field.name for field in dataclasses.fields(ProtocolOptions)]
+        shared = {name: getattr(options, name) for name in names}
+        options = PerplexityOptions(**shared, lengths=options.lengths)
+    assert isinstance(options, PerplexityOptions)
+    protocols.check_options(options)
+    if options.longppl is not None:
+        name, spec = protocols.parse_evaluator(options.longppl)
+        check_methods([spec] if spec else None)
+        if name != protocols.SELF:
+            check_name(name)

@@ -1,0 +1,427 @@
+"""Perplexity: every candidate on the same tokens; `measure_perplexity`, and its parts that the command shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.evaluation.documents import Entry, TokenizedDocument
+from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.flags import output_folder, with_fields
+from hf_posenc.evaluation.measuring import execute as machine
+from hf_posenc.evaluation.measuring import identity
+from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
+from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
+from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
+from hf_posenc.evaluation.measuring.store import Key, Records
+from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
+from hf_posenc.evaluation.perplexity.protocols import (
+    Settings,
+    Window,
+    plan,
+    settings_of,
+    special_tokens,
+)
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.published import comparable
+from hf_posenc.evaluation.published import get as get_table
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+
+EMBEDDED_DOCUMENTS = 12
+"""Default number of the held-out modules."""
+
+# Settings of the summary, which determine none of the stored numbers.
+_OF_THE_SUMMARY = ("base", "preset")
+WINDOWS_PER_ITEM = 64
+"""A long document is measured in parts of so many windows, so that an interrupted run loses little."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Item(machine.Item):
+    """Some windows of one document under one patch, for these lengths; its cells are pairs of protocol and length."""
+
+    lengths: tuple[int, ...]
+    document: str
+    windows: tuple[Window, ...]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"lengths": list(self.lengths), "document": self.document}
+
+
+NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)
+"""Nats, tokens, bytes, words, weighted loss and weight of no token: the last fields of a `Record`."""
+
+
+def _sum_of_curves(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: [a + b for a, b in zip(one[name], two[name], strict=True)] for name in one}
+
+
+def _plus(total: Sequence[Any], part: Sequence[Any]) -> list[Any]:
+    """Add totals over tokens; unknown bytes and words stay unknown, and a loss that was not finite stays NaN."""
+    pairs = zip(total, part, strict=True)
+    sums = [None if a is None or b is None else a + b for a, b in pairs]
+    sums[0], sums[4] = nan_if_none(sums[0]), nan_if_none(sums[4])
+    return sums
+
+
+class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
+    """The perplexity of every candidate, each `checked` against the model, on every document.
+
+    Documents have at least `settings.shortest_document` tokens, with the token ids `special` in front. For `longppl`,
+    `key_tokens` returns which tokens of a document, given by its index, are key, shape (n,), bool; it is called while
+    nothing is patched in. `metadata` has `model`, `source`, `original`, `skipped` and `command` of the result. `read`
+    is the number of documents before they are joined.
+    """
+
+    scorer: FrugalScorer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        documents: Sequence[TokenizedDocument],
+        candidates: Sequence[Candidate],
+        settings: Settings,
+        *,
+        special: Sequence[int] = (),
+        key_tokens: Callable[[int], Tensor] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.candidates, self.read = model, candidates, len(documents)
+        self.documents = joined(documents) if settings.streams else documents
+        self.settings, self._find_key_tokens = settings, key_tokens
+        self.metadata = metadata or {}
+        self._key_tokens: dict[int, Tensor] = {}
+        self.special = torch.tensor(list(special), dtype=torch.int64)
+        self.items = self._items()
+        identity.check_vocabulary(model, max(document.largest() for document in documents))
+        with evaluation_mode(model):
+            probe = torch.cat([self.special, documents[0].tokens(0, 16)])
+            scorer = TokenScorer(model, probe, chunk=settings.chunk, prefill=settings.prefill)
+        self.scorer = FrugalScorer(scorer, settings.batch)
+
+    def _items(self) -> list[Item]:
+        special = len(self.special)
+
+        @cache  # most candidates have the same windows, and there may be many
+        def windows(
+            index: int, lengths: tuple[int, ...], shared: bool, most: int | None
+        ) -> tuple[Window, ...]:
+            where: dict[str, Any] = {"special": special, "shared_prefix": shared}
+            tokens = len(self.documents[index].ids)
+            return tuple(plan(tokens, self.settings, **where, lengths=lengths, most=most))
+
+        items, lengths = [], self.settings.lengths
+        keys = [document_key(document.to_dict()) for document in self.documents]
+        for candidate in self.candidates:
+            groups = [(length,) for length in lengths] if candidate.auto_scale else [lengths]
+            for group, index in itertools.product(groups, range(len(keys))):
+                planned = windows(index, group, not candidate.length_dependent, candidate.most)
+                for block, begin in enumerate(range(0, len(planned), WINDOWS_PER_ITEM)):
+                    part = planned[begin : begin + WINDOWS_PER_ITEM]
+                    cells = (span.cell for window in part for span in window.spans)
+                    item = Item(
+                        key=(candidate.key, group[0], group[-1], keys[index], block),
+                        candidate=candidate,
+                        length=group[-1],
+                        cost=sum(window.forwarded for window in part),
+                        cells=tuple(dict.fromkeys(cells)),
+                        order=index,
+                        lengths=group,
+                        document=self.documents[index].name,
+                        windows=part,
+                    )
+                    items.append(item)
+        return items
+
+    def prepare(self, store: Records, items: Sequence[Item]) -> None:
+        """Find the key tokens of the items' documents, or read them from the store."""
+        if self._find_key_tokens is None:
+            return
+        for index in dict.fromkeys(item.order for item in items):
+            key = ("key tokens", document_key(self.documents[index].to_dict()))
+            if (stored := store.get(key)) is None:
+                found = self._find_key_tokens(index)
+                stored = {"tokens": len(found), "key": found.nonzero()[:, 0].tolist()}
+                store.append(key, stored)
+            mask = self._key_tokens[index] = torch.zeros(stored["tokens"], dtype=torch.bool)
+            mask[stored["key"]] = True
+
+    def measure(self, item: Item, attempt: Attempt) -> Value:
+        """Run the windows of an item, and add up their spans."""
+        sums: dict[tuple[str, int], list[Any]] = {}
+        longest: dict[str, list[Any]] | None = None
+        waiting, advanced, forwarded = list(item.windows), 0, 0
+        while waiting:
+            batch = [_without_lost(window, attempt) for window in waiting[: self.settings.batch]]
+            same = list(next(itertools.groupby(batch, key=lambda window: window.shape))[1])
+            advanced += sum(window.forwarded for window in waiting[: len(same)])
+            waiting = waiting[len(same) :]
+            if same[0].spans:
+                losses = self._losses(item, same, attempt)
+                if losses is None:
+                    # The shorter prefixes of the same window are tried without the longest.
+                    shorter = [_without_lost(window, attempt) for window in same]
+                    waiting = [*(window for window in shorter if window.spans), *waiting]
+                    advanced -= sum(window.forwarded for window in shorter if window.spans)
+                else:
+                    forwarded += sum(window.forwarded for window in same)
+                    for window, part in zip(same, losses, strict=True):
+                        if added := self._add(sums, item, window, part):
+                            longest = added if longest is None else _sum_of_curves(longest, added)
+            attempt.advance(advanced)
+        return {
+            "sums": [[*cell, *total] for cell, total in sums.items() if not attempt.is_lost(cell)],
+            "curve": longest,
+            "forwarded": forwarded,
+        }
+
+    def _losses(
+        self, item: Item, windows: Sequence[Window], attempt: Attempt
+    ) -> list[Tensor] | None:
+        """Run windows of one shape; if that fails, the cells of their last tokens are lost."""
+        document, first = self.documents[item.order], windows[0].first_scored
+        ids = [
+            torch.cat([self.special[: w.special], document.tokens(w.begin, w.end)]) for w in windows
+        ]
+        last = (span.cell for w in windows for span in w.spans if span.stop == w.tokens)
+        forward = partial(self.scorer, ids, first, read_last=windows[0].read_last)
+        return attempt(forward, last)
+
+    def _add(
+        self, sums: dict[tuple[str, int], list[Any]], item: Item, window: Window, losses: Tensor
+    ) -> dict[str, list[Any]] | None:
+        """Add up the spans of a window; return the curve of the longest prefix if it is one of them."""
+        document, longest = self.documents[item.order], None
+        offset = window.begin - window.special
+        for span in window.spans:
+            part = losses[span.first - window.first_scored : span.stop - window.first_scored]
+            first, stop = offset + span.first, offset + span.stop
+            size, words = document.bytes_between(first, stop), document.words_between(first, stop)
+            weight = span.weight
+            if span.protocol == "longppl":
+                key = self._key_tokens[item.order][first:stop]
+                part, size, words, weight = part[key], None, None, float(key.sum())
+            nats = float(part.sum())
+            weighted = nats if weight == len(part) else nats / max(1, len(part)) * weight
+            new = (nats, len(part), size, words, weighted, weight)
+            sums[span.cell] = _plus(sums.get(span.cell, NOTHING), new)
+            if span.cell == ("prefix", self.settings.lengths[-1]):
+                longest = curve(part, first + window.special, span.length, self.settings.buckets)
+        return longest
+
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        settings = dataclasses.asdict(self.settings)
+        return {
+            "kind": "perplexity",
+            "model": self.metadata["model"],
+            "settings": {name: settings[name] for name in settings if name not in _OF_THE_SUMMARY},
+            "environment": identity.environment(),
+        }
+
+    def collect(self, values: Mapping[Key, Value]) -> PerplexityResult:
+        """Add up the parts of every document, and leave out the cells in which any document failed."""
+        sums: dict[tuple[str, str, int, int], list[Any]] = {}
+        curves: dict[str, tuple[list[float], list[int]]] = {}
+        for item in self.items:
+            value = values[item.key]
+            for protocol, length, *numbers in value.get("sums", ()):
+                key = item.label, protocol, length, item.order
+                sums[key] = _plus(sums.get(key, NOTHING), numbers)
+            if part := value.get("curve"):
+                nats, tokens = [nan_if_none(loss) for loss in part["nats"]], part["tokens"]
+                if before := curves.get(item.label):
+                    nats = [a + b for a, b in zip(before[0], nats, strict=True)]
+                    tokens = [a + b for a, b in zip(before[1], tokens, strict=True)]
+                curves[item.label] = nats, tokens
+        for (*_, index), total in sums.items() if self.settings.preset == "lm-eval" else ():
+            if total[3] is not None:  # the harness counts re.split(r"\s+"): white ends too
+                total[3] += self.documents[index].white_ends
+        labels = [candidate.label for candidate in self.candidates]
+        protocols, longest = self.settings.protocols, self.settings.lengths[-1]
+        reasons = Failures.of(self.items, values.get).reasons()
+        failures = [
+            Failure(label, str(protocol), int(length), reason)
+            for (label, (protocol, length)), reason in reasons.items()
+        ]
+        for label in labels:
+            if (label, ("prefix", longest)) in reasons:
+                curves.pop(label, None)  # of some documents only
+        return PerplexityResult(
+            settings=self.settings,
+            candidates=[
+                MethodEntry.of(c, not (c.length_dependent or c.auto_scale)) for c in self.candidates
+            ],
+            documents=[document.to_dict() for document in self.documents],
+            records=[
+                Record(label, protocol, length, self.documents[index].name, *total)
+                for (label, protocol, length, index), total in sorted(
+                    sums.items(),
+                    key=lambda e: (labels.index(e[0][0]), protocols.index(e[0][1]), *e[0][2:]),
+                )
+                if (label, (protocol, length)) not in reasons
+            ],
+            failures=sorted(
+                failures, key=lambda each: (labels.index(each.method), each.protocol, each.length)
+            ),
+            curves=curves,
+            head_replay=self.scorer.head_replay,
+            environment=identity.environment(),
+            fingerprint=self.fingerprint,
+            **self.metadata,
+        )
+
+
+def _without_lost(window: Window, attempt: Attempt) -> Window:
+    """Return the window without the spans of lost cells, no longer than the other spans need."""
+    spans = tuple(span for span in window.spans if not attempt.is_lost(span.cell))
+    if not spans or len(spans) == len(window.spans):
+        return dataclasses.replace(window, spans=spans)
+    # Only a prefix has spans that end before the window does.
+    excess = window.tokens - max(span.stop for span in spans)
+    return dataclasses.replace(window, spans=spans, end=window.end - excess)
+
+
+def document_key(document: Mapping[str, Any]) -> str:
+    """Return the key of a document in the records, from its description in a result."""
+    # The text too: with unknown tokens or a normalizer, texts of other bytes and words have the same tokens.
+    hashes = [document[name][:16] for name in ("tokens_sha256", "text_sha256") if document[name]]
+    return " ".join([document["name"], *hashes])
+
+
+def measure_perplexity(
+    model: nn.Module,
+    tokenizer: Any,
+    documents: Iterable[str | Entry],
+    options: PerplexityOptions | None = None,
+    *,
+    output: Path | str | None = None,
+    progress: Progress = silent,
+    **fields: Any,
+) -> PerplexityResult:
+    """Measure methods against each other on the same tokens.
+
+    Each method is patched in and undone, so the model is unchanged at the end.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer.
+        documents: Texts, or the entries of a reader of `hf_posenc.evaluation.documents`.
+        options: Methods, lengths, protocols and their numbers.
+        output: Folder of the records: an interrupted call, made again, resumes.
+        progress: Called after every forward with the method's label, tokens done and tokens in all.
+        **fields: Fields of `PerplexityOptions` that replace those of `options`, such as `methods` or `tail_tokens`.
+
+    Returns:
+        Perplexities by method, protocol and length: `cells`, `tables()`, `plot()`, `write(folder)`.
+
+    Raises:
+        PosencError: Options exclude each other, or no document can be used.
+
+    Examples:
+        >>> from hf_posenc.evaluation import measure_perplexity
+        >>> methods, lengths = ["none", "pi:scale=2"], [64, 128]  # in tokens
+        >>> result = measure_perplexity(model, tokenizer, texts, methods=methods, lengths=lengths)
+        >>> result.cell("pi (scale 2)", "tail", 128).perplexity > 1
+        True
+    """
+    folder = output_folder(output, progress)
+    options = with_fields(PerplexityOptions, options, fields)
+    run = prepare(model, tokenizer, Source.of(documents), options)
+    result = run.run(folder, progress=progress)
+    assert result is not None
+    return result
+
+
+def prepare(
+    model: nn.Module,
+    tokenizer: Any,
+    source: Source,
+    options: PerplexityOptions,
+    *,
+    name: str | None = None,
+    command: str | None = None,
+    load: Callable[[str], tuple[nn.Module, Any]] | None = None,
+) -> PerplexityRun:
+    """Check the methods against the model, choose lengths and protocols, and read the documents.
+
+    `name` is the model's in results, by default read from its config; `command` gives this result again. `load` loads
+    the model and the tokenizer of a name, for an evaluator of LongPPL that is another model.
+    """
+    identity.check_weights(model)
+    identity.check_tokenizer(tokenizer)
+    candidates, original = checked_candidates(model, options.methods)
+    settings, policy = settings_of(options, original)
+    lengths = within_reach(model, candidates, settings.lengths, given=options.lengths is not None)
+    if lengths != settings.lengths:
+        settings, policy = settings_of(dataclasses.replace(options, lengths=lengths), original)
+    for table in options.compare:
+        comparable(get_table(table), settings)
+    special = special_tokens(tokenizer, policy)
+    needed = max(1, settings.shortest_document - len(special))
+    windows = settings.windows_per_document or 1
+    documents, skipped, about = source.load(
+        tokenizer,
+        options,
+        min_tokens=needed,
+        embedded_limit=EMBEDDED_DOCUMENTS,
+        embedded_tokens=max(needed, windows * settings.lengths[-1] - len(special)),
+    )
+    key_tokens = None
+    if options.longppl is not None:
+        evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
+        protocols = (*settings.protocols, "longppl")
+        settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
+        key_tokens = finder(evaluator, documents, tokenizer, settings.lengths[-1], source)
+    return PerplexityRun(
+        model,
+        documents,
+        candidates,
+        settings,
+        special=special,
+        key_tokens=key_tokens,
+        metadata={
+            "model": identity.describe_model(name, model, tokenizer, special, policy),
+            "source": about,
+            "original": original,
+            "skipped": skipped,
+            "command": command,
+        },
+    )
+
+
+def joined(documents: Sequence[TokenizedDocument]) -> list[TokenizedDocument]:
+    """Return the documents as one stream of tokens; a single one, maybe larger than memory, stays in its file."""
+    if len(documents) == 1:
+        return list(documents)
+    identities = [document.to_dict() for document in documents]
+    hashes = [f"{each['tokens_sha256']} {each['text_sha256']}" for each in identities]
+    digest = hashlib.sha256("\n".join(hashes).encode())
+    ids = torch.cat([document.tokens(0, len(document.ids)) for document in documents])
+    name = f"stream of {len(documents)} document{'s' * (len(documents) != 1)}"
+    byte_ends = _cumulative([document.byte_ends for document in documents])
+    word_ends = _cumulative([document.word_ends for document in documents])
+    return [TokenizedDocument(name, ids, byte_ends, digest.hexdigest(), word_ends)]
+
+
+def _cumulative(ends: Sequence[Tensor | None]) -> Tensor | None:
+    known = [part for part in ends if part is not None]
+    if len(known) < len(ends):
+        return None
+    sizes = [0, *(int(part[-1]) if len(part) else 0 for part in known)]
+    starts = itertools.accumulate(sizes[:-1])
+    return torch.cat([part + start for part, start in zip(known, starts, strict=True)])

@@ -1,0 +1,185 @@
+"""Wrong words of every command are refused before torch and transformers are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.cli.app import app
+from hf_posenc.embedded import model_path
+
+# A command line in a folder with an empty file `empty.txt`, and a part of its error. {model} is a checkpoint's folder.
+WRONG = [
+    ("perplexity --patch yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
+    ("perplexity {model} --patch yarn:scalle=8", "Unknown option of yarn 'scalle'. Did you mean"),
+    ("perplexity {model} --patch yarn:scale=-8", "--patch yarn:scale=-8: yarn: scale is a number"),
+    ("perplexity --patch longrope", "--patch longrope: longrope needs short_factor"),
+    (
+        "perplexity --patch yarn:scale=2+ntk",
+        "Two methods on one seam exclude each other: yarn, ntk",
+    ),
+    ("perplexity --method yarn", "No such option: --method. It is called --patch here."),
+    (
+        "perplexity --lengths 2G",
+        "'2G' is no length; give a whole number of tokens, such as 4096 or",
+    ),
+    ("perplexity --lengths 4", "A length has at least 8 tokens, not 4."),
+    ("perplexity --lengths 64 --tail-tokens 100", "which must be fewer than the shortest length"),
+    ("perplexity --protocol taill", "Unknown protocol 'taill'"),
+    ("perplexity --preset yarm", "Unknown preset 'yarm'"),
+    ("perplexity --aggregate token", "Unknown aggregate 'token'"),
+    ("perplexity --stride 8 --protocol tail", "--stride 8 is for --protocol sliding or stream"),
+    ("perplexity --compare yarn-table0", "Unknown published table 'yarn-table0'"),
+    ("perplexity --longppl self@yarm", "Unknown method 'yarm'"),
+    ("perplexity --longppl ./nowhere", "There is no model folder ./nowhere"),
+    ("perplexity --bos maybe", "Unknown BOS policy 'maybe': auto, always, never."),
+    ("perplexity ./nowhere", "There is no model folder ./nowhere"),
+    ("perplexity .", "has no config.json (it has empty.txt)"),
+    ("perplexity {model} --revision main", "only models on the hub have revisions"),
+    ("perplexity --tokenizer ./nowhere", "There is no tokenizer folder ./nowhere"),
+    ("perplexity --text nowhere.txt", "No document can be used (nowhere.txt: no such file)."),
+    ("perplexity --text . --dataset x", "--text and --dataset exclude each other"),
+    ("perplexity --text a.bin --token-dtype int9", "Unknown token type 'int9'"),
+    ("perplexity --token-cache empty.txt", "--token-cache empty.txt is a file: give a folder."),
+    ("perplexity --dtype float8", "Unknown dtype 'float8'"),
+    ("perplexity --device cudaa", "The device 'cudaa' cannot be used: PyTorch has none of"),
+    ("perplexity --device meta", "The device 'meta' holds no weights"),
+    ("perplexity --device-map autoo", "--device-map is auto, balanced,"),
+    ("perplexity --attn flash", "--attn flash: transformers has no such attention."),
+    ("perplexity --shard 3/2", "--shard 3/2: give one of 1/N"),
+    ("perplexity --report-to mlflow", "Unknown tracker 'mlflow'"),
+    ("perplexity --output empty.txt", "--output empty.txt is a file: give a folder."),
+    ("retrieval --tasks passky", "Unknown task 'passky'. Did you mean 'passkey'?"),
+    ("retrieval --patch yarm", "Unknown method 'yarm'"),
+    ("retrieval --decode beam", "Unknown way to decode 'beam'"),
+    ("retrieval --haystack nowhere.txt", "--haystack nowhere.txt has no text"),
+    ("retrieval ./nowhere", "There is no model folder ./nowhere"),
+    ("bench --suite fast", "Unknown suite 'fast'"),
+    ("bench --patch yarm", "Unknown method 'yarm'"),
+    ("bench --tasks passky", "Unknown task 'passky'"),
+    ("bench --protocol taill", "Unknown protocol 'taill'"),
+    ("bench --lengths 1k --target-length 2k", "Lengths and a target length exclude each other"),
+    ("bench --suite gpu --patch yarm", "Unknown method 'yarm'"),
+    ("bench --suite gpu --device cudaa", "The device 'cudaa' cannot be used"),
+    ("sweep --patch yarm", "Unknown method 'yarm'"),
+    ("sweep --patch none", "There is nothing to compare"),
+    ("sweep --scales 0.5", "--scales 0.5: give numbers above 1"),
+    ("sweep ./nowhere", "There is no model folder ./nowhere"),
+    ("search --objective speed", "--objective is perplexity or needle, not 'speed'."),
+    ("search --text nowhere.txt", "No document can be used"),
+    ("extend --target-length 4x", "--target-length 4x: '4x' is no length"),
+    ("extend --budget soon", "'soon' is no time"),
+    ("extend ./nowhere", "There is no model folder ./nowhere"),
+    ("selftest --device cudaa", "The device 'cudaa' cannot be used"),
+    ("selftest nowhere/file.json", "cannot be written: give a file in a folder that exists."),
+    ("export ./nowhere --to vllm", "There is no model folder ./nowhere"),
+    ("export {model} --to vlm", "Unknown engine 'vlm'. Did you mean 'vllm'?"),
+    ("export {model} --to vllm --patch yarm", "Unknown method 'yarm'"),
+    ("export {model} --to vllm --weights move", "Unknown value of --weights 'move'"),
+    ("export {model} --to llama.cpp --gguf nowhere.gguf", "There is no file nowhere.gguf."),
+    ("inspect ./nowhere", "There is no model folder ./nowhere"),
+    ("inspect --patch yarm", "Unknown method 'yarm'"),
+    ("inspect --patch yarn", "yarn needs scale="),
+    ("inspect -- --rope-foo 3", "--rope-foo is not a flag that is read"),
+    ("recommend --target-length 4x", "--target-length 4x: '4x' is no length"),
+    ("recommend ./nowhere --target-length 4k", "There is no model folder ./nowhere"),
+    ("recommend --target-length 4k --dtype int8", "Unknown dtype 'int8'"),
+    ("recipes ./nowhere", "There is no model folder ./nowhere"),
+    ("show yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
+    ("fetch smollm3", "Unknown checkpoint 'smollm3'. Did you mean 'smollm2'?"),
+    ("report nowhere", "There is no folder nowhere."),
+    ("methods yarn", "unexpected extra argument"),
+    ("models llama", "unexpected extra argument"),
+    ("recipees", "No such command 'recipees'. Did you mean 'recipes'?"),
+]
+
+# A command line whose last word is completed, and some of the words that a shell then offers.
+COMPLETED = [
+    ("hf-posenc re", {"retrieval", "recommend", "report", "recipes"}),
+    ("hf-posenc bench --sh", {"--shard"}),
+    (
+        "hf-posenc perplexity --patch yarn:scale=4+lo",
+        {"yarn:scale=4+log_n", "yarn:scale=4+longrope"},
+    ),
+    ("hf-posenc inspect --patch rer", {"rerope"}),
+    ("hf-posenc show self", {"self_extend"}),
+    ("hf-posenc recipes llama-2-yarn", {"llama-2-yarn-64k", "llama-2-yarn-128k"}),
+    ("hf-posenc fetch s", {"smollm2"}),
+    ("hf-posenc export model --to sg", {"sglang"}),
+    ("hf-posenc perplexity --protocol prefix,ta", {"prefix,tail"}),
+    ("hf-posenc retrieval --tasks pass", {"passkey"}),
+    ("hf-posenc bench --suite qu", {"quick"}),
+    ("hf-posenc perplexity --preset lm", {"lm-eval"}),
+    ("hf-posenc perplexity --dtype bf", {"bfloat16"}),
+]
+
+_RUN = """
+import contextlib, io, json, os, sys
+from hf_posenc.cli import main
+
+found = []
+for environment, words in json.load(sys.stdin):
+    os.environ.update(environment)
+    said, status = io.StringIO(), None
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            main(words)
+        except SystemExit as end:
+            status = end.code
+    found.append([status, said.getvalue(), [n for n in ("torch", "transformers") if n in sys.modules]])
+print(json.dumps(found))
+"""
+
+
+def said(runs: list[tuple[dict[str, str], list[str]]], folder: Path) -> list[list[Any]]:
+    """The status, the output and the heavy modules after each of some runs, all in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN],
+        input=json.dumps(runs),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[list[Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_wrong_words_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    lines = [line.format(model=model_path()) for line, _ in WRONG]
+    found = said([({}, shlex.split(line)) for line in lines], tmp_path)
+    for line, (_, error), (status, text, loaded) in zip(lines, WRONG, found, strict=True):
+        assert (status, loaded) == (2, []), f"{line}: {text}"
+        assert error in text, line
+
+
+def test_a_shell_completes_names_without_torch(tmp_path: Path) -> None:
+    runs: list[tuple[dict[str, str], list[str]]] = [
+        (
+            {
+                "_HF_POSENC_COMPLETE": "complete_bash",
+                "COMP_WORDS": line,
+                "COMP_CWORD": str(len(line.split()) - 1),
+            },
+            [],
+        )
+        for line, _ in COMPLETED
+    ]
+    for (line, offered), (_, text, loaded) in zip(COMPLETED, said(runs, tmp_path), strict=True):
+        assert offered <= {*text.split()}, f"{line}: {text}"
+        assert loaded == []
+
+
+def test_every_command_has_wrong_words_here() -> None:
+    names = {
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback
+    }
+    assert names <= {line.split()[0] for line, _ in WRONG}
