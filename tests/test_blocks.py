@@ -38,7 +38,7 @@ from transformers import (
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_posenc import catalog, embedded, from_pretrained, patch_model, verification
+from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.training import arguments
@@ -145,8 +145,6 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True, symlinks=True)
     monkeypatch.chdir(tmp_path)
     verify_here(monkeypatch)
-    # Random weights at 16 times the length make more of the rounding of an angle than trained ones.
-    monkeypatch.setitem(verification.TOLERANCES, torch.float32, 1e-3)
     serve(tmp_path, monkeypatch)
     return tmp_path
 

@@ -162,9 +162,13 @@ class PosencRotary(RotaryWrapper):
 
     def _apply(self, fn: Any, recurse: bool = True) -> PosencRotary:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.refresh()
+        return self
+
+    def refresh(self) -> None:
+        """Compute the tables anew."""
         self._engines.clear()
         self._engine(self.device)
-        return self
 
     @property
     def device(self) -> torch.device:

@@ -113,3 +113,25 @@ def test_the_clean_process_has_no_hf_posenc(model: PreTrainedModel, tmp_path: Pa
     (tmp_path / "transformers.py").write_text("import hf_posenc\n")
     with pytest.raises(PosencError, match="kept out of this process"):
         verify_export(tmp_path / "model", model, packages=tmp_path)
+
+
+def test_rounding_at_far_positions_is_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frequencies half a float32 off turn far positions; a scale that is 0.1 % off does too, and is another model."""
+    verify_here(monkeypatch)
+    sizes = {"max_position_embeddings": 4096, "initializer_range": 0.2}
+    model = patch_model(zoo.build("llama", **sizes), "yarn", scale=16)
+    tables = list(model.buffers())
+    before = [table.clone() for table in tables]
+    logits = zoo.logits(model, zoo.tokens(20))
+    model.save_pretrained(tmp_path)
+    found = verify_export(tmp_path, model)
+    assert found.passed
+    assert found.reach == 16 * 4096
+    assert found.tolerance > 5 * verification.TOLERANCES[torch.float32]  # a fixed one refused it
+    assert all(map(torch.equal, tables, before))
+    assert torch.equal(zoo.logits(model, zoo.tokens(20)), logits)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"factor": 16.0', '"factor": 16.016'))
+    assert not verify_export(tmp_path, model).passed
