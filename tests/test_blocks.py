@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 import yaml
 from transformers import (
