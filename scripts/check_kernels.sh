@@ -24,4 +24,12 @@ TRITON_INTERPRET=1 python -m pytest --noconftest -p no:cacheprovider -q tests/at
 printf '\n==> compiled ahead of time (%d s)\n' "$SECONDS"
 rm -rf "$TRITON_CACHE_DIR"
 python -W ignore -m scripts.compile_kernels
+for version in 3.4.0 3.6.0 3.7.0; do  # the oldest that compiles, and others that torch brings
+    printf '\n==> compiled by Triton %s (%d s)\n' "$version" "$SECONDS"
+    older="$place/$version"
+    if [ ! -d "$older/triton" ]; then
+        python -m pip install --quiet --no-deps --target "$older" "triton==$version" numpy==2.2.6
+    fi
+    PYTHONPATH="$older:$PWD" TRITON_CACHE_DIR="$older/compiled" python -W ignore -m scripts.compile_kernels --only-compile
+done
 printf '\n==> done (%d s)\n' "$SECONDS"
