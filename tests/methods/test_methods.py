@@ -126,6 +126,8 @@ NATIVE: list[tuple[str, str, dict[str, Any]]] = [
     ("dynamic_ntk", "dynamic", {}),
     ("yarn", "yarn", {}),
     ("yarn", "yarn", {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0}),
+    # With 64 trained tokens, the ramp has no length: its ends are the same pair.
+    ("yarn", "yarn", {"beta_fast": 32.0, "beta_slow": 11.0}),
     ("yarn", "yarn", {"attention_factor": 1.3}),
     ("yarn", "yarn", {"mscale": 1.0, "mscale_all_dim": 0.707}),
     ("yarn", "yarn", {"mscale": 0.707}),

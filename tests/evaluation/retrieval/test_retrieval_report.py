@@ -17,7 +17,13 @@ from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
-from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
+from hf_posenc.evaluation.retrieval.result import (
+    Failure,
+    LeftOut,
+    Record,
+    RetrievalResult,
+    mcnemar,
+)
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -148,6 +154,17 @@ def shown_by(panel: Any) -> Any:
 
 
 @pytest.mark.skipif(not available(), reason="needs matplotlib")
+@pytest.mark.parametrize(
+    ("won", "lost", "as_extreme"),
+    [(12, 0, 2), (0, 12, 2), (1, 0, 2), (5, 1, 14), (2, 10, 158), (6, 6, 4096), (7, 6, 8192)],
+)
+def test_mcnemar_counts_the_outcomes_at_least_as_extreme(
+    won: int, lost: int, as_extreme: int
+) -> None:
+    """Of 2^n equally probable outcomes, in either direction: for 2 of 12, 2 (1 + 12 + 66) = 158."""
+    assert mcnemar(won, lost) == as_extreme / 2 ** (won + lost)
+
+
 def test_heat_maps_show_every_cell_and_the_trained_length(tmp_path: Path) -> None:
     import numpy as np
 
