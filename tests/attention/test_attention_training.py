@@ -19,11 +19,18 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import T5, KerpleLog, get_method
 from hf_posenc.model import masks
 from hf_posenc.model.parameters import MethodParameters, share_parameters
-from tests.attention.test_attention import PATHS, apply, build
+from tests.attention.test_attention import ALIKE, PATHS, apply, build
 from tests.support import zoo
-from tests.support.attention_llama import CASES, TRAINABLE, parameters_of, randomise, reference
+from tests.support.attention_llama import (
+    CASES,
+    FORMS,
+    TRAINABLE,
+    parameters_of,
+    randomise,
+    reference,
+)
 from tests.support.families import build_text_model
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -155,7 +162,7 @@ def test_gradients_are_finite_also_under_padding(
         assert value.grad.isfinite().all(), key
 
 
-@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS))
+@pytest.mark.parametrize(("name", "path"), [*covering(FORMS, PATHS), *late(ALIKE, PATHS)])
 def test_gradient_checkpointing_gives_the_same_gradients(
     model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ from tests.support.zoo_registry import (
 from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
 
 __all__ = [
+    "HELD",
     "NOT_BUILT",
     "NOT_TEXT_MODULE",
     "ORIGINAL_LENGTH",
@@ -100,6 +101,13 @@ _REPRESENTATIVE = (
     "ernie4_5_vl_moe_text",  # three axes, frequencies in another order
     "mistral_large4_text",  # learned scaling of the frequencies; sparse attention
 )
+
+
+HELD = (
+    *("llama", "gptj", "roformer", "phimoe", "gemma3", "gemma4_text", "recurrent_gemma", "moshi"),
+    *("deepseek_v2", "qwen2_5_vl_text", "mistral_large4_text"),
+)
+"""Of the representative types, one for each way in which a model holds its table and reads it."""
 
 
 @cache
