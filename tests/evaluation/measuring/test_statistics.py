@@ -23,6 +23,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     side_of_one,
     summarize,
 )
+from tests.support.selection import covering
 
 
 def records(
@@ -167,9 +168,9 @@ def simulated(
     return SHAPES[shape](rng, (draws, documents)) * weights, weights
 
 
-@pytest.mark.parametrize("documents", [2, 3, 5, 8, 12, 30])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "lengths", "documents"), covering(SHAPES, LENGTHS, [2, 3, 5, 8, 12, 30], rounds=2)
+)
 def test_intervals_cover_the_truth(shape: str, lengths: str, documents: int) -> None:
     inside = []
     for sums, weights in zip(*simulated(shape, lengths, documents), strict=True):

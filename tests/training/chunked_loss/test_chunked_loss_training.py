@@ -180,7 +180,7 @@ def test_sfttrainer_of_trl(tmp_path: Path) -> None:
     assert handle.exact
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_of_half_precision_are_added_up_in_single(
     autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
