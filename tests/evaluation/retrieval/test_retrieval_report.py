@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,12 @@ from hf_posenc.evaluation.retrieval.result import (
     LeftOut,
     Record,
     RetrievalResult,
+    Z,
+    k_max,
     mcnemar,
+    passing,
+    summarize,
+    wilson,
 )
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.tiny_text import prose, tiny_checkpoint
@@ -163,6 +170,62 @@ def test_mcnemar_counts_the_outcomes_at_least_as_extreme(
 ) -> None:
     """Of 2^n equally probable outcomes, in either direction: for 2 of 12, 2 (1 + 12 + 66) = 158."""
     assert mcnemar(won, lost) == as_extreme / 2 ** (won + lost)
+
+
+@pytest.mark.parametrize(("right", "trials"), [(0, 12), (1, 3), (3, 12), (50, 100), (12, 12)])
+def test_ends_of_a_wilson_interval_are_z_deviations_away(right: int, trials: int) -> None:
+    share, (low, high) = right / trials, wilson(right, trials)
+    assert 0 <= low <= share <= high <= 1
+    for end in (low, high):
+        deviation = Z * math.sqrt(end * (1 - end) / trials)
+        assert abs(share - end) == pytest.approx(deviation, abs=1e-7)
+    assert (low == pytest.approx(0, abs=1e-12)) == (right == 0)
+    assert (high == pytest.approx(1, abs=1e-12)) == (right == trials)
+
+
+def answers(*ranks: int | None) -> list[Record]:
+    return [
+        Record("m", "passkey", 64, 0.5, sample, rank == 1, 0.5, nats, rank, candidates, distance)
+        for sample, rank in enumerate(ranks)
+        for candidates, nats, distance in ([(4, 2.0, 8 + sample)] if rank else [(None, None, None)])
+    ]
+
+
+def test_a_cell_is_of_the_samples_that_have_a_rank() -> None:
+    (cell,) = summarize(answers(1, None, 3), by_depth=False)
+    assert (cell.samples, cell.accuracy, cell.score) == (3, pytest.approx(1 / 3), 0.5)
+    assert (cell.first, cell.first_interval) == (0.5, wilson(1, 2))
+    assert (cell.chance, cell.rank, cell.nats, cell.distance) == (0.25, 2, 2, 10)
+    assert cell.beaten == pytest.approx((3 / 3 + 1 / 3) / 2)
+    assert cell.quality == (cell.accuracy, 0.5)
+    assert not cell.beats_chance
+    assert [each.depth for each in summarize(answers(1, 2), by_depth=True)] == [0.5]
+    (sure,) = summarize(answers(*[1] * 9), by_depth=False)
+    assert sure.beats_chance  # at least 0.70 of the answers, and 0.25 by chance
+    (none,) = summarize(answers(None, None), by_depth=False)
+    assert (none.first, none.first_interval, none.chance, none.beaten) == (None,) * 4
+    assert (none.quality, none.beats_chance) == ((0, 0), False)
+
+
+def test_the_papers_numbers_at_their_limits() -> None:
+    """A share of exactly 20 % or 80 % is enough; behind the first distance that fails, none counts."""
+    cells = [
+        dataclasses.replace(cell, length=length, distance=distance, accuracy=accuracy)
+        for cell in summarize(answers(1), by_depth=False)
+        for length, distance, accuracy in (
+            (64, 9, 0.8),
+            (128, 30, 0.2),
+            (256, 70, 0.1),
+            (512, 99, 1),
+        )
+    ]
+    assert k_max(cells) == 30
+    assert k_max(cells[::-1], success=0.8) == 9
+    assert k_max(cells, success=0.9) == 0
+    assert k_max([dataclasses.replace(cells[0], distance=None)]) is None
+    assert passing(cells[:3]) == (64, 0.8)
+    assert passing(cells) == (512, pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4))
+    assert passing(cells[1:3]) == (None, None)
 
 
 def test_heat_maps_show_every_cell_and_the_trained_length(tmp_path: Path) -> None:
