@@ -79,7 +79,7 @@ def test_equals_the_float64_reference(model: PreTrainedModel, name: str, path: s
     assert zoo.relative_difference(got, before) > 0.02  # or the comparison says nothing
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fire"])
+@pytest.mark.parametrize("name", quick([name for name in CASES if name != "fire"], FORMS))
 def test_equals_the_reference_on_longer_texts(model: PreTrainedModel, name: str) -> None:
     ids = zoo.tokens(210)
     apply(model, name)

@@ -29,8 +29,8 @@ REFUSED = {
     "lampe": (GROUPS.format("lampe"), "positions. torch.compile"),
     **dict.fromkeys(("transformer_xl", "transformer_xl_shared", "transformer_xl_keep_rope"), XL),
 }
-QUICK = ("dual_chunk", "alibi", "xpos", "dynamic_ntk_row")
-"""A rotation by place, a bias, and two that are refused; below, bands are exported with padding."""
+QUICK = ("alibi", "dynamic_ntk_row")
+"""A bias, and one that is refused; below, bands are exported with padding."""
 
 
 def export(model: PreTrainedModel, *, strict: bool = False) -> Any:
@@ -124,7 +124,7 @@ def through_static_cache(model: PreTrainedModel, ids: Tensor, tokens: int) -> Te
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        ("rerope", 8),
+        pytest.param("rerope", 8, marks=pytest.mark.slow),
         ("dynamic_ntk_row", 1),
         pytest.param("dual_chunk", 8, marks=pytest.mark.slow),
         pytest.param("alibi", 1, marks=pytest.mark.slow),

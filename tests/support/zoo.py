@@ -49,6 +49,7 @@ from tests.support.zoo_registry import (
 from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
 
 __all__ = [
+    "ATTENDING",
     "HELD",
     "NOT_BUILT",
     "NOT_TEXT_MODULE",
@@ -108,6 +109,10 @@ HELD = (
     *("deepseek_v2", "qwen2_5_vl_text", "mistral_large4_text"),
 )
 """Of the representative types, one for each way in which a model holds its table and reads it."""
+
+
+ATTENDING = (*HELD, "cohere", "gpt_neox", "falcon", "gpt_oss", "ministral3", "lfm2", "llama4_text")
+"""Those, and one for each way in which attention differs beside the table."""
 
 
 @cache
