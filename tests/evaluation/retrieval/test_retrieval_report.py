@@ -117,6 +117,28 @@ def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [True, False])
+def test_columns_and_marks_of_a_table(ranks: bool) -> None:
+    passkey, chain = result(ranks=ranks).tables()
+    chance = ["first by chance", "20%", "20%", "20%", "", ""] if ranks else [""] * 6
+    heads = ["method", "256\nx1", "512\nx2", "1,024\nx4", "passes\n80%", "k_max\n20%"]
+    assert [column.head for column in passkey.columns] == heads
+    assert [column.footer for column in passkey.columns] == chance
+    assert [column.numeric for column in passkey.columns] == [False] + [True] * 5
+    assert [column.head for column in chain.columns] == heads[:-1]
+    assert chain.columns[1].footer == ("-" if ranks else "")  # no prompt is as short
+
+    def spans(row: int, place: int) -> list[tuple[str, str]]:
+        return [(span.text, span.mark) for span in passkey.rows[row].fields[place].spans]
+
+    good = [("100%", "best"), ("\n61-100", "aside")]
+    bad = [("33%", ""), ("\n10-70", "aside")]
+    assert spans(0, 2) == good + ([("\n1st 100%", ""), ("\n61-100", "aside")] if ranks else [])
+    assert spans(1, 2) == bad + ([("\n1st 0%", "aside"), ("\n0-39", "aside")] if ranks else [])
+    nothing = result(right=False, ranks=ranks).tables()[0].rows[1].fields[2].spans[0]
+    assert (nothing.text, nothing.mark) == ("0%", "")  # the best of nothing is no best
+
+
 def test_notes_say_what_a_reader_must_know() -> None:
     said = "\n".join([*result().notes(), *result().guide()])
     for text in (
