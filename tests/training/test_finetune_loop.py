@@ -138,7 +138,7 @@ def test_the_losses_are_those_of_the_trainer(
     expected = losses_of_trainer(checkpoint, tmp_path / "trainer", positions, train)
     assert len(losses) == STEPS
     assert losses == pytest.approx(expected, rel=2e-6)
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 1.5 at least
     assert get_patch(from_pretrained(tmp_path / "loop")) is not None
 
 
@@ -166,7 +166,7 @@ def test_mixed_precision_gives_the_result_of_the_trainer(
     assert losses == pytest.approx(
         losses_of_trainer(model, trained, "contiguous", "full", **given), rel=2e-6
     )
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 1.5 at least
     weights, expected = (
         load_file(tmp_path / name / "model.safetensors") for name in ("loop", "trainer")
     )
