@@ -49,7 +49,8 @@ SCALED = [
 def first_of_each_form() -> list[Any]:
     """The checkpoints that can be read in one way; all but the first of each kind of scaling and lengths are slow."""
     forms, found = set[tuple[Any, ...]](), []
-    for (one,) in (case.values for case in SURE):
+    for case in SURE:
+        one: Any = case.values[0]
         scaling = one["config"].get("rope_scaling") or one["config"].get("rope_parameters") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
         original, reach, trained = one["reads"][0]

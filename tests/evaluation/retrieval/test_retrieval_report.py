@@ -215,7 +215,7 @@ def answers(*ranks: int | None) -> list[Record]:
 
 def test_a_cell_is_of_the_samples_that_have_a_rank() -> None:
     (cell,) = summarize(answers(1, None, 3), by_depth=False)
-    assert (cell.samples, cell.accuracy, cell.score) == (3, pytest.approx(1 / 3), 0.5)
+    assert (cell.samples, cell.accuracy, cell.score) == (3, 1 / 3, 0.5)
     assert (cell.first, cell.first_interval) == (0.5, wilson(1, 2))
     assert (cell.chance, cell.rank, cell.nats, cell.distance) == (0.25, 2, 2, 10)
     assert cell.beaten == pytest.approx((3 / 3 + 1 / 3) / 2)
@@ -246,7 +246,8 @@ def test_the_papers_numbers_at_their_limits() -> None:
     assert k_max(cells, success=0.9) == 0
     assert k_max([dataclasses.replace(cells[0], distance=None)]) is None
     assert passing(cells[:3]) == (64, 0.8)
-    assert passing(cells) == (512, pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4))
+    assert passing(cells)[0] == 512
+    assert passing(cells)[1] == pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4)
     assert passing(cells[1:3]) == (None, None)
 
 
