@@ -18,12 +18,16 @@ from hf_posenc.attention import call as calls
 from hf_posenc.attention import engine, prefill
 from hf_posenc.model import masks
 from tests.support import zoo
-from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
+from tests.support.attention_llama import CASES, FORMS, ORIGINAL, Case, randomise, reference
 from tests.support.attention_ways import WAYS, in_steps, token_by_token
-from tests.support.selection import covering
+from tests.support.selection import covering, late, quick
 
 PATHS = {"exact": (1 << 30, 1 << 18), "kernels": (1, 1)}
 """Least number of queries for the kernels, and most pairs for a written mask."""
+
+
+ALIKE = [name for name in CASES if name not in FORMS]
+"""Cases that take a path of `FORMS` with other numbers, which the comparisons with the reference run."""
 
 
 def build(**overrides: Any) -> PreTrainedModel:
@@ -75,7 +79,7 @@ def test_equals_the_float64_reference(model: PreTrainedModel, name: str, path: s
     assert zoo.relative_difference(got, before) > 0.02  # or the comparison says nothing
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fire"])
+@pytest.mark.parametrize("name", quick([name for name in CASES if name != "fire"], FORMS))
 def test_equals_the_reference_on_longer_texts(model: PreTrainedModel, name: str) -> None:
     ids = zoo.tokens(210)
     apply(model, name)
@@ -97,7 +101,7 @@ GENERAL_ONLY = {
 """Cases that no kernel computes."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, FORMS))
 def test_kernels_run_where_they_can(
     model: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +138,10 @@ def test_every_layout_of_heads(name: str, layout: str, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "path"),
-    covering(CASES, (torch.float16, torch.bfloat16), PATHS),
+    [
+        *covering(FORMS, (torch.float16, torch.bfloat16), PATHS),
+        *late(ALIKE, (torch.float16, torch.bfloat16), PATHS),
+    ],
     indirect=["path"],
 )
 def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, path: str) -> None:
@@ -152,7 +159,9 @@ def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, p
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "turn"), covering(CASES, PATHS, range(3)), indirect=["path"]
+    ("name", "path", "turn"),
+    [*covering(FORMS, PATHS, range(3)), *late(ALIKE, PATHS, range(3))],
+    indirect=["path"],
 )
 def test_every_way_to_run_a_text_gives_the_same(
     model: PreTrainedModel, name: str, path: str, turn: int
@@ -164,7 +173,9 @@ def test_every_way_to_run_a_text_gives_the_same(
         assert_close(way(model, ids), full, way.__name__)
 
 
-@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS), indirect=["path"])
+@pytest.mark.parametrize(
+    ("name", "path"), [*covering(FORMS, PATHS), *late(ALIKE, PATHS)], indirect=["path"]
+)
 def test_a_later_token_changes_nothing_before_it(
     model: PreTrainedModel, name: str, path: str
 ) -> None:

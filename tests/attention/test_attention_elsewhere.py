@@ -20,8 +20,9 @@ from hf_posenc.attention import engine
 from hf_posenc.attention.fused.cuda import one_segment
 from tests.attention.test_attention import apply, build
 from tests.support import zoo
-from tests.support.attention_llama import CASES
+from tests.support.attention_llama import CASES, FORMS
 from tests.support.elsewhere import Distant, Elsewhere, move
+from tests.support.selection import late
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 IDS = zoo.tokens(45)
@@ -73,7 +74,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [*((name, LIKE_CUDA) for name in CASES), *((n, ("exact",)) for n in GENERAL)]
+    ("name", "order"),
+    [
+        *((name, LIKE_CUDA) for name in FORMS),
+        *((name, ("exact",)) for name in GENERAL),
+        *late([name for name in CASES if name not in FORMS], [LIKE_CUDA]),
+    ],
 )
 def test_waits_are_those_of_a_forward_and_not_of_a_layer(
     name: str, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

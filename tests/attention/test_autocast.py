@@ -28,6 +28,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.model.masks import CausalMask
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
+from tests.support.selection import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -137,9 +138,10 @@ def assert_precise(name: str, run: Run, dtype: torch.dtype, model: Any = None) -
     assert mine <= MOST * theirs, f"{mine:.2e} beside {theirs:.2e}: {mine / theirs:.2f} times"
 
 
-@HALVES
-@pytest.mark.parametrize("run", [prefill, steps, training])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "run", "dtype"),
+    covering(METHODS, [prefill, steps, training], [torch.bfloat16, torch.float16]),
+)
 def test_as_precise_as_the_unpatched_model(name: str, run: Run, dtype: torch.dtype) -> None:
     assert_precise(name, run, dtype)
 

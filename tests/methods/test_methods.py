@@ -126,6 +126,9 @@ NATIVE: list[tuple[str, str, dict[str, Any]]] = [
     ("dynamic_ntk", "dynamic", {}),
     ("yarn", "yarn", {}),
     ("yarn", "yarn", {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0}),
+    # With 64 trained tokens, the ramp has no length: its ends are the same pair.
+    ("yarn", "yarn", {"beta_fast": 32.0, "beta_slow": 11.0}),
+    ("yarn", "yarn", {"beta_fast": 4.0, "beta_slow": 4.0}),
     ("yarn", "yarn", {"attention_factor": 1.3}),
     ("yarn", "yarn", {"mscale": 1.0, "mscale_all_dim": 0.707}),
     ("yarn", "yarn", {"mscale": 0.707}),
@@ -138,7 +141,8 @@ NATIVE: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "rope_type", "options"), NATIVE)
 @pytest.mark.parametrize(
-    ("dim", "theta", "trained"), [(128, 5e5, 8192), (64, 1e4, 2048), (16, 1e4, 64)]
+    ("dim", "theta", "trained"),
+    [(128, 5e5, 8192), (64, 1e4, 2048), (16, 1e4, 64), (16, 10.0, 8192)],  # a ramp that ends behind
 )
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 4.3])
 def test_equals_transformers(
@@ -295,7 +299,9 @@ def test_what_each_family_keeps() -> None:
     for name in ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed"):
         assert ratio[name][-1].item() == pytest.approx(1 / 8)  # the slowest is divided by s
     assert torch.equal(ratio["yarn"], ratio["ntk_by_parts"])
-    assert example("yarn").cos_sin_factor(rope) == pytest.approx(1 + 0.1 * math.log(8))
+    for scale in (1.5, 8.0):
+        factor = example("yarn", scale=scale).cos_sin_factor(rope)
+        assert factor == pytest.approx(1 + 0.1 * math.log(scale))
     assert example("ntk_by_parts").cos_sin_factor(rope) == 1
 
 
@@ -401,6 +407,7 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("yarn", {"scale": 8, "beta_fast": 0}, "beta_fast"),
         ("yarn", {"scale": 8, "beta_slow": -1}, "beta_slow"),
         ("yarn", {"scale": 8, "beta_fast": 1, "beta_slow": 32}, "beta_fast"),
+        ("yarn", {"scale": 8, "beta_fast": 4, "beta_slow": 4, "ramp": "rotations"}, "beta_fast"),
         ("yarn", {"scale": 8, "ramp": "cubic"}, "ramp"),
         ("yarn", {"scale": 8, "attention_factor": 0}, "attention_factor"),
         ("yarn", {"scale": 8, "mscale": -1}, "mscale"),

@@ -25,7 +25,7 @@ from hf_posenc import UnsupportedModelError, get_patch, patch_model, unpatch_mod
 from scripts import attention_coverage, make_architectures, positions_coverage
 from tests.support import references, zoo
 from tests.support.families import build_text_model, text_types
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
 
 LENGTH = 96
 """Tokens of a test text: half as many again as the 64 that the models are "trained" on."""
@@ -36,7 +36,7 @@ PAGE_IS_CURRENT = f"with transformers {transformers.__version__};" in PAGE
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
 KNOWN = (*DECODERS, *zoo.composite_types(), *zoo.seq2seq_types())
 OTHERS = [name for name in DECODERS if name not in zoo.representative()]
-TYPES = [*zoo.representative(), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+HELD = quick([*zoo.representative(), *OTHERS], zoo.HELD)
 TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
 
 # A method, and the same in transformers' words.
@@ -277,7 +277,7 @@ def test_a_table_of_positions_refuses_dynamic_methods(
         patch_model(model, "dynamic_ntk", update="sequence")
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", HELD)
 def test_unpatching_restores_everything(model: PreTrainedModel, model_type: str) -> None:
     tokens = zoo.tokens(min(LENGTH, zoo.longest(model)))
     unpatched, config = zoo.logits(model, tokens), copy.deepcopy(model.config.to_dict())
@@ -295,7 +295,7 @@ def test_unpatching_restores_everything(model: PreTrainedModel, model_type: str)
         assert rotary_layout(model) == modules
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", HELD)
 def test_other_models_stay_untouched(model: PreTrainedModel, model_type: str) -> None:
     tokens = zoo.tokens(min(LENGTH, zoo.longest(model)))
     apart = zoo.twin(model)
@@ -311,7 +311,7 @@ def test_other_models_stay_untouched(model: PreTrainedModel, model_type: str) ->
     assert fresh.config.to_dict() == configs[0]
 
 
-@pytest.mark.parametrize(("model_type", "method"), covering(zoo.representative(), ACTING, rounds=2))
+@pytest.mark.parametrize(("model_type", "method"), covering(zoo.representative(), ACTING))
 def test_every_method_acts(model: PreTrainedModel, model_type: str, method: str) -> None:
     """No silent no-op: past the trained length every method changes the logits; the dynamic ones only there."""
     longest = zoo.longest(model)

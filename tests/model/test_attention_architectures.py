@@ -27,6 +27,7 @@ from tests.support.zoo_registry import quiet
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
 OTHERS = [name for name in DECODERS if name not in zoo.representative()]
+REST = [name for name in zoo.representative() if name not in zoo.ATTENDING]
 LENGTH = 24
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -225,7 +226,7 @@ def check(model_type: str, names: Iterable[str]) -> None:
         assert re.search(expected_reason(model_type, name), reason), f"{name}: {reason}"
 
 
-@pytest.mark.parametrize(("model_type", "name"), covering(zoo.representative(), FEW))
+@pytest.mark.parametrize(("model_type", "name"), [*covering(zoo.ATTENDING, FEW), *late(REST, FEW)])
 def test_works_or_is_refused(model_type: str, name: str) -> None:
     check(model_type, [name])
 
@@ -273,7 +274,7 @@ TOLERANCE = {"hrm_text": 1e-2, "zamba2": 1e-2}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"), [*covering(zoo.representative(), RULES), *late(OTHERS, RULES)]
+    ("model_type", "method"), [*covering(zoo.ATTENDING, RULES), *late([*REST, *OTHERS], RULES)]
 )
 def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
     model_type: str, method: str

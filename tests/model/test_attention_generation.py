@@ -229,7 +229,7 @@ def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
 
 
-@pytest.mark.parametrize("bucket", [1, 16])
+@pytest.mark.parametrize("bucket", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_compiled_steps_with_a_pinned_length(model: PreTrainedModel, bucket: int) -> None:
     """The pin is the cache's, which a graph would keep as it was: the step leaves the graph there."""
     patch_model(

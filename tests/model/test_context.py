@@ -46,6 +46,22 @@ SCALED = [
 ]
 
 
+def first_of_each_form() -> list[Any]:
+    """The checkpoints that can be read in one way; all but the first of each kind of scaling and lengths are slow."""
+    forms, found = set[tuple[Any, ...]](), []
+    for case in SURE:
+        one: Any = case.values[0]
+        scaling = one["config"].get("rope_scaling") or one["config"].get("rope_parameters") or {}
+        kind = scaling.get("rope_type", scaling.get("type"))
+        original, reach, trained = one["reads"][0]
+        own_code = one["model_type"] == "exaone4"
+        form = (kind, original < reach, trained < reach, reach > 1 << 20, own_code)
+        marks = pytest.mark.slow if form in forms else ()
+        found.append(pytest.param(one, id=one["checkpoint"], marks=marks))
+        forms.add(form)
+    return found
+
+
 def built(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """A tiny model with the positions of a checkpoint; of a Llama, where its code is not in transformers."""
     kind, config = checkpoint["model_type"], dict(checkpoint["config"])
@@ -127,7 +143,7 @@ def test_its_own_scaling_without_numbers_is_the_same(checkpoint: dict[str, Any])
             assert new.attention_factor == pytest.approx(old.attention_factor)
 
 
-@pytest.mark.parametrize("checkpoint", SURE)
+@pytest.mark.parametrize("checkpoint", first_of_each_form())
 def test_what_is_recommended_and_truncated(checkpoint: dict[str, Any]) -> None:
     model, read = built(checkpoint), context(checkpoint)
     assert Candidate.parse("truncation").checked(model).original == read.reach

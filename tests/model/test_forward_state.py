@@ -60,9 +60,32 @@ OTHERS = [
     pytest.param(kind, "", {}, marks=pytest.mark.slow)
     for kind in sorted({*zoo.decoder_types(), *text_types()} - {*PATCHES})
 ]
+# Where another patch or type takes the same way: a method that is alike, or a table of positions that is learned.
+ALIKE = {("llama", "log_n"), ("gptj", "alibi"), ("roformer", "alibi"), ("gpt2", "nope")} | {
+    (kind, "alibi")
+    for kind in ("gpt_bigcode", "biogpt", "xglm", "rembert", "marian", "m2m_100", "mvp", "pegasus")
+}
 EVERY = [
-    *(pytest.param(*case, id="-".join(map(str, (*case[:2], *case[2].values())))) for case in CASES),
+    *(
+        pytest.param(
+            *case,
+            id="-".join(map(str, (*case[:2], *case[2].values()))),
+            marks=pytest.mark.slow if case[:2] in ALIKE else (),
+        )
+        for case in CASES
+    ),
     *OTHERS,
+]
+# Every way, and each with one kind of checkpointing.
+AGAIN = [
+    pytest.param(
+        *case.values,
+        reentrant,
+        id=f"{case.id or case.values[0]}-{reentrant}",
+        marks=case.marks if turn % 2 == reentrant else pytest.mark.slow,
+    )
+    for turn, case in enumerate(EVERY)
+    for reentrant in (False, True)
 ]
 LENGTHS = 20, 36
 
@@ -288,8 +311,7 @@ def gradients(
     }
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("kind", "name", "options"), EVERY)
+@pytest.mark.parametrize(("kind", "name", "options", "reentrant"), AGAIN)
 def test_a_layer_that_is_computed_again_has_its_own_forward(
     kind: str,
     name: str,

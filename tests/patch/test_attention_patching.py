@@ -20,8 +20,9 @@ from hf_posenc import PosencError, get_patch, load_patch, patch_model, save_patc
 from hf_posenc.methods import ReRoPE, YaRN
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
-from tests.support.attention_llama import CASES, ORIGINAL, TRAINABLE, parameters_of
+from tests.support.attention_llama import CASES, FORMS, ORIGINAL, TRAINABLE, parameters_of
 from tests.support.attention_ways import token_by_token
+from tests.support.selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 FEW = ("rerope", "dual_chunk", "alibi", "fire", "transformer_xl", "rope_bias", "dynamic_ntk_row")
@@ -50,7 +51,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, FORMS))
 def test_unpatching_restores_everything(model: PreTrainedModel, name: str) -> None:
     model.train()
     before, logits = copy.deepcopy(everything(model)), zoo.logits(model, IDS)
@@ -198,7 +199,7 @@ def test_peft_before_and_after(model: PreTrainedModel, name: str) -> None:
 # On disk
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, (*FORMS, *TRAINABLE)))
 def test_saved_and_loaded(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
     """Trained parameters are included."""
     before = zoo.logits(model, IDS)
@@ -214,7 +215,7 @@ def test_saved_and_loaded(model: PreTrainedModel, name: str, tmp_path: Path) -> 
     assert torch.equal(zoo.logits(unpatch_model(loaded), IDS), before)
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - set(TRAINABLE)))
+@pytest.mark.parametrize("name", quick(sorted(set(CASES) - set(TRAINABLE)), FORMS))
 def test_as_a_file(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
     expected = zoo.logits(apply(model, name), IDS)
     save_patch(model, tmp_path)

@@ -31,6 +31,7 @@ from tests.attention.test_attention import build
 from tests.support import references, zoo
 from tests.support.attention_llama import ORIGINAL
 from tests.support.attention_ways import WAYS
+from tests.support.selection import covering
 
 IDS = zoo.tokens(50)
 LISTS: dict[str, list[Method]] = {
@@ -100,14 +101,15 @@ def test_the_order_matters() -> None:
     assert not torch.equal(*tables)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(
-    "methods",
-    [
-        [YaRN(scale=4), Clip(pairs=3), ReRoPE(window=8), LogN()],
-        [DynamicNTK(scale=2, update="row", bucket=8), Clip(pairs=3)],
-    ],
-    ids=["bands", "by row"],
+    ("way", "methods"),
+    covering(
+        WAYS,
+        [
+            [YaRN(scale=4), Clip(pairs=3), ReRoPE(window=8), LogN()],
+            [DynamicNTK(scale=2, update="row", bucket=8), Clip(pairs=3)],
+        ],
+    ),
 )
 def test_filters_beside_attention_hold_in_every_way_to_run(way: Any, methods: Any) -> None:
     model = patch_model(build(), methods, original_max_position_embeddings=ORIGINAL)

@@ -40,6 +40,7 @@ from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
 from tests.support.attention_ways import WAYS, in_steps
+from tests.support.selection import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 IDS = zoo.tokens(50)
@@ -111,8 +112,10 @@ def test_every_layer_has_its_own_methods(which: str, tmp_path: Path) -> None:
     assert_close(zoo.logits(model, IDS), reference(model, {}, IDS))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("which", ["yarn, rerope", "bias, bands", "by row, xpos", "two buckets"])
+@pytest.mark.parametrize(
+    ("which", "way"),
+    covering(["yarn, rerope", "bias, bands", "by row, xpos", "two buckets"], WAYS),
+)
 def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
     model, cases = patched(which)
     assert_close(way(model, IDS), reference(model, cases, IDS))
@@ -308,8 +311,7 @@ UNROTATED = (
 )
 
 
-@pytest.mark.parametrize("model_type", UNROTATED)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("model_type", "device"), covering(UNROTATED, ["cpu", "meta"]))
 def test_frequencies_of_window_layers_alone_are_refused(model_type: str, device: str) -> None:
     model: Any = zoo.build(model_type)
     before, config = copy.deepcopy(model.state_dict()), model.config.to_dict()

@@ -17,6 +17,7 @@ from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, un
 from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.model.sampled import sample_of
 from tests.support import zoo
+from tests.support.selection import covering
 
 METHODS: list[tuple[Any, dict[str, Any]]] = [
     ("yarn", {"scale": 4}),
@@ -87,9 +88,12 @@ def test_verify_full_runs_all() -> None:
         patch_model(model, "rerope", window=16, verify="half")
 
 
-@pytest.mark.parametrize("method", ["rerope", "alibi"])
 @pytest.mark.parametrize(
-    "model_type", ["llama", "gemma3_text", "qwen3", "gptj", "deepseek_v3", "qwen3_next", "gpt_oss"]
+    ("model_type", "method"),
+    covering(
+        ["llama", "gemma3_text", "qwen3", "gptj", "deepseek_v3", "qwen3_next", "gpt_oss"],
+        ["rerope", "alibi"],
+    ),
 )
 def test_the_patch_is_the_one_that_a_trial_of_all_blocks_gives(
     model_type: str, method: str
@@ -178,11 +182,14 @@ def test_blocks_that_differ_are_of_several_kinds(change: Any) -> None:
     assert [len(each) for each in sample_of(model).twins.values()] == [DEPTH - 2]
 
 
-@pytest.mark.parametrize(("method", "options"), METHODS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "chosen"),
+    covering(["llama", "qwen3", "gpt_neox", "deepseek_v3", "qwen3_moe"], METHODS),
+)
 def test_a_model_is_patched_on_the_meta_device_then_loaded(
-    model_type: str, method: Any, options: dict[str, Any]
+    model_type: str, chosen: tuple[Any, dict[str, Any]]
 ) -> None:
+    method, options = chosen
     model, ids = zoo.build(model_type), zoo.tokens(40)
     with patched(model, method, **options):
         expected = zoo.logits(model, ids)

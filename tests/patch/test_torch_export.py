@@ -15,6 +15,7 @@ from hf_posenc.methods import ALiBi, DynamicNTK, ReRoPE
 from tests.attention.test_attention import apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
+from tests.support.selection import quick
 
 GROUPS = "torch.export cannot trace {}, which computes several tokens of a call in groups"
 TOKEN = "What can be exported: calls of one token each, with a static cache"
@@ -28,8 +29,8 @@ REFUSED = {
     "lampe": (GROUPS.format("lampe"), "positions. torch.compile"),
     **dict.fromkeys(("transformer_xl", "transformer_xl_shared", "transformer_xl_keep_rope"), XL),
 }
-QUICK = ("rerope", "dual_chunk", "alibi", "log_n", "xpos", "dynamic_ntk_row")
-EVERY = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+QUICK = ("alibi", "dynamic_ntk_row")
+"""A bias, and one that is refused; below, bands are exported with padding."""
 
 
 def export(model: PreTrainedModel, *, strict: bool = False) -> Any:
@@ -52,7 +53,7 @@ def test_the_unpatched_model() -> None:
     check(model := build(), export(model))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_an_exported_model_computes_any_length(name: str) -> None:
     model = apply(build(), name)
     zoo.logits(model, zoo.tokens(40))  # leaves nothing behind that a graph would keep
@@ -123,7 +124,7 @@ def through_static_cache(model: PreTrainedModel, ids: Tensor, tokens: int) -> Te
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        ("rerope", 8),
+        pytest.param("rerope", 8, marks=pytest.mark.slow),
         ("dynamic_ntk_row", 1),
         pytest.param("dual_chunk", 8, marks=pytest.mark.slow),
         pytest.param("alibi", 1, marks=pytest.mark.slow),

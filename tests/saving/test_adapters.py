@@ -80,7 +80,7 @@ def saved(model: Any, folder: Path) -> Path:
 class TestCarriesItsPatch:
     @pytest.mark.parametrize(
         "name",
-        ["yarn", "rerope", "kerple", "shared", "list", *late(["dynamic_yarn", "alibi", "fire"])],
+        ["yarn", "kerple", "list", *late(["rerope", "shared", "dynamic_yarn", "alibi", "fire"])],
     )
     def test_comes_back_and_merges(self, base: Path, tmp_path: Path, name: str) -> None:
         model = trained(base, PATCHES[name])
@@ -244,8 +244,10 @@ class TestPlainConfig:
             warnings.simplefilter("error", UserWarning)
             saved(model, tmp_path)
 
-    @pytest.mark.parametrize("method", ["kerple_log", "fire", "t5"])
-    @pytest.mark.parametrize("way", ["get_peft_model", "add_adapter", "after"])
+    @pytest.mark.parametrize(
+        ("way", "method"),
+        covering(("get_peft_model", "add_adapter", "after"), ("kerple_log", "fire", "t5")),
+    )
     def test_the_parameters_of_the_patch(
         self, base: Path, tmp_path: Path, method: str, way: str
     ) -> None:

@@ -97,6 +97,12 @@ CASES: dict[str, Case] = {
     ),
 }
 
+FORMS = (
+    *("rerope", "dual_chunk", "attention_sinks", "alibi_keep_rope", "kerple_log", "t5"),
+    *("transformer_xl_keep_rope", "xpos", "rope_bias", "log_n", "dynamic_ntk_row"),
+)
+"""A case for every path through the engine: other cases of a path differ by the numbers of the method."""
+
 PLAIN = Case("default")
 """RoPE itself."""
 TRAINABLE = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +13,11 @@ import pytest
 def late(*axes: Iterable[Any]) -> list[Any]:
     """The product of the axes as parameters, all of it marked `slow`."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(*axes)]
+
+
+def quick(values: Iterable[Any], always: Container[Any]) -> list[Any]:
+    """The values as parameters; those not in `always` are marked `slow`."""
+    return [pytest.param(v, marks=() if v in always else pytest.mark.slow) for v in values]
 
 
 def covering(*axes: Iterable[Any], rounds: int = 1) -> list[Any]:

@@ -49,6 +49,8 @@ from tests.support.zoo_registry import (
 from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
 
 __all__ = [
+    "ATTENDING",
+    "HELD",
     "NOT_BUILT",
     "NOT_TEXT_MODULE",
     "ORIGINAL_LENGTH",
@@ -100,6 +102,17 @@ _REPRESENTATIVE = (
     "ernie4_5_vl_moe_text",  # three axes, frequencies in another order
     "mistral_large4_text",  # learned scaling of the frequencies; sparse attention
 )
+
+
+HELD = (
+    *("llama", "gptj", "roformer", "phimoe", "gemma3", "gemma4_text", "recurrent_gemma", "moshi"),
+    *("deepseek_v2", "qwen2_5_vl_text", "mistral_large4_text"),
+)
+"""Of the representative types, one for each way in which a model holds its table and reads it."""
+
+
+ATTENDING = (*HELD, "cohere", "gpt_neox", "falcon", "gpt_oss", "ministral3", "lfm2", "llama4_text")
+"""Those, and one for each way in which attention differs beside the table."""
 
 
 @cache

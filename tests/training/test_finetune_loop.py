@@ -30,7 +30,7 @@ from hf_posenc.training.checkpoints import mark_complete
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts import finetune_loop
 from tests.support import zoo
-from tests.support.selection import late
+from tests.support.selection import late, quick
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -138,11 +138,13 @@ def test_the_losses_are_those_of_the_trainer(
     expected = losses_of_trainer(checkpoint, tmp_path / "trainer", positions, train)
     assert len(losses) == STEPS
     assert losses == pytest.approx(expected, rel=2e-6)
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 1.5 at least
     assert get_patch(from_pretrained(tmp_path / "loop")) is not None
 
 
-@pytest.mark.parametrize("patch", ["rerope:window=16", "dynamic_yarn", "kerple_log"])
+@pytest.mark.parametrize(
+    "patch", quick(["rerope:window=16", "dynamic_yarn", "kerple_log"], ["kerple_log"])
+)
 def test_mixed_precision_gives_the_result_of_the_trainer(
     patch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +166,7 @@ def test_mixed_precision_gives_the_result_of_the_trainer(
     assert losses == pytest.approx(
         losses_of_trainer(model, trained, "contiguous", "full", **given), rel=2e-6
     )
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 1.5 at least
     weights, expected = (
         load_file(tmp_path / name / "model.safetensors") for name in ("loop", "trainer")
     )

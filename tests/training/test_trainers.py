@@ -77,18 +77,21 @@ def data(ids: Tensor, **columns: Any) -> Any:
 def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) -> Any:
     """Trains: the first loss is the patched model's, the last is lower, and what is saved comes back.
 
+    Over ten seeds the loss falls by 3.8 or more, by 2.2 or more in a LoRA, and the patch alone moves it by 0.007
+    (`kerple`) or more.
+
     Returns:
         The loaded model.
     """
     trained = trainer.model
     patch = get_patch(trained)
     assert patch is not None
-    assert abs(loss_of(from_pretrained(base), ids) - before) > 0.01  # without a patch it is another
+    assert abs(loss_of(from_pretrained(base), ids) - before) > 1e-3  # without a patch it is another
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == STEPS
     assert losses[0] == pytest.approx(before, rel=1e-5)
-    assert losses[-1] < losses[0] - 0.05
+    assert losses[-1] < losses[0] - 1
     after = get_patch(trained)
     assert after is not None
     assert after.config == patch.config
@@ -132,7 +135,7 @@ def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) ->
     rows = data(ids, labels=ids.tolist())
     Trainer(wrapped, settings(tmp_path), train_dataset=rows).train()
     merged = wrapped.eval().merge_and_unload()
-    assert loss_of(merged, ids) < before
+    assert loss_of(merged, ids) < before - 0.5  # of ten seeds, the least is 1.49
     merged.save_pretrained(tmp_path / "merged")
     loaded = from_pretrained(tmp_path / "merged").eval()
     assert torch.equal(zoo.logits(loaded, ids), zoo.logits(merged, ids))

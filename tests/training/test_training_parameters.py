@@ -14,6 +14,7 @@ from hf_posenc import PosencError, get_method, get_patch, patch_model
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import Trained, choose_parameters, lora_config, short_names
 from tests.support import zoo
+from tests.support.selection import quick
 
 pytest.importorskip("peft")
 pytestmark = [
@@ -192,7 +193,7 @@ class TestLora:
         assert not [name for name in config.modules_to_save or [] if "word_embeddings" in name]
 
 
-@pytest.mark.parametrize("model_type", zoo.representative())
+@pytest.mark.parametrize("model_type", quick(zoo.representative(), zoo.HELD))
 def test_every_architecture(model_type: str) -> None:
     """A LoRA changes nothing at first, every chosen parameter gets a gradient, and merging is exact."""
     model = zoo.build(model_type)

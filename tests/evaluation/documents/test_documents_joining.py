@@ -27,9 +27,17 @@ from hf_posenc.evaluation.documents.tokens import (
     join,
     joined,
 )
+from tests.support.selection import quick
 from tests.support.tokenizer_kinds import AT_TOKENS, AT_WORDS, NEVER, tokenizer_of
 
-KINDS = [*AT_TOKENS, *AT_WORDS]
+KINDS = quick(
+    [*AT_TOKENS, *AT_WORDS],
+    (
+        *("byte-level BPE that nothing cuts", "Llama 2", "BPE with a suffix for words"),
+        *("Llama 3", "WordPiece", "Unigram with Metaspace"),
+    ),
+)
+"""One for each algorithm and each place of a cut is fast."""
 SMALL = Sizes(window=600, overlap=256, largest=1 << 14, whole=1 << 10)
 TIGHT = Sizes(window=600, overlap=64, largest=1 << 14, whole=1 << 10)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import tracemalloc
@@ -10,8 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hf_posenc.evaluation.measuring.statistics import Record, _student, estimate, summarize
+from hf_posenc.evaluation.measuring.statistics import (
+    Interval,
+    Record,
+    _student,
+    curve,
+    edges,
+    estimate,
+    side_of_one,
+    summarize,
+)
+from tests.support.selection import covering
 
 
 def records(
@@ -32,6 +44,26 @@ def test_perplexity_weighs_tokens_and_not_documents() -> None:
     assert cell.perplexity != pytest.approx(math.exp(2))
     assert (cell.tokens, cell.bytes, cell.documents) == (110, 200, 2)
     assert cell.bits_per_byte == pytest.approx(310 / math.log(2) / 200)
+
+
+def test_each_document_or_another_base_or_each_word() -> None:
+    """A document without scored tokens has no part in a mean over documents."""
+    rows = records("none", [(300.0, 100), (10.0, 10), (0.0, 0)])
+    (cell,) = summarize(rows, aggregate="documents")
+    assert cell.perplexity == pytest.approx(math.exp((3 + 1) / 2))
+    assert cell.documents == 2
+    assert cell.word_perplexity is None
+    (cell,) = summarize([dataclasses.replace(row, words=20) for row in rows], base=2.0)
+    assert cell.perplexity == pytest.approx(2 ** (310 / 110))
+    assert cell.word_perplexity == pytest.approx(math.exp(310 / 60))
+    assert summarize(records("none", [(0.0, 0), (0.0, 0)])) == summarize([]) == []
+
+
+def test_parts_of_a_prefix_are_equal_and_of_whole_tokens() -> None:
+    assert edges(10, 4) == [0, 2, 5, 7, 10]
+    assert edges(3, 8) == [0, 1, 2, 3]
+    found = curve(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]), 3, 10, 4)
+    assert found == {"nats": [0.0, 3.0, 12.0, 112.0], "tokens": [0, 2, 2, 3]}
 
 
 def test_the_interval_of_equal_documents_is_students() -> None:
@@ -136,9 +168,9 @@ def simulated(
     return SHAPES[shape](rng, (draws, documents)) * weights, weights
 
 
-@pytest.mark.parametrize("documents", [2, 3, 5, 8, 12, 30])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "lengths", "documents"), covering(SHAPES, LENGTHS, [2, 3, 5, 8, 12, 30], rounds=2)
+)
 def test_intervals_cover_the_truth(shape: str, lengths: str, documents: int) -> None:
     inside = []
     for sums, weights in zip(*simulated(shape, lengths, documents), strict=True):
@@ -157,6 +189,35 @@ def test_the_percentile_bootstrap_would_not_cover_it(documents: int, most: float
         low, high = np.quantile(sums[drawn].sum(1) / weights[drawn].sum(1), [0.025, 0.975])
         inside.append(low <= 0 <= high)
     assert np.mean(inside) < most
+
+
+@pytest.mark.parametrize(
+    ("interval", "documents", "side"),
+    [
+        (None, 9, 0),
+        ((1.0002, 1.5), 9, 1),
+        ((0.5, 0.9998), 5, -1),
+        ((0.5, 0.9998), 4, 0),
+        ((1.00005, 1.5), 9, 0),
+        ((0.5, 0.99995), 9, 0),
+        ((0.5, 1.5), 9, 0),
+    ],
+)
+def test_a_side_is_that_of_the_whole_interval(
+    interval: Interval | None, documents: int, side: int
+) -> None:
+    assert side_of_one(interval, documents) == side
+
+
+def test_a_named_family_of_comparisons_widens_the_interval() -> None:
+    base = [(100.0 + index, 50) for index in range(6)]
+    other = [(nats * (1 - 0.01 * index), 50) for index, (nats, _) in enumerate(base)]
+    rows = records("none", base) + records("other", other)
+    sums = [[nats for nats, _ in each] for each in (other, base)]
+    for comparisons in (1, 7):
+        interval = estimate(sums[0], [50] * 6, (sums[1], [50] * 6), comparisons)[1] or (0, 0)
+        found = summarize(rows, comparisons=comparisons)[1].ratio_interval
+        assert found == pytest.approx([math.exp(end) for end in interval])
 
 
 def test_fewer_than_five_documents_give_no_arrow() -> None:
@@ -230,11 +291,13 @@ def test_bytes_that_are_not_known_give_no_bits_per_byte() -> None:
 def test_losses_without_a_finite_perplexity(nats: float, shown: str) -> None:
     (cell,) = summarize(records("none", [(nats, 5), (12.0, 5)]))
     assert str(cell.perplexity) == shown
+    assert (cell.interval is None) == (not math.isfinite(nats))
 
 
 def test_many_small_terms_add_up() -> None:
     rows = records("none", [(1e8, 1), *[(1e-8, 1)] * 1000])
-    assert summarize(rows)[0].nats == 1e8 + 1e-5
+    (cell,) = summarize(rows)
+    assert (cell.nats, cell.documents) == (1e8 + 1e-5, 1001)
 
 
 def test_rounding_is_no_difference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hf_posenc.evaluation.perplexity.protocols import (
     Window,
     default_lengths,
     plan,
+    special_tokens,
 )
 
 
@@ -97,6 +99,47 @@ def test_a_definition_says_how_windows_weigh_but_for_key_tokens() -> None:
     assert "every document weighs the same" in documents.definition("longppl")
 
 
+@pytest.mark.parametrize(
+    ("options", "protocol", "definition"),
+    [
+        (
+            {"tail_tokens": 9},
+            "tail",
+            "the same last 9 tokens of each document, read with the L tokens that end there",
+        ),
+        (
+            {"windows_per_document": 1},
+            "tail",
+            (
+                "the same last 8 tokens of each document, read with the L tokens that end there; "
+                "one window of each document"
+            ),
+        ),
+        ({"windows_per_document": 3}, "prefix", "the first L tokens of each document"),
+        (
+            {"protocols": ("sliding",), "windows_per_document": 2, "joined": True},
+            "sliding",
+            (
+                "windows of L tokens, 8 apart; each scores the tokens that the one before it did not reach; "
+                "up to 2 evenly spaced windows of each document, the first one left out; the documents as one stream"
+            ),
+        ),
+        (
+            {"protocols": ("stream",), "joined": True},
+            "stream",
+            "the documents as one stream, windows of L tokens 256 apart; all tokens of every window",
+        ),
+        (
+            {"aggregate": "windows"},
+            "prefix",
+            "the first L tokens of each document; every window weighs the same, however many tokens it scores",
+        ),
+    ],
+)
+def test_definitions(options: dict[str, Any], protocol: str, definition: str) -> None:
+    assert make(**options).definition(protocol) == definition
+
+
 def test_a_window_that_serves_both_protocols_runs_once() -> None:
     windows = plan(64, make(), special=0, shared_prefix=True)
     assert len(windows) == 3
@@ -143,6 +186,7 @@ def test_one_length_of_several() -> None:
 def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> None:
     assert make((256, 512)).tail_tokens == 128
     assert make((4096, 8192)).tail_tokens == 1024
+    assert make((17, 64)).tail_tokens == 8
     assert make((64, 128), tail_tokens=63).tail_tokens == 63
 
 
@@ -155,6 +199,10 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
         ({"lengths": (4, 16)}, "at least 8 tokens, not 4"),
         ({"protocols": ("tail", "window")}, "Unknown protocol 'window': prefix, tail, sliding"),
         ({"protocols": ("tail", "tail")}, "A protocol is named twice: tail, tail"),
+        ({"protocols": ()}, "Unknown protocol"),
+        ({"protocols": ("sliding", "stream")}, "stream joins the documents; the others do not"),
+        ({"protocols": ("prefix",), "joined": True}, "this preset joins .* prefix needs them one"),
+        ({"min_tokens": 63}, "min_tokens 63: prefix and tail need documents of the longest length"),
         ({"aggregate": "bytes"}, "Unknown aggregate 'bytes': tokens, windows"),
         ({"bos_windows": "some"}, "bos-windows is every or first, not 'some'"),
         ({"stride": -1}, "stride is at least 1, not -1"),
@@ -168,6 +216,38 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
 def test_settings_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PosencError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "shortest"),
+    [
+        ({"lengths": (8,), "tail_tokens": 1}, 8),
+        ({"protocols": ("prefix",), "tail_tokens": 99}, 64),
+        ({"read_last": False}, 65),
+        ({"min_tokens": 64}, 64),
+        ({"protocols": ("sliding",), "min_tokens": 5}, 5),
+        ({"protocols": ("stream",)}, 1),
+        ({"protocols": ("sliding", "stream"), "joined": True, "min_tokens": 5}, 1),
+    ],
+)
+def test_settings_at_their_limits(options: dict[str, Any], shortest: int) -> None:
+    settings = make(**options)
+    assert settings.shortest_document == shortest
+    assert Settings.from_dict({**dataclasses.asdict(settings), "former": 1}) == settings
+
+
+def test_a_window_is_scored_from_its_first_span() -> None:
+    spans = (Span("prefix", 16, 5, 16, 11.0), Span("tail", 16, 3, 16, 13.0))
+    assert Window(0, 16, 0, True, spans).shape == (16, 3, True)
+    assert Window(0, 16, 0, True).first_scored == 1
+
+
+def test_lm_eval_puts_bos_or_else_eos_first() -> None:
+    for bos, eos, expected in ((0, 2, [0]), (None, 2, [2])):
+        tokenizer = SimpleNamespace(bos_token_id=bos, eos_token_id=eos)
+        assert special_tokens(tokenizer, "bos-or-eos") == expected
+    with pytest.raises(PosencError, match="has neither"):
+        special_tokens(SimpleNamespace(bos_token_id=None, eos_token_id=None), "bos-or-eos")
 
 
 def test_lengths_as_text() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,18 @@ from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
-from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
+from hf_posenc.evaluation.retrieval.result import (
+    Failure,
+    LeftOut,
+    Record,
+    RetrievalResult,
+    Z,
+    k_max,
+    mcnemar,
+    passing,
+    summarize,
+    wilson,
+)
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -104,6 +117,28 @@ def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [True, False])
+def test_columns_and_marks_of_a_table(ranks: bool) -> None:
+    passkey, chain = result(ranks=ranks).tables()
+    chance = ["first by chance", "20%", "20%", "20%", "", ""] if ranks else [""] * 6
+    heads = ["method", "256\nx1", "512\nx2", "1,024\nx4", "passes\n80%", "k_max\n20%"]
+    assert [column.head for column in passkey.columns] == heads
+    assert [column.footer for column in passkey.columns] == chance
+    assert [column.numeric for column in passkey.columns] == [False] + [True] * 5
+    assert [column.head for column in chain.columns] == heads[:-1]
+    assert chain.columns[1].footer == ("-" if ranks else "")  # no prompt is as short
+
+    def spans(row: int, place: int) -> list[tuple[str, str]]:
+        return [(span.text, span.mark) for span in passkey.rows[row].fields[place].spans]
+
+    good = [("100%", "best"), ("\n61-100", "aside")]
+    bad = [("33%", ""), ("\n10-70", "aside")]
+    assert spans(0, 2) == good + ([("\n1st 100%", ""), ("\n61-100", "aside")] if ranks else [])
+    assert spans(1, 2) == bad + ([("\n1st 0%", "aside"), ("\n0-39", "aside")] if ranks else [])
+    nothing = result(right=False, ranks=ranks).tables()[0].rows[1].fields[2].spans[0]
+    assert (nothing.text, nothing.mark) == ("0%", "")  # the best of nothing is no best
+
+
 def test_notes_say_what_a_reader_must_know() -> None:
     said = "\n".join([*result().notes(), *result().guide()])
     for text in (
@@ -148,6 +183,74 @@ def shown_by(panel: Any) -> Any:
 
 
 @pytest.mark.skipif(not available(), reason="needs matplotlib")
+@pytest.mark.parametrize(
+    ("won", "lost", "as_extreme"),
+    [(12, 0, 2), (0, 12, 2), (1, 0, 2), (5, 1, 14), (2, 10, 158), (6, 6, 4096), (7, 6, 8192)],
+)
+def test_mcnemar_counts_the_outcomes_at_least_as_extreme(
+    won: int, lost: int, as_extreme: int
+) -> None:
+    """Of 2^n equally probable outcomes, in either direction: for 2 of 12, 2 (1 + 12 + 66) = 158."""
+    assert mcnemar(won, lost) == as_extreme / 2 ** (won + lost)
+
+
+@pytest.mark.parametrize(("right", "trials"), [(0, 12), (1, 3), (3, 12), (50, 100), (12, 12)])
+def test_ends_of_a_wilson_interval_are_z_deviations_away(right: int, trials: int) -> None:
+    share, (low, high) = right / trials, wilson(right, trials)
+    assert 0 <= low <= share <= high <= 1
+    for end in (low, high):
+        deviation = Z * math.sqrt(end * (1 - end) / trials)
+        assert abs(share - end) == pytest.approx(deviation, abs=1e-7)
+    assert (low == pytest.approx(0, abs=1e-12)) == (right == 0)
+    assert (high == pytest.approx(1, abs=1e-12)) == (right == trials)
+
+
+def answers(*ranks: int | None) -> list[Record]:
+    return [
+        Record("m", "passkey", 64, 0.5, sample, rank == 1, 0.5, nats, rank, candidates, distance)
+        for sample, rank in enumerate(ranks)
+        for candidates, nats, distance in ([(4, 2.0, 8 + sample)] if rank else [(None, None, None)])
+    ]
+
+
+def test_a_cell_is_of_the_samples_that_have_a_rank() -> None:
+    (cell,) = summarize(answers(1, None, 3), by_depth=False)
+    assert (cell.samples, cell.accuracy, cell.score) == (3, 1 / 3, 0.5)
+    assert (cell.first, cell.first_interval) == (0.5, wilson(1, 2))
+    assert (cell.chance, cell.rank, cell.nats, cell.distance) == (0.25, 2, 2, 10)
+    assert cell.beaten == pytest.approx((3 / 3 + 1 / 3) / 2)
+    assert cell.quality == (cell.accuracy, 0.5)
+    assert not cell.beats_chance
+    assert [each.depth for each in summarize(answers(1, 2), by_depth=True)] == [0.5]
+    (sure,) = summarize(answers(*[1] * 9), by_depth=False)
+    assert sure.beats_chance  # at least 0.70 of the answers, and 0.25 by chance
+    (none,) = summarize(answers(None, None), by_depth=False)
+    assert (none.first, none.first_interval, none.chance, none.beaten) == (None,) * 4
+    assert (none.quality, none.beats_chance) == ((0, 0), False)
+
+
+def test_the_papers_numbers_at_their_limits() -> None:
+    """A share of exactly 20 % or 80 % is enough; behind the first distance that fails, none counts."""
+    cells = [
+        dataclasses.replace(cell, length=length, distance=distance, accuracy=accuracy)
+        for cell in summarize(answers(1), by_depth=False)
+        for length, distance, accuracy in (
+            (64, 9, 0.8),
+            (128, 30, 0.2),
+            (256, 70, 0.1),
+            (512, 99, 1),
+        )
+    ]
+    assert k_max(cells) == 30
+    assert k_max(cells[::-1], success=0.8) == 9
+    assert k_max(cells, success=0.9) == 0
+    assert k_max([dataclasses.replace(cells[0], distance=None)]) is None
+    assert passing(cells[:3]) == (64, 0.8)
+    assert passing(cells)[0] == 512
+    assert passing(cells)[1] == pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4)
+    assert passing(cells[1:3]) == (None, None)
+
+
 def test_heat_maps_show_every_cell_and_the_trained_length(tmp_path: Path) -> None:
     import numpy as np
 

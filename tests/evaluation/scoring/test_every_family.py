@@ -77,7 +77,8 @@ PIECES = (
     20,
 )  # below and above the tiny windows of 8; eight pieces of 7 leave one of 57 tokens alone
 IDS = zoo.tokens(57)[0]
-FAST = {*zoo.representative(), "bamba", "bert", "granite4_vision_text", "mamba", "mamba2", "rwkv"}
+# One for each kind of cache, and each way from the decoder to the logits.
+FAST = {*zoo.ATTENDING, "bamba", "bert", "granite4_vision_text", "mamba", "mamba2", "rwkv"}
 FAST |= {"prophetnet", "qwen3_next", "unlimited_ocr_text"}
 
 

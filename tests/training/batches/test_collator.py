@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import math
 import pickle
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +25,7 @@ from hf_posenc.training.batches.collator import (
     Draw,
     PositionCollator,
     cream,
+    generator,
     pose,
     random_floats,
     randomized,
@@ -69,6 +72,12 @@ def test_shorter_examples_are_masked_behind_their_end() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert batch["input_ids"][1, 3:].tolist() == [7, 7]
     assert batch["labels"][1, 3:].tolist() == [-100, -100]
+
+
+def test_labels_are_their_own_or_the_tokens() -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [8, -100, 9]}, {"input_ids": [1, 2], "labels": []}]
+    batch = collator("contiguous", seed=-3)(rows)
+    assert batch["labels"].tolist() == [[-100, -100, 9], [-100, 2, -100]]
 
 
 def test_packed_batches_restart_positions_and_have_no_mask_and_no_cache() -> None:
@@ -129,6 +138,7 @@ def test_a_length_may_be_given_in_thousands() -> None:
         ),
         (lambda: collator("random", curriculum=[16, 16]), r"rising lengths.*\[16, 16\]"),
         (lambda: collator("random", curriculum=[32, 128]), "ends at 128 tokens, beyond.*=64"),
+        (lambda: collator("random", curriculum=[16, 32, 128]), "ends at 128 tokens, beyond.*=64"),
         (
             lambda: collator("random", curriculum=[8, 64])([example(9)]),
             "9 tokens, more than the curriculum's first 8",
@@ -193,6 +203,7 @@ def cream_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
     [
         (pose, pose_outcomes, 5, 9),
         (pose, pose_outcomes, 6, 6),
+        (pose, pose_outcomes, 6, 8),
         (randomized, random_outcomes, 3, 6),
         (cream, cream_outcomes, 24, 48),  # both edges are 8
         (cream, cream_outcomes, 72, 144),  # 24 and 8
@@ -294,8 +305,11 @@ def test_steps_share_the_lengths_of_a_curriculum_equally(steps: int, expected: l
         int(made.at_step(batch, step, steps)["position_ids"].max()) + 1 for step in range(steps)
     ]
     assert reached == expected  # of 40 rows, some reach the end
+    assert made.at_step(batch, steps, steps)["position_ids"].dim() == 2  # behind the last step
     plain = collator("random")(rows)
     assert collator("random").at_step(plain, 0, steps) == plain
+    for others in ({}, plain, collator("random", curriculum=[32, 64])(rows)):
+        assert made.at_step(others, 0, steps) == others  # not of this collator
 
 
 def test_a_model_that_nobody_chose_the_length_for_refuses_the_batch() -> None:
@@ -344,6 +358,14 @@ def test_epochs_and_seeds_differ_and_come_again(positions: str) -> None:
     assert drawn(made, rows) == first
     assert drawn(collator(positions, seed=1), rows) != first
     assert len(set(map(tuple, first))) == 4  # examples differ too
+
+
+def test_draws_are_those_of_every_version() -> None:
+    """Seed, epoch and tokens give the generator, so that a run resumes with the positions that it began with."""
+    tokens: Any = np.array([5, 1, 7, 3], dtype=np.int32)
+    digest = hashlib.blake2b(b"3 2 " + struct.pack("<4q", 5, 1, 7, 3), digest_size=16).digest()
+    expected = np.random.default_rng(int.from_bytes(digest, "little")).integers(1 << 40, size=5)
+    assert generator(3, 2, tokens).integers(1 << 40, size=5).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("positions", DRAWN)

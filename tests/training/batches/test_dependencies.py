@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.training.batches.collator import DRAWS, POSITIONS
 from hf_posenc.training.batches.dependencies import dependencies
-from tests.support.attention_llama import CASES
+from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (
     ARCHITECTURES,
     DOCUMENTS,
@@ -24,7 +24,7 @@ from tests.support.dependency_cases import (
     patched,
     tiny,
 )
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -46,7 +46,11 @@ def test_architectures(model: tuple[str, str], positions: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"), covering([*FREQUENCIES, *CASES], ["packed", "random"])
+    ("name", "positions"),
+    [
+        *covering([*FREQUENCIES, *FORMS], ["packed", "random"]),
+        *late([name for name in CASES if name not in FORMS], ["packed", "random"]),
+    ],
 )
 def test_patched_models(name: str, positions: str) -> None:
     assert torch.equal(by_change(patched(name), batch_of(positions)), expected(positions))

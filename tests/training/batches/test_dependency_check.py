@@ -22,7 +22,7 @@ from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollat
 from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
 from hf_posenc.training.preparation import needs_one_row
 from tests.support import zoo
-from tests.support.attention_llama import CASES
+from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (
     FREQUENCIES,
     TARGET,
@@ -33,7 +33,7 @@ from tests.support.dependency_cases import (
     tiny,
     words_of,
 )
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
 pytestmark = [
@@ -53,11 +53,17 @@ def test_the_check_passes_what_works(model_type: str, positions: str) -> None:
 
 
 # Drawn positions are refused for nope: see below.
-OTHERS = [name for name in (*FREQUENCIES, *CASES) if name != "nope"]
+OTHERS = [name for name in (*FREQUENCIES, *FORMS) if name != "nope"]
+ALIKE = [name for name in CASES if name not in FORMS]
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("nope", "packed"), *covering(OTHERS, ["packed", "pose"])]
+    ("name", "way"),
+    [
+        ("nope", "packed"),
+        *covering(OTHERS, ["packed", "pose"]),
+        *late(ALIKE, ["packed", "pose"]),
+    ],
 )
 def test_the_check_passes_patched_models(name: str, way: str) -> None:
     target = TARGET if way == "pose" else None
