@@ -159,9 +159,11 @@ def _layers(values: dict[str, Any]) -> str:
             rows = [row for row in values["rows"] if row["phase"] == phase and kind in row]
             if rows:
                 lines += [f"**{phase.capitalize()}.** {title}.", _ratios(rows, kind)]
-    worst = max(max(row["error"].values()) for row in values["rows"] if row.get("error"))
+    compared = [row for row in values["rows"] if row.get("error")]
+    worst = max(max(row["error"].values()) for row in compared)
+    phases = ", ".join(dict.fromkeys(row["phase"] for row in compared))
     lines.append(
-        f"Outputs of all rows above differ from float64 by {worst:.1e} at most (root mean square of some rows, "
+        f"Outputs above ({phases}) differ from float64 by {worst:.1e} at most (root mean square of some rows, "
         "relative), as those of one attention in bfloat16."
     )
     return "\n\n".join(lines)

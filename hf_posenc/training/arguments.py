@@ -19,7 +19,7 @@ from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArgum
 from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, one_line
-from hf_posenc.evaluation.documents import Entry
+from hf_posenc.evaluation.documents import Document, Entry
 from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
 from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.options import DocumentOptions
@@ -467,6 +467,7 @@ def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
     By default they are held out: every tenth of the documents to train on, from the second on, or the last tenth of a
     single one; of the standard library, the modules that its training text leaves out.
     """
+    sources: list[Source] = []
     try:
         if holds_out(data):
             parts = (part for part, _ in _mixture(data))
@@ -476,9 +477,11 @@ def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
         else:
             yield _source(data, data.score_text, data.score_dataset, data.score_split).read()
     except PosencError as error:
-        raise PosencError(
-            f"No perplexity can be measured: {error} Give --score_text or --score_dataset, or train with --no_score."
-        ) from error
+        ways = "Give --score_text or --score_dataset, or train with --no_score."
+        texts = (entry for source in sources for entry in source)
+        if holds_out(data) and not any(isinstance(entry, Document) for entry in texts):
+            ways = "There is nothing to train on either: correct --text, --dataset or --mixture."
+        raise PosencError(f"No perplexity can be measured: {error} {ways}") from error
 
 
 def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
