@@ -171,7 +171,8 @@ def compiled() -> dict[str, dict[str, Needs]]:
             for kernel, done in launched:
                 of_call = found.setdefault(f"{kernel}: {name}", {})
                 of_call[f"sm_{offline.capability}"] = needs(done)
-                print(f"{kernel}: {name}, sm_{offline.capability}: {needs(done)}", flush=True)
+                if len(DEVICES) > 1:
+                    print(f"{kernel}: {name}, sm_{offline.capability}: {needs(done)}", flush=True)
     return found
 
 

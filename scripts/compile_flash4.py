@@ -1,0 +1,71 @@
+"""Compile every call of FlashAttention-4 that this package makes, for Hopper; no GPU is needed.
+
+    bash scripts/check_kernels.sh          makes the environment, and runs this too
+
+Tensors are fake: names, shapes and strides of arguments and results are checked by the library and here, no number is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_posenc.attention.fused.flash4 import Flash4
+from hf_posenc.attention.fused.protocol import Saved, Segments
+from hf_posenc.attention.kernels.biased_flash4 import tabled
+
+TARGET = {
+    "FLASH_ATTENTION_ARCH": "sm_90",
+    "CUTE_DSL_ARCH": "sm_90a",
+    "FLASH_ATTENTION_NUM_SMS": "132",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+}
+"""Read by the library when it is imported, which the first call does."""
+HEADS, KEY_HEADS, FEATURES = 32, 8, 128
+ROWS, KEYS = 1024, 1200
+WINDOWS = {"all keys": (-1, -1), "causal": (-1, 0), "a window": (127, 0)}
+
+
+def empty(*sizes: int) -> Tensor:
+    """Return a fake tensor of a GPU."""
+    return torch.empty(*sizes, device="cuda", dtype=torch.bfloat16)
+
+
+def check(segments: Segments, window: tuple[int, int]) -> None:
+    """Compile a forward and a backward, and compare the shapes of what they return."""
+    query, key = empty(ROWS, HEADS, FEATURES), empty(KEYS, KEY_HEADS, FEATURES)
+    flash = Flash4()
+    out, lse, state = flash.attend(query, key, key, segments, 0.1, window)
+    assert (out.shape, out.dtype) == (query.shape, query.dtype)
+    assert (lse.shape, lse.dtype) == ((HEADS, ROWS), torch.float32)
+    saved = Saved(query, key, key, out, lse)
+    gradients = flash.attend_backward(out, saved, segments, 0.1, window, state)
+    assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]
+
+
+def main() -> None:
+    """Compile all calls, one by one."""
+    os.environ |= TARGET
+    began = time.monotonic()
+    with FakeTensorMode():
+        several = Segments((0, 10, 300, ROWS), (0, 10, 400, KEYS))
+        starts = (torch.empty(4, dtype=torch.int32, device="cuda") for _ in range(2))
+        several._tensors[torch.device("cuda", 0)] = tuple(starts)  # type: ignore[assignment]
+        for what, segments in (("one text", Segments((0, ROWS), (0, KEYS))), ("several", several)):
+            for name, window in WINDOWS.items():
+                if (what, name) != ("several", "all keys"):  # no method calls it so
+                    check(segments, window)
+                    print(f"{what}, {name}: {time.monotonic() - began:.0f} s", flush=True)
+        batch = [empty(2, n, h, FEATURES).transpose(1, 2) for n, h in ((ROWS, HEADS), (KEYS, KEY_HEADS))]  # fmt: skip
+        table = torch.empty(HEADS, KEYS, device="cuda")
+        out = tabled(batch[0], batch[1], batch[1], table, 0.1)
+        assert out.shape == batch[0].shape
+    print(f"Every call of FlashAttention-4 compiles: {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
