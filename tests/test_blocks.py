@@ -350,9 +350,10 @@ def hf_posenc(words: list[str]) -> None:
 
 
 def python(words: list[str]) -> None:
-    """Run a script of the repository; of a module, check that there is one."""
+    """Run a script of the repository; of a module, check that it exists and names the options."""
     if words[0] == "-m":
-        importlib.import_module(words[1])
+        source = inspect.getsource(importlib.import_module(words[1]))
+        assert all(word in source for word in words[2:] if word.startswith("--")), words
         return
     script, given = words[0], words[1:]
     assert (ROOT / script).is_file(), script
