@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_posenc.methods import seam_of
 from hf_posenc.patch.config import PatchConfig, short
 from hf_posenc.seams.inspection import html_table, text_table
 
@@ -162,5 +163,7 @@ class Patch:
             notes += f"; drops of the checkpoint's own scaling: {values}"
         if self.attention is None:
             return notes
-        layers = f"attention of {len(self.layers)} layers"
-        return f"{notes}; {layers} by hf_posenc instead of {self.attention}"
+        count = len(self.layers)
+        if {seam_of(method) for method in self.config.build()} & {"attention", "bias"}:
+            return f"{notes}; attention of {count} layers by hf_posenc instead of {self.attention}"
+        return f"{notes}; queries of {count} layers scaled, attention by {self.attention}"

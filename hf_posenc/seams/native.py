@@ -175,7 +175,11 @@ def choose(
                 continue
             if len(kinds) > 1:
                 names = ", ".join(kind.name for kind in kinds)
-                others = [kind.name for kind in kinds if kind.seam != "table"]
+                others = [
+                    kind.name
+                    for kind in kinds
+                    if kind.seam != "table" and seam.takes(kind, source.kind)
+                ]
                 way = (
                     f" For longer texts, give {others[0]} alone a target_length=." if others else ""
                 )

@@ -242,9 +242,7 @@ class Option:
 def option_of(kind: type[Method], start: Start) -> Option:
     """Judge a method at the target length."""
     if issubclass(kind, TableFilter):
-        reason = (
-            f"{kind.summary}: changes the table of another method, and reaches no further alone"
-        )
+        reason = f"{kind.summary}: changes the table that another method extends, and is measured beside it"
         return Option(kind.name, BESIDE, reason, None, attention=False)
     if kind in (DPE, LaMPE):
         reason = f"{kind.summary}: its numbers are fitted to each model, and four sets are recipes"
