@@ -178,7 +178,7 @@ def choose(
                 others = [
                     kind.name
                     for kind in kinds
-                    if kind.seam != "table" and seam.takes(kind, source.kind)
+                    if kind.seam != "table" and any(each.takes(kind, source.kind) for each in seams)
                 ]
                 way = (
                     f" For longer texts, give {others[0]} alone a target_length=." if others else ""

@@ -441,6 +441,7 @@ def test_the_trainer_chooses_learned_tables_and_no_sines(model_type: str, method
         ("gpt2", ("tile", {"target_length": 1e9}), r"would take 256,000,016,384 bytes more, and [\d,]+ are free"),
         ("gpt2", ("nope", {"target_length": 1e9}), r"would take 256,000,016,384 bytes more"),
         ("gpt2", (["tile", "alibi"], {"scale": 2}), r"give alibi alone a target_length="),
+        ("gpt2", (["tile", "log_n"], {"scale": 2}), r"at a time, not tile, log_n\.$"),
         ("gpt2", ("stretch", {"scale": 2, "keep": 64}), "leaves none of the 64 positions"),
         ("gpt2", ("tile", {"scale": 2, "original_max_position_embeddings": 32}), "Leave it out"),
         ("gpt2", (["tile", "log_n"], {"scale": 2}), "one method at a time"),
