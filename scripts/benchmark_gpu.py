@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     for phase, method, length in dict.fromkeys(cases()):
-        if time.monotonic() - began > given.seconds:
+        if rows and time.monotonic() - began > given.seconds:
             break
         rows.append(row_of(phase, method, min(length, given.longest), device, given.rounds))
         found = {"kind": "layers", "format": 1, "machine": machine, "sizes": sizes, "rows": rows}

@@ -31,7 +31,7 @@ from hf_posenc.evaluation.page import collect, render
 from hf_posenc.evaluation.selftest.timing import Layer
 from hf_posenc.files import to_json
 from hf_posenc.methods import get_method
-from scripts import gpu_table
+from scripts import benchmark_gpu, gpu_table
 
 CPU = torch.device("cpu")
 LENGTHS = (16, 32)
@@ -154,11 +154,20 @@ def test_docs_gpu_shows_what_was_sent(
     command: tuple[Path, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu_table, "RESULTS", tmp_path)
-    assert gpu_table.measured().startswith("None yet")
+    assert gpu_table.measured() == ""
     shutil.copy(command[0] / "gpu.json", tmp_path / "some_gpu.json")
     shown = gpu_table.measured()
     assert "\n#### Prefill: one layer" in shown
     assert "| rerope, two score matrices |" in shown
+    arguments = ["--output", str(tmp_path / "other.json"), "--rounds", "1", "--longest", "64"]
+    benchmark_gpu.main([*arguments, "--seconds", "0"])  # the first row alone
+    written = json.loads((tmp_path / "other.json").read_text())
+    (row,) = written["rows"]
+    assert (row["phase"], row["method"], row["length"]) == ("prefill", "rerope", 64)
+    row |= {"error": {"cudnn": 1e-3}, "ms": {"plain": 2.0, "flash attention 4": 3.0, "cudnn": 5.0}}
+    written["machine"] |= dict.fromkeys(("triton", "cudnn", "flash-attn-4"), "1")
+    (tmp_path / "other.json").write_text(json.dumps(written))
+    assert "| `rerope`, window 4,096 | 64 | 2 | 1.50 | 2.50 |" in gpu_table.measured()
 
 
 def test_the_form_asks_for_the_json() -> None:
