@@ -285,10 +285,8 @@ def test_an_empty_cell_ends_no_table() -> None:
         *records("pi", [(own[n], 10 * n + 10) for n in range(3)], 32),
     ]
     cells = summarize([dataclasses.replace(row, words=5) for row in rows], aggregate="documents")
-    assert [(cell.method, cell.length, cell.words) for cell in cells] == [
-        ("none", 32, 15),
-        ("pi", 32, 15),
-    ]
+    named = [(cell.method, cell.protocol, cell.length, cell.words) for cell in cells]
+    assert named == [("none", "tail", 32, 15), ("pi", "tail", 32, 15)]
     gaps = [(own[n] - other[n]) / (10 * n + 10) for n in range(3)]
     mean, half = sum(gaps) / 3, 4.3027 * statistics.stdev(gaps) / math.sqrt(3)
     assert cells[1].ratio == pytest.approx(math.exp(mean))
