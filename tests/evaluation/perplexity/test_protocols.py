@@ -47,7 +47,7 @@ def test_prefix_scores_the_first_tokens_of_every_document(special: int, shared: 
         # without special tokens, the first token of a document has no prediction
         assert tokens[length] == list(range(0 if special else 1, length - special))
     assert all(window.begin == 0 for window in windows)
-    assert len(windows) == (1 if shared else 3)
+    assert [window.tokens for window in windows] == ([64] if shared else [16, 32, 64])
 
 
 @pytest.mark.parametrize("special", [0, 1])
@@ -87,6 +87,32 @@ def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
     assert sorted(tokens) == [
         t for t in range(100) if t % 16
     ]  # the first of a window has no prediction
+
+
+@pytest.mark.parametrize(
+    ("options", "special", "expected"),
+    [
+        ({"protocols": ("prefix",)}, 1, [(0, 7, 1, 1, 8)]),
+        ({"protocols": ("tail",), "windows_per_document": 2}, 1, [(0, 7, 1, 5, 8), (13, 20, 1, 5, 8)]),
+        ({"protocols": ("tail",), "windows_per_document": 2, "read_last": False}, 1,
+         [(0, 8, 1, 6, 9), (12, 20, 1, 6, 9)]),
+        ({"protocols": ("sliding",), "stride": 4}, 2,
+         [(16, 20, 2, 4, 6), (0, 6, 2, 2, 8), (4, 10, 2, 4, 8), (8, 14, 2, 4, 8), (12, 18, 2, 4, 8)]),
+        ({"protocols": ("sliding",), "stride": 4, "bos_windows": "first"}, 2,
+         [(14, 20, 0, 4, 6), (0, 6, 2, 2, 8), (2, 10, 0, 4, 8), (6, 14, 0, 4, 8), (10, 18, 0, 4, 8)]),
+        ({"protocols": ("disjoint",)}, 0, [(0, 9, 0, 1, 9), (8, 17, 0, 1, 9), (11, 20, 0, 6, 9)]),
+        ({"protocols": ("disjoint",)}, 1, [(0, 8, 1, 1, 9), (7, 16, 0, 1, 9), (11, 20, 0, 5, 9)]),
+        ({"protocols": ("stream",), "stride": 5}, 0, [(0, 8, 0, 1, 8), (5, 13, 0, 1, 8)]),
+        ({"protocols": ("stream",), "stride": 5}, 1, [(0, 7, 1, 1, 8), (5, 12, 1, 1, 8)]),
+    ],
+)  # fmt: skip
+def test_windows_by_hand(options: dict[str, Any], special: int, expected: list[Any]) -> None:
+    """Windows of 8 tokens in a text of 20: begin, end, special tokens, first one that counts, one past the last."""
+    settings = make((8,), tail_tokens=3, **options)
+    windows = plan(20, settings, special=special, shared_prefix=True)
+    assert [
+        (w.begin, w.end, w.special, span.first, span.stop) for w in windows for span in w.spans
+    ] == expected
 
 
 def test_a_definition_says_how_windows_weigh_but_for_key_tokens() -> None:
@@ -288,6 +314,9 @@ def test_truncated_windows_score_the_same_tokens(
     windows = plan(100, settings, special=special, shared_prefix=True, most=16)
     assert max(window.forwarded for window in whole) > 16
     assert max(window.forwarded for window in windows) <= 16
+    assert max(window.end for window in windows) <= 100
+    # A piece is full; the end of a text may fit in less.
+    assert {w.forwarded for w in windows if w.spans[-1].length > 16} == {16}
     ours, theirs = scored(windows, protocol), scored(whole, protocol)
     assert {n: sorted(ours[n]) for n in ours} == {n: sorted(theirs[n]) for n in theirs}
     for window in windows:

@@ -135,7 +135,10 @@ def test_columns_and_marks_of_a_table(ranks: bool) -> None:
     bad = [("33%", ""), ("\n10-70", "aside")]
     assert spans(0, 2) == good + ([("\n1st 100%", ""), ("\n61-100", "aside")] if ranks else [])
     assert spans(1, 2) == bad + ([("\n1st 0%", "aside"), ("\n0-39", "aside")] if ranks else [])
-    nothing = result(right=False, ranks=ranks).tables()[0].rows[1].fields[2].spans[0]
+    first, nothing = (
+        row.fields[2].spans[0] for row in result(right=False, ranks=ranks).tables()[0].rows
+    )
+    assert (first.text, first.mark) == ("0%", "best" if ranks else "")  # by rank alone
     assert (nothing.text, nothing.mark) == ("0%", "")  # the best of nothing is no best
 
 
@@ -150,6 +153,16 @@ def test_notes_say_what_a_reader_must_know() -> None:
     ):
         assert text in said
     assert "own text" not in said
+    assert "the same question about others" not in said
+    others = result(ranks=False)
+    others.haystack = {"kind": "text"}
+    assert "own text" in (said := "\n".join(others.notes()))
+    assert "most probable of" not in said
+    for ranks in (True, False):
+        others = result(ranks=ranks)
+        others.settings = dataclasses.replace(others.settings, tasks=("passkey", "babilong_qa1"))
+        ranked = [line for line in others.notes() if "are ranked by how much more" in line]
+        assert [line.partition(":")[0] for line in ranked] == ["babilong_qa1"] * ranks
     assert list(result().problems()) == [
         "bad: passkey failed at length 1,024: out of memory",
         "bad: vt failed at length 1,024: out of memory",
@@ -162,6 +175,12 @@ def test_chance_is_called_chance() -> None:
     ranked = "\n".join(result(right=False, rank=1).guide())
     assert "passkey: the model never gives an answer outright" in ranked
     assert not list(result(ranks=False).guide())
+    both = result()
+    assert not list(both.guide())
+    both.cells = [c for c in both.cells if c.task == "vt"]
+    assert not list(both.guide())  # where nothing is measured, nothing is known
+    both.cells += [c for c in result(right=False, rank=3).cells if c.task == "passkey"]
+    assert [line.partition(":")[0] for line in both.guide()] == ["passkey"]
 
 
 def test_shares_are_whole_percent_but_never_lie_about_0_and_100() -> None:
@@ -182,7 +201,6 @@ def shown_by(panel: Any) -> Any:
     return np.ma.filled(panel.get_images()[0].get_array(), np.nan)
 
 
-@pytest.mark.skipif(not available(), reason="needs matplotlib")
 @pytest.mark.parametrize(
     ("won", "lost", "as_extreme"),
     [(12, 0, 2), (0, 12, 2), (1, 0, 2), (5, 1, 14), (2, 10, 158), (6, 6, 4096), (7, 6, 8192)],
@@ -251,6 +269,7 @@ def test_the_papers_numbers_at_their_limits() -> None:
     assert passing(cells[1:3]) == (None, None)
 
 
+@pytest.mark.skipif(not available(), reason="needs matplotlib")
 def test_heat_maps_show_every_cell_and_the_trained_length(tmp_path: Path) -> None:
     import numpy as np
 
