@@ -79,8 +79,11 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             if small is None:
                 return Comparison(reason="it does not compute the problem of its check")
             rows = small.query.shape[2]
-            alone = _problem(call, encoding, 0, gradients) if rows == ROWS else small
-            for problem in (small, *([alone] if backend.accepts(alone, encoding) else [])):
+            problems = [small]
+            if rows == ROWS:
+                alone = _problem(call, encoding, 0, gradients)
+                problems += [alone] if backend.accepts(alone, encoding) else []
+            for problem in problems:
                 double: dict[str, Any] = {
                     name: _leaf(getattr(problem, name).double(), gradients) for name in INPUTS
                 }

@@ -7,7 +7,6 @@ has the shape (B, H, R, 1); the backward takes another output and log-sum-exp th
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -84,9 +83,8 @@ class CudnnAttention:
         return gradients
 
 
-@functools.cache
 def _has_cudnn(device: torch.device) -> bool:
-    """True on Hopper and later, where it is the faster operator."""
+    """True on Hopper and later, where it is the faster operator, unless the user has switched it off."""
     if not torch.backends.cudnn.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

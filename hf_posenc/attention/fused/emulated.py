@@ -98,7 +98,7 @@ def _ends(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _chunks(batch: int, length: int, device: torch.device) -> Tensor:
-    """Where every sequence of a batch starts in one row, and the end."""
+    """Return the starts of a batch's sequences in one row, and the end."""
     starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
     return starts[: batch + 1]
 

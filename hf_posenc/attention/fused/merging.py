@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Merge(Protocol):
-    """How parts are merged; shapes: outputs (B, H, R, D), log-sum-exps (B, H, R)."""
+    """A way to merge parts; shapes: outputs (B, H, R, D), log-sum-exps (B, H, R)."""
 
     def __call__(
         self,
