@@ -394,9 +394,16 @@ class BenchOptions(ProtocolOptions):
         "Times that the prefill of every method is timed; 0: never.", least=0, shown="the suite's"
     )
     limit: int | None = document_option("Stop at so many usable documents.", shown="the suite's")
+    budget: float | None = option(
+        "With --suite gpu: begin no measurement after this time, e.g. 8m; the most telling come first.",
+        metavar="TIME",
+        parse=parse_budget,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.budget is not None and self.suite != "gpu":
+            raise PosencError("--budget has a meaning for --suite gpu alone: leave it out.")
         if self.lengths is not None and self.target_length is not None:
             raise PosencError("Lengths and a target length exclude each other: give one of them.")
 

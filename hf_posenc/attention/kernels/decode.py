@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hf_posenc.attention.kernels.device import (
     strided,
     takes,
     trains,
+    unwatched,
 )
 
 QUERIES = 8
@@ -35,16 +37,7 @@ _PROGRAMS = 4
 _SCHEME = "_kernel_scheme"
 
 
-@torch.library.custom_op(
-    "hf_posenc::decode",
-    mutates_args=(),
-    schema=(
-        "(Tensor query, Tensor key, Tensor value, Tensor query_position, Tensor key_position,"
-        " Tensor? visible, Tensor? inv_freq, Tensor? sinks, str bias, Tensor? first, Tensor? second,"
-        " str scheme, float scaling, float? softcap) -> Tensor"
-    ),
-)
-def decode(
+def _decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -100,6 +93,18 @@ def decode(
             shares, lse, sinks, *strided(out), heads, rows, **sizes
         )
     return out
+
+
+decode = torch.library.custom_op(
+    "hf_posenc::decode",
+    _decode,
+    mutates_args=(),
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor query_position, Tensor key_position,"
+        " Tensor? visible, Tensor? inv_freq, Tensor? sinks, str bias, Tensor? first, Tensor? second,"
+        " str scheme, float scaling, float? softcap) -> Tensor"
+    ),
+)
 
 
 @decode.register_fake
@@ -168,7 +173,8 @@ def run(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     inv_freq = None
     if not scheme.endswith(f"{UNTURNED})"):  # no call, which a trace could not follow
         inv_freq = plan.rotation.inv_freq.to(query.device)
-    out: Tensor = decode(
+    compute: Callable[..., Tensor] = _decode if unwatched(query) else decode
+    out = compute(
         encoding.scaled(query, call.query_position).to(call.dtype),
         call.key.to(call.dtype),
         call.value,

@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
@@ -49,6 +50,20 @@ def trains(call: Call, encoding: Encoding) -> bool:
     tensors = (call.query, call.key, call.value)
     given = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return given or trains_bias(encoding)
+
+
+def unwatched(x: Tensor) -> bool:
+    """True if no compiler, mode or gradient has to see an operator on a tensor.
+
+    Its function is then called as it is: PyTorch takes 0.1 ms of the host to call an operator that is written in
+    Python, as long as plain attention takes for a step.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and _get_current_dispatch_mode() is None
+    )
 
 
 def output_like(query: Tensor, value: Tensor) -> Tensor:

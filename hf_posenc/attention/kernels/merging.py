@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.kernels.device import padded, strided
+from hf_posenc.attention.kernels.device import padded, strided, unwatched
 
 _ROWS = 32
 
 
-@torch.library.custom_op(
-    "hf_posenc::merge",
-    mutates_args=("out", "lse"),
-    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, bool reverse) -> ()",
-)
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, reverse: bool) -> None:
     """Merge outputs (B, H, R, D), whose features are dense, and log-sum-exps (B, H, R), float32."""
     from hf_posenc.attention.kernels import merging_triton
@@ -27,7 +22,15 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, reverse
         )  # fmt: skip
 
 
-@_merge.register_fake
+_operator = torch.library.custom_op(
+    "hf_posenc::merge",
+    _merge,
+    mutates_args=("out", "lse"),
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, bool reverse) -> ()",
+)
+
+
+@_operator.register_fake
 def _(*arguments: object) -> None:
     return None
 
@@ -42,4 +45,4 @@ def merge(
     last: bool = False,
 ) -> None:
     """Merge by the operator, as `fused.merging.Merge`; the log-sum-exp is written in any case."""
-    _merge(out, lse, part_out, part_lse, reverse)
+    (_merge if unwatched(out) else _operator)(out, lse, part_out, part_lse, reverse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels.device import available, padded, strided
+from hf_posenc.attention.kernels.device import available, padded, strided, unwatched
 from hf_posenc.attention.rotation import Rotation
 
 _ROWS = 32
@@ -17,12 +18,7 @@ _HEADS = 8
 """Heads of one program, which reads cos and sin once for them."""
 
 
-@torch.library.custom_op(
-    "hf_posenc::turn",
-    mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, int start, bool interleaved) -> Tensor",
-)
-def turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
     """Turn pairs of features, in one launch.
 
     Shapes: x (turns, batch, heads, rows, features), float32 or halves, its features dense; cos and sin (turns, batch,
@@ -40,6 +36,14 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> 
             REST=padded(features - 2 * pairs), BM=_ROWS,
         )  # fmt: skip
     return out
+
+
+turn = torch.library.custom_op(
+    "hf_posenc::turn",
+    _turn,
+    mutates_args=(),
+    schema="(Tensor x, Tensor cos, Tensor sin, int start, bool interleaved) -> Tensor",
+)
 
 
 @turn.register_fake
@@ -84,5 +88,5 @@ def turned(rotation: Rotation, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tens
     turns, batch = len(cos), len(x)
     cos, sin = (table.expand(-1, batch, -1, -1) for table in (cos, sin))
     every = x.expand(turns, *x.shape)
-    result: Tensor = turn(every, cos, sin, layout.start, layout.interleaved)
-    return result
+    compute: Callable[..., Tensor] = _turn if unwatched(x) else turn
+    return compute(every, cos, sin, layout.start, layout.interleaved)

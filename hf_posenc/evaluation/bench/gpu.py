@@ -1,14 +1,17 @@
 """Methods on one device: layers beside plain attention and the formulations of others, and a whole model.
 
-Nothing is downloaded: queries, keys, weights and tokens are drawn at random. Each measurement is stored when it ends.
+Nothing is downloaded: queries, keys, weights and tokens are drawn at random. Each measurement is stored when it ends,
+and the most telling come first, so that a budget of minutes leaves out the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers.generation.streamers import BaseStreamer
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
@@ -26,7 +30,15 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.embedded import model_path
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.bench.gpu_result import PERPLEXITY, PHASES, PLAIN, GpuResult, Row
+from hf_posenc.evaluation.bench.gpu_result import (
+    COMPILED,
+    GENERATION,
+    PERPLEXITY,
+    PHASES,
+    PLAIN,
+    GpuResult,
+    Row,
+)
 from hf_posenc.evaluation.bench.peers import PEERS, Formulation
 from hf_posenc.evaluation.bench.speed import Clock, SpeedRun
 from hf_posenc.evaluation.bench.suites import GPU
@@ -42,10 +54,13 @@ from hf_posenc.evaluation.selftest.run import device_of
 from hf_posenc.evaluation.selftest.timing import Layer
 from hf_posenc.methods import Method, seam_of
 
-LENGTHS = (8192, 32768, 131072)
+LENGTHS = (32768, 131072, 8192)
+"""In the order in which they are measured."""
 WHOLE = ("none", "yarn", "rerope", "self_extend", "dual_chunk", "alibi")
 """Methods of the whole model, unless others are given; layers have all that the engine computes."""
 ROUNDS = 7
+TOKENS = 48
+"""New tokens of a generation; the median of their times is kept."""
 ENOUGH = 60.0
 """Seconds of one measurement after which no further round begins."""
 LEAST, MOST = 0.005, 100
@@ -84,10 +99,11 @@ class GpuItem(Item):
 
 
 class GpuRun(Measurement[GpuItem, GpuResult]):
-    """Times of layers by length, phase and method, then of a forward of the whole model that scores every token.
+    """Times by length: a whole model that generates, and that scores every token; then layers by phase and method.
 
     Args:
-        options: `methods`, `lengths` and `rounds`; the other fields are of other suites.
+        options: `methods`, `lengths` in the order in which they are measured, `rounds` and `budget`; the other fields
+            are of other suites.
         config: Sizes as a config of transformers; by default those of Llama 3 8B on a GPU, of the embedded model on a
             CPU.
         device: By default the GPU if there is one.
@@ -109,7 +125,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         name: str | None = None,
         command: str | None = None,
     ) -> None:
-        refuse_others(options, ("suite", "methods", "lengths", "rounds"))
+        refuse_others(options, ("suite", "methods", "lengths", "rounds", "budget"))
         self.device = device_of(device)
         on_gpu, specs = self.device.type == "cuda", options.methods
         if options.lengths is None and not on_gpu:
@@ -129,15 +145,15 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         automatic = "bfloat16" if on_gpu else "float32"
         self.dtype: torch.dtype = getattr(torch, automatic if dtype == "auto" else dtype)
         self.config, self.rounds = config, options.rounds or ROUNDS
-        lengths = sorted(options.lengths or LENGTHS)
-        empty, last = empty_model(config), lengths[-1]
+        lengths = options.lengths or LENGTHS
+        empty, last = empty_model(config), max(lengths)
         attention = read_shape(empty).attentions[0]
         self.heads, self.head_dim = (attention.heads, attention.key_heads), attention.key_dim
         self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
         # Where `execute` and the clock find the device; the whole model is built when its turn comes.
         self.model = nn.Linear(1, 1, device=self.device)
         self.clock = Clock(self.model)
-        self._whole: nn.Module | None = None
+        self._whole: Any = None
         about = {
             "name": f"{name or type(config).__name__} (its sizes, random weights)",
             "class": type(empty).__name__,
@@ -155,13 +171,17 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         given = parse_candidates([method.name for method in methods()] if specs is None else specs)
         built = {c.label: c.parts[0].build(SCALE) for c in given if len(c.parts) == 1}
         self.methods = {n: m for n, m in built.items() if seam_of(m) in ("attention", "bias")}
-        self.items = [
-            x for length in lengths for phase in PHASES for x in self._rows(phase, length)
-        ]
-        whole = WHOLE if specs is None else dict.fromkeys(("none", *specs))
-        for each in parse_candidates([*whole]):
-            work = partial(self._forward, each, last)
-            self.items.append(_item(PERPLEXITY, each.label, last, work))
+        whole = parse_candidates([*(WHOLE if specs is None else dict.fromkeys(("none", *specs)))])
+        compiled = partial(self._generation, compiled=True)
+        self.items = []
+        for length in lengths:
+            self.items += _items(GENERATION, whole, length, self._generation)
+            self.items += _items(PERPLEXITY, whole, length, self._forward)
+            self.items += [x for phase in PHASES for x in self._rows(phase, length)]
+            if on_gpu and length == lengths[0]:  # a compilation takes a minute
+                self.items += _items(COMPILED, whole, length, compiled)
+        if options.budget is not None:
+            self.until = time.monotonic() + options.budget
 
     def _rows(self, phase: str, length: int) -> Iterator[GpuItem]:
         measured = partial(self._layer, phase, length)
@@ -192,10 +212,12 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
     def collect(self, values: Mapping[Key, Value]) -> GpuResult:
         rows = []
         for item in self.items:
-            row, failed = values[item.key]["row"], values[item.key].get("failed")
-            rows.append(Row(item.phase, item.name, item.length, failed=failed, **row))
+            if item.key in values:
+                row, failed = values[item.key]["row"], values[item.key].get("failed")
+                rows.append(Row(item.phase, item.name, item.length, failed=failed, **row))
         return GpuResult(
             records=rows,
+            missing=self.total - len(rows),
             sizes={"heads": self.heads[0], "key_heads": self.heads[1], "head_dim": self.head_dim},
             machine=self.clock.machine(),
             memory=self.clock.memory,
@@ -267,11 +289,34 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
 
     # The whole model.
 
+    def _drawn_model(self, length: int) -> tuple[Any, Tensor]:
+        """Return the model, with random weights, and so many random tokens."""
+        self._whole = self._whole or _built(self.config, self.device, self.dtype)
+        vocabulary = self.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        return self._whole, torch.randint(vocabulary, (length,), generator=generator)
+
+    def _generation(
+        self, candidate: Candidate, length: int, compiled: bool = False
+    ) -> dict[str, Any]:
+        """Return the time of a new token after a prompt, by `generate`; compiled with a static cache."""
+        model, ids = self._drawn_model(length)
+        settings = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        if compiled:
+            torch.compiler.reset()  # other methods have compiled the same forward
+            settings.cache_implementation = "static"
+        times = _Times()
+        with candidate.checked(model).applied(model, length):
+            prompt = ids[None].to(self.device)
+            given = {"attention_mask": torch.ones_like(prompt), "generation_config": settings}
+            generate = partial(model.generate, prompt, **given, streamer=times)
+            peak = self.clock.time(generate)[1]
+            attention = ", ".join(backends(model, queries=1))
+        return {"backend": attention, "seconds": [times.of_a_token()], "peak_bytes": peak}
+
     def _forward(self, candidate: Candidate, length: int) -> dict[str, Any]:
         """Return time and memory of a forward that scores every token, and the estimate of its memory."""
-        model = self._whole = self._whole or _built(self.config, self.device, self.dtype)
-        vocabulary = self.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
+        model, ids = self._drawn_model(length)
         candidate = candidate.checked(model)
         run = SpeedRun(model, ids, [candidate], rounds=0, first=1)
         timed = run.timed(candidate)
@@ -293,13 +338,39 @@ def _item(phase: str, name: str, length: int, work: Callable[[], dict[str, Any]]
     return GpuItem(**place, **size, phase=phase, name=name, work=work)
 
 
+def _items(
+    phase: str, methods: Sequence[Candidate], length: int, work: Callable[..., dict[str, Any]]
+) -> list[GpuItem]:
+    return [_item(phase, each.label, length, partial(work, each, length)) for each in methods]
+
+
 def _built(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a causal language model with random weights, drawn on the device."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
-        model: nn.Module = auto.from_config(config, dtype=dtype)
-    return model.eval()
+        model: Any = auto.from_config(config, dtype=dtype)
+    model.generation_config.eos_token_id = None  # random weights end nowhere
+    whole: nn.Module = model.eval()
+    return whole
+
+
+class _Times(BaseStreamer):
+    """The times at which `generate` hands over tokens: the prompt, then one at a time."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self._times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def of_a_token(self) -> float:
+        """Return the median over the later half, after compilation and choices of libraries."""
+        steps = [after - before for before, after in itertools.pairwise(self._times)]
+        return float(f"{statistics.median(steps[len(steps) // 2 :]):.6g}")
 
 
 def _attended(call: Call, encoding: Encoding) -> Tensor:
@@ -334,6 +405,6 @@ def refuse_others(options: Any, used: Collection[str]) -> None:
             flag = field.metadata.get("flag")
             given = ((flag and flag.name) or field.name).replace("_", "-")
             raise PosencError(
-                f"{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --device, --dtype "
-                "and a MODEL for its sizes: leave it out."
+                f"{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --budget, "
+                "--device, --dtype and a MODEL for its sizes: leave it out."
             )

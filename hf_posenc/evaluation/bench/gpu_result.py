@@ -1,4 +1,4 @@
-"""Result of the suite gpu: a table for each phase of a layer, and one for the whole model."""
+"""Result of the suite gpu: a table for each phase of a whole model and of a layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ PHASES = {
     "training": "Training, forward and backward",
 }
 """The phases of a layer, and their titles."""
-PERPLEXITY = "perplexity"
+PERPLEXITY, GENERATION, COMPILED = "perplexity", "generation", "compiled generation"
+WHOLE = {
+    PERPLEXITY: "Perplexity, every token scored",
+    GENERATION: "Generation, one text",
+    COMPILED: "Generation, compiled with a static cache, one text",
+}
+"""The phases of a whole model, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,9 @@ class Row:
     """One method in one phase at one length.
 
     Attributes:
-        phase: One of `PHASES`, or `PERPLEXITY`.
+        phase: One of `PHASES` or `WHOLE`.
         method: The method, with the name of its formulation if that is another's.
-        length: Tokens of the text.
+        length: Tokens of the text; of a generation, of the prompt.
         backend: The backends that computed it, and what was run in pieces since memory ran out.
         seconds: Times of a call, round by round.
         plain: Those of plain attention, in the same rounds.
@@ -73,8 +79,9 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of the text by the median time."""
-        return 1e3 * self.length / self.milliseconds if self.milliseconds else None
+        """Tokens of the text by the median time; of a generation, new ones."""
+        tokens = 1 if self.phase in (GENERATION, COMPILED) else self.length
+        return 1e3 * tokens / self.milliseconds if self.milliseconds else None
 
     @property
     def status(self) -> str:
@@ -94,6 +101,7 @@ class GpuResult(Result):
         memory: Meaning of the whole model's peak.
         rounds: The most rounds.
         environment: Versions of the packages that computed.
+        missing: Rows for which there was no time.
     """
 
     kind = "gpu"
@@ -111,6 +119,7 @@ class GpuResult(Result):
     environment: Mapping[str, Any]
     command: str | None = None
     fingerprint: str | None = None
+    missing: int = 0
 
     def __repr__(self) -> str:
         return f"GpuResult({self.machine['device']}, {len(self.records)} rows)"
@@ -125,7 +134,7 @@ class GpuResult(Result):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
         """Read the values of `to_dict`."""
-        given = {f.name: values[f.name] for f in dataclasses.fields(cls)}
+        given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         return cls(**{**given, "records": [Row(**record) for record in values["records"]]})
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
@@ -144,8 +153,10 @@ class GpuResult(Result):
         return {}
 
     def tables(self) -> list[Grid]:
-        """Return a table for each phase of a layer, and that of the whole model."""
-        return [*(self._layers(phase) for phase in PHASES), self._forwards()]
+        """Return a table for each phase that was measured, of the whole model and of a layer."""
+        measured = {row.phase for row in self.records}
+        whole = [self._whole(phase) for phase in WHOLE if phase in measured]
+        return [*whole, *(self._layers(phase) for phase in PHASES if phase in measured)]
 
     def _layers(self, phase: str) -> Grid:
         sizes = self.sizes
@@ -163,27 +174,31 @@ class GpuResult(Result):
             for head in (f"{length:,}\nms", "times\nplain", "MiB"):
                 grid.column(head, numeric=True)
         for method, rows in by_method.items():
-            fields = [field for length in lengths for field in _times(rows[length])]
+            fields = [x for length in lengths for x in _times(rows.get(length))]
             chosen = dict.fromkeys(row.backend for row in rows.values() if row.backend)
             grid.row(method, ", ".join(chosen) or "-", *fields)
         return grid
 
-    def _forwards(self) -> Grid:
-        rows = [row for row in self.records if row.phase == PERPLEXITY]
-        tokens = ", ".join(f"{length:,}" for length in dict.fromkeys(row.length for row in rows))
+    def _whole(self, phase: str) -> Grid:
+        rows = [row for row in self.records if row.phase == phase]
         grid = Grid(
-            f"Perplexity of {tokens} tokens: {self.model['name']}, {self.model['parameters'] / 1e6:,.1f} M parameters, "
+            f"{WHOLE[phase]}: {self.model['name']}, {self.model['parameters'] / 1e6:,.1f} M parameters, "
             f"{self.model['dtype']}"
         )
         grid.column("method")
         grid.column("attention by")
-        for head in ("tokens per\nsecond", "GiB at\nthe peak", "GiB\nestimated"):
+        heads = ("tokens", "tokens per\nsecond", "times\nunpatched", "GiB at\nthe peak")
+        for head in (*heads, *(("GiB\nestimated",) if phase == PERPLEXITY else ())):
             grid.column(head, numeric=True)
-        for row in rows:
-            rate = row.tokens_per_second
-            speed = failure_field(row.failed) if rate is None else Field(f"{rate:,.0f}")
-            sizes = (_in(2**30, size) for size in (row.peak_bytes, row.estimate_bytes))
-            grid.row(row.method, row.backend or "-", speed, *sizes)
+        unpatched = {row.length: row.milliseconds for row in rows if row.method == "none"}
+        for row in sorted(rows, key=lambda row: row.length):
+            rate, base = row.tokens_per_second, unpatched.get(row.length)
+            speed = failure_field(row.failed) if rate is None else Field(number(rate, 4))
+            slower = f"{row.milliseconds / base:.2f}" if row.milliseconds and base else "-"
+            sizes = [_in(2**30, row.peak_bytes)]
+            if phase == PERPLEXITY:
+                sizes.append(_in(2**30, row.estimate_bytes))
+            grid.row(row.method, row.backend or "-", f"{row.length:,}", speed, slower, *sizes)
         return grid
 
     def notes(self) -> Iterator[str]:
@@ -206,6 +221,15 @@ class GpuResult(Result):
             "Perplexity: one forward that scores every token, timed once after one that is not. Weights and tokens are "
             f"random, so its value means nothing and is left out.{peak}"
         )
+        yield (
+            "Generation: the time of one new token after a prompt of so many, the median of the later half of "
+            "`generate`'s. Times unpatched: how much longer the same takes than in the unpatched model."
+        )
+        if self.missing:
+            yield (
+                f"{self.missing} of {self.missing + len(self.records)} measurements were not begun in time: the same "
+                "command goes on with them."
+            )
         lost = [row for row in self.records if row.failed == OUT_OF_MEMORY]
         if lost:
             yield f"OOM: out of memory, {len(lost)} of {len(self.records)} rows."
@@ -224,10 +248,10 @@ class GpuResult(Result):
         return "\n".join(lines) + "\n"
 
 
-def _times(row: Row) -> Iterator[Field]:
-    """Yield milliseconds, ratio and memory of a layer."""
-    if row.milliseconds is None:
-        yield from [failure_field(row.failed)] * 3
+def _times(row: Row | None) -> Iterator[Field]:
+    """Yield milliseconds, ratio and memory of a layer; `None`: not measured."""
+    if row is None or row.milliseconds is None:
+        yield from [Field("-") if row is None else failure_field(row.failed)] * 3
         return
     yield Field(number(row.milliseconds, 3))
     yield Field("-" if row.ratio is None else f"{row.ratio:.2f}")

@@ -125,6 +125,7 @@ class Measurement(Generic[ItemT, ResultT]):
         metadata: Description of model, source and command, which the result stores.
         fingerprint: Hash of `decisive`, once the records are in files.
         missing: Once `run` has returned `None`: items that other processes have not stored yet.
+        until: The `time.monotonic()` after which no item begins; the result then has what was measured so far.
     """
 
     model: nn.Module
@@ -133,6 +134,7 @@ class Measurement(Generic[ItemT, ResultT]):
     metadata: Mapping[str, Any]
     fingerprint: str | None = None
     missing: int = 0
+    until: float | None = None
 
     @property
     def total(self) -> int:
@@ -184,7 +186,10 @@ class Measurement(Generic[ItemT, ResultT]):
         with self.open(folder, shard) as store:
             execute(self, store, shard, progress)
             self.missing = wait_for_all(self, store, shard, waiting)
-            if self.missing or (shard.launched and shard.index):  # the first one returns the result
+            late = self.until is not None
+            if (self.missing and not late) or (
+                shard.launched and shard.index
+            ):  # the first one returns the result
                 return None
             write_timings(self, store, folder / "timings.json")
             return collected(self, store)
@@ -327,6 +332,8 @@ def execute(
                         raise
                     refusal = error
                 for item in items:
+                    if measurement.until is not None and time.monotonic() >= measurement.until:
+                        return
                     attempt = Attempt(item, failures, partial(report, item.label, done), strict)
                     if item.cells and all(map(attempt.is_lost, item.cells)):
                         value: Value = {"skipped": True}
@@ -409,11 +416,11 @@ def wait_for_all(
 
 
 def collected(measurement: Measurement[ItemT, ResultT], store: Records) -> ResultT | None:
-    """Return the result of the stored values; `None` while some are missing."""
+    """Return the result of the stored values; `None` while some are missing, unless time ended before."""
     values = {item.key: store.get(item.key) for item in measurement.items}
-    if None in values.values():
+    if None in values.values() and measurement.until is None:
         return None
-    return measurement.collect({key: value or {} for key, value in values.items()})
+    return measurement.collect({key: x for key, x in values.items() if x is not None})
 
 
 def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path: Path) -> None:

@@ -2,9 +2,10 @@
 
 If every token of the answer is the most probable one at its position, greedy decoding would have written this answer.
 A blank in front of it does not count: whether a number or another word comes next is a matter of wording.
-For the rank, its summed log probability is compared with those of the distractors, each read from the prompt's cache.
-If the right answer, read from there first and last, reproduces the forward's own value, the cache is exact and the sums
-count. Otherwise, and where a cache is not exact or cannot be cropped, every distractor gets a forward of its own.
+For the rank, its summed log probability is compared with those of the distractors, all read from the prompt's cache: in
+one forward behind copies of it, or one by one where copies are large or a cache has none, the right answer once more at
+the end. If the right answer reproduces the forward's own value there, the cache is exact and the sums count. Otherwise,
+and where a cache is not exact or cannot be cropped, every distractor gets a forward of its own.
 A full sliding window or a recurrent state can be cropped only if it has recorded what it dropped; there the prompt is
 read once more, with recording.
 
@@ -15,6 +16,7 @@ reduced by the logarithm of the answer's mean probability over all questions (`c
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 import re
@@ -36,6 +38,9 @@ from hf_posenc.model.weights import rounding_dtype
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 SAME_HALF = 0.1
 """Nats per token within which an exact cache reproduces the plain forward; others differ by more."""
+
+SPARE = 2**30
+"""Bytes that copies of a cache may take on a CPU; on a GPU they may take a quarter of what is free."""
 
 
 class NotFiniteError(PosencError):
@@ -139,27 +144,16 @@ class AnswerScorer:
             cache = None if prompt.questions else self._recording_cache(prompt)
         if cache is None:
             return predicted, None
+        candidates = (prompt.answer, *prompt.distractors)
         dtype = rounding_dtype(self.model)
-        plain, sums = _log_likelihood(predicted, answer), []
-        # The right answer again at the end: the distractors must have left no trace.
-        for candidate in (prompt.answer, *prompt.distractors, prompt.answer):
-            total = _log_likelihood(predicted[:1], candidate.ids[:1])
-            if more := len(candidate.ids) - 1:
-                ids = torch.tensor([candidate.ids[:-1]], device=device)
-                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-                total += _log_likelihood(output.logits[0], candidate.ids[1:])
-            exact = abs(plain - total) / len(answer) <= SAME.get(dtype, SAME_HALF)
-            if candidate is prompt.answer and not exact:
-                return predicted, None
-            sums.append(total)
-            if not _crop(cache, more):
-                return predicted, None
-        sums = sums[:-1]
+        sums = self._behind(cache, predicted[:1], candidates)
+        plain = _log_likelihood(predicted, answer)
+        if sums is None or not _same([plain], sums[:1], candidates[:1], dtype):
+            return predicted, None
         if prompt.questions:
             own = tuple(prompt.ids[prompt.text :].tolist())
             if not _crop(cache, len(own)):
                 return predicted, None
-            candidates = (prompt.answer, *prompt.distractors)
             rows: list[list[float]] = []
             # Its own question first and last, as above: an answer of one token has not been read from the cache.
             for question in (own, *prompt.questions, own):
@@ -174,23 +168,52 @@ class AnswerScorer:
         self, cache: Any, question: Sequence[int], answers: Sequence[Answer]
     ) -> list[float] | None:
         """Return the sums of answers behind a question, both read from a cache; `None` if it cannot be restored."""
-        device = input_device(self.model)
+        first = self._read(cache, [question])[0, -1:]
+        sums = self._behind(cache, first, answers)
+        return sums if sums is not None and _crop(cache, len(question)) else None
 
-        def read(ids: Sequence[int]) -> Tensor:
-            behind = torch.tensor([ids], device=device)
-            output: Any = self.model(input_ids=behind, past_key_values=cache, use_cache=True)
-            logits: Tensor = output.logits[0]
-            return logits
+    def _read(self, cache: Any, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits of texts of one length behind a cache of as many rows, (texts, tokens, vocabulary)."""
+        ids = torch.tensor(texts, device=input_device(self.model))
+        output: Any = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        logits: Tensor = output.logits
+        return logits
 
-        first, sums = read(question)[-1:], []
-        for answer in answers:
-            total = _log_likelihood(first, answer.ids[:1])
-            if len(answer.ids) > 1:
-                total += _log_likelihood(read(answer.ids[:-1]), answer.ids[1:])
-                if not _crop(cache, len(answer.ids) - 1):
-                    return None
-            sums.append(total)
-        return sums if _crop(cache, len(question)) else None
+    def _behind(self, cache: Any, first: Tensor, answers: Sequence[Answer]) -> list[float] | None:
+        """Return the sums of answers behind a cache, which stays as it is; `None` if it does not.
+
+        `first`, (1, vocabulary), are the logits of the last token in the cache. The last token of an answer is not
+        read, as it predicts nothing.
+        """
+        longest = max(len(answer.ids) for answer in answers) - 1
+        if not longest:
+            return [_log_likelihood(first, answer.ids) for answer in answers]
+        count = _affordable(cache, len(answers))
+        # One by one, the right answer again at the end: the others must have left no trace.
+        read = answers if count > 1 else (*answers, answers[0])
+        sums = []
+        for start in range(0, len(read), count):
+            group = read[start : start + count]
+            rows = cache
+            if count > 1:
+                rows = copy.deepcopy(cache)
+                rows.batch_repeat_interleave(len(group))
+                texts = [
+                    [*each.ids[:-1], *each.ids[-1:] * (longest + 1 - len(each.ids))]
+                    for each in group
+                ]
+            else:
+                texts = [[*group[0].ids[:-1]]]
+            logits = self._read(rows, texts) if texts[0] else first.new_empty(1, 0, first.shape[-1])
+            for answer, row in zip(group, logits, strict=True):
+                sums.append(_log_likelihood(torch.cat((first, row))[: len(answer.ids)], answer.ids))
+            if count == 1 and not _crop(cache, len(texts[0])):
+                return None
+        if len(read) > len(answers):
+            dtype = rounding_dtype(self.model)
+            if not _same(sums[-1:], sums[:1], answers[:1], dtype):
+                return None
+        return sums[: len(answers)]
 
     def _recording_cache(self, prompt: Prompt) -> Any:
         """Return the cache of the prompt alone, recording what full sliding windows and recurrent states drop."""
@@ -211,6 +234,18 @@ def _crop(cache: Any, tokens: int) -> bool:
         cache.crop(-tokens)
         return True
     return False
+
+
+def _affordable(cache: Any, count: int) -> int:
+    """Return how many copies of a cache, at most so many, fit into memory to spare; 1 if it is not known."""
+    layers = getattr(cache, "layers", ())
+    tensors: list[Any] = [getattr(layer, x, None) for layer in layers for x in ("keys", "values")]
+    kept = not any(getattr(layer, "record_past", False) for layer in layers)
+    if not tensors or not kept or not all(isinstance(x, Tensor) for x in tensors):
+        return 1
+    size, device = sum(x.nbytes for x in tensors), tensors[0].device
+    spare = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else SPARE
+    return max(1, min(count, int(spare // max(1, size))))
 
 
 def _same(

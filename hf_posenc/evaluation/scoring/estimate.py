@@ -267,34 +267,39 @@ def _patched(shape: ModelShape, layer: Attention, run: _Pass) -> int:
     return total
 
 
-def layer_backend(layer: Attention, device: torch.device, size: int) -> tuple[Backend, bool]:
-    """Return the backend of a patched layer over a causal text, and whether it was shown to work."""
+def layer_backend(
+    layer: Attention, device: torch.device, size: int, queries: int = _PROBE
+) -> tuple[Backend, bool]:
+    """Return the backend of a patched layer for the last queries of a text, and whether it was shown to work."""
     assert layer.encoding is not None
     place = torch.device("cpu") if device.type == "meta" else device
     dtype = torch.float32 if size == _FLOAT else torch.bfloat16
     positions = torch.arange(_PROBE, device=place)[None]
     query, key, value = (
-        torch.zeros(1, heads, _PROBE, features, dtype=dtype, device=place)
-        for heads, features in (
-            (layer.heads, layer.key_dim),
-            (layer.key_heads, layer.key_dim),
-            (layer.key_heads, layer.value_dim),
+        torch.zeros(1, heads, length, features, dtype=dtype, device=place)
+        for heads, length, features in (
+            (layer.heads, queries, layer.key_dim),
+            (layer.key_heads, _PROBE, layer.key_dim),
+            (layer.key_heads, _PROBE, layer.value_dim),
         )
     )
-    mask = CausalMask(_PROBE, _PROBE, place)
+    mask = CausalMask(queries, _PROBE, place)
     with torch.no_grad():
-        call = Call(query, key, value, positions, positions, mask, 1.0)
+        call = Call(query, key, value, positions[:, -queries:], positions, mask, 1.0)
         return candidate(call, layer.encoding)
 
 
-def backends(model: nn.Module) -> dict[str, bool]:
-    """Return the names of what computes a model's attention, each with whether it was shown to work on its device."""
+def backends(model: nn.Module, queries: int = _PROBE) -> dict[str, bool]:
+    """Return the names of what computes a model's attention, each with whether it was shown to work on its device.
+
+    `queries` is 1 for a step of a generation.
+    """
     shape = read_shape(model)
     found: dict[str, bool] = {}
     for layer in dict.fromkeys(shape.attentions):
         name, shown = shape.implementation, True
         if layer.encoding is not None:
-            backend, shown = layer_backend(layer, shape.device, shape.dtype.itemsize)
+            backend, shown = layer_backend(layer, shape.device, shape.dtype.itemsize, queries)
             name = backend.name
         found[name] = shown and found.get(name, True)
     return found

@@ -22,10 +22,11 @@ from hf_posenc.attention.engine import attend, forced
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench import GpuResult, GpuRun, gpu
-from hf_posenc.evaluation.bench.gpu_result import PERPLEXITY, PHASES, PLAIN
+from hf_posenc.evaluation.bench.gpu_result import GENERATION, PERPLEXITY, PHASES, PLAIN
 from hf_posenc.evaluation.bench.peers import PEERS
 from hf_posenc.evaluation.bench.run import bench
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import Attempt
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.page import collect, render
 from hf_posenc.evaluation.selftest.timing import Layer
@@ -38,7 +39,7 @@ LENGTHS = (16, 32)
 METHODS = ("rerope", "alibi", "yarn")
 LAYERS = (PLAIN, "rerope", "rerope, two score matrices", "alibi", "alibi, bias as a mask")
 WHOLE = ("none", "rerope", "alibi", "yarn (auto)")
-ROWS = len(LENGTHS) * len(PHASES) * len(LAYERS) + len(WHOLE)
+ROWS = len(LENGTHS) * (len(PHASES) * len(LAYERS) + 2 * len(WHOLE))
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +110,10 @@ def test_every_method_is_measured_in_every_phase(
     result = GpuResult.from_dict(json.loads(text))
     assert to_json(result.to_dict()) == text
     found = [(each.length, each.phase, each.method) for each in result.records]
-    layers = [(n, phase, name) for n in LENGTHS for phase in PHASES for name in LAYERS]
-    assert found == [*layers, *((LENGTHS[-1], PERPLEXITY, name) for name in WHOLE)]
+    phases = {GENERATION: WHOLE, PERPLEXITY: WHOLE, **dict.fromkeys(PHASES, LAYERS)}
+    assert found == [
+        (n, phase, name) for n in LENGTHS for phase in phases for name in phases[phase]
+    ]
     for each in result.records:
         assert each.failed is None, each
         assert each.milliseconds is not None
@@ -119,6 +122,8 @@ def test_every_method_is_measured_in_every_phase(
         if each.phase == PERPLEXITY:
             assert each.tokens_per_second == pytest.approx(each.length / each.seconds[0])
             assert each.estimate_bytes > result.model["parameters"] * 4
+        elif each.phase == GENERATION:
+            assert each.tokens_per_second == pytest.approx(1 / each.seconds[0])
         else:
             assert each.ratio == pytest.approx(each.seconds[0] / each.plain[0])
     assert result.sizes == {"heads": 4, "key_heads": 2, "head_dim": 8}
@@ -194,8 +199,8 @@ def test_a_dry_run_names_the_backends_and_measures_nothing(
     assert f"{ROWS} measurements" in command[1]("--dry-run").stdout
 
 
-# among the layers, in the whole model
-@pytest.mark.parametrize("after", [pytest.param(5, marks=pytest.mark.slow), 10])
+# in the whole model, among the layers
+@pytest.mark.parametrize("after", [pytest.param(3, marks=pytest.mark.slow), 10])
 def test_a_killed_run_repeats_only_what_was_in_flight(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +218,7 @@ def test_a_killed_run_repeats_only_what_was_in_flight(
     with pytest.raises(KeyboardInterrupt):
         work(**few).run(tmp_path)
     result = measured(work(**few), tmp_path)
-    assert len(result.records) == 3 * len(PHASES) + 2
+    assert len(result.records) == 3 * len(PHASES) + 4
     assert calls == len(result.records) + 1
     assert not list(result.problems())
 
@@ -227,11 +232,11 @@ def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_built", lack)
     result = measured(work(methods=("rerope",)))
     lost = {(each.method, each.phase) for each in result.records if each.failed}
-    whole = {(name, PERPLEXITY) for name in ("none", "rerope")}
+    whole = {(name, phase) for phase in (GENERATION, PERPLEXITY) for name in ("none", "rerope")}
     assert lost == {("rerope, two score matrices", phase) for phase in PHASES} | whole
     assert row(result, "rerope", "training").ratio > 0
     assert row(result, "rerope, two score matrices", "step").failed == "out of memory"
-    assert any("OOM: out of memory, 8 of 20 rows" in line for line in result.notes())
+    assert any("OOM: out of memory, 14 of 26 rows" in line for line in result.notes())
     assert "| OOM | OOM | OOM |" in result._repr_markdown_()
     assert not list(result.problems())
 
@@ -326,7 +331,7 @@ def test_the_sizes_of_a_gpu_run_are_those_of_llama_3_8b() -> None:
     run = GpuRun(BenchOptions(lengths=(16,)), LlamaConfig(**gpu.LLAMA_8B), device="cpu")
     assert run.metadata["model"]["parameters"] == 8_030_261_248
     assert (run.heads, run.head_dim) == ((32, 8), 128)
-    assert gpu.LENGTHS == (8192, 32768, 131072)
+    assert sorted(gpu.LENGTHS) == [8192, 32768, 131072]
 
 
 @pytest.mark.parametrize(
@@ -355,6 +360,30 @@ def test_arguments_that_it_refuses(command: tuple[Path, Callable[..., Any]]) -> 
         assert said in result.stderr
     with pytest.raises(PosencError, match="takes no model"):
         bench(None, None, suite="gpu")  # type: ignore[arg-type]
+
+
+def test_a_budget_leaves_out_what_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Path, Callable[..., Any]]
+) -> None:
+    few: dict[str, Any] = {"methods": ("rerope",), "lengths": (16,)}
+    begun, measure = [], GpuRun.measure
+
+    def measured_late(run: GpuRun, item: gpu.GpuItem, attempt: Attempt) -> Any:
+        begun.append(item.phase)
+        if len(begun) == 3:
+            run.until = 0.0
+        return measure(run, item, attempt)
+
+    monkeypatch.setattr(GpuRun, "measure", measured_late)
+    result = measured(work(**few, budget=600), tmp_path)
+    found = [(each.method, each.phase) for each in result.records]
+    assert found == [("none", GENERATION), ("rerope", GENERATION), ("none", PERPLEXITY)]
+    assert any("10 of 13 measurements were not begun in time" in line for line in result.notes())
+    assert GpuResult.from_dict(result.to_dict()).missing == 10
+    assert "| rerope |" in result._repr_markdown_()
+    assert not measured(work(**few, budget=600), tmp_path).missing
+    assert len(begun) == 13
+    assert command[1]("--suite", "smoke", "--budget", "8m").exit_code == 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records
-from hf_posenc.evaluation.retrieval import RetrievalRun
+from hf_posenc.evaluation.retrieval import RetrievalRun, answers
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate
 from hf_posenc.evaluation.retrieval.prompts import (
     Answer,
@@ -95,16 +95,23 @@ def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_one_forward_per_sample_and_nothing_else_is_long(adapter: bool) -> None:
+def test_one_forward_per_sample_and_nothing_else_is_long(
+    adapter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
     if adapter:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).eval()
     scorer, prompt = scorer_of(model), prompt_of()
     seen = forwards(model)
-    scorer(prompt)
-    assert seen[0] == LENGTH - 1  # no padding; the last token of the answer predicts nothing
+    together = scorer(prompt)
+    # No padding; the last token of an answer predicts nothing.
     rest = len(prompt.answer.ids) - 1
+    assert seen == [LENGTH - 1, rest]
+    seen.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "SPARE", 0)
+        assert scorer(prompt) == together
     assert seen[1:] == [rest] * (2 + len(prompt.distractors))  # the right one first and last
     seen.clear()
     scorer.scorer.pieces = False
@@ -129,11 +136,12 @@ def test_a_cache_that_is_not_exact_is_noticed() -> None:
 
     model.forward = off
     verdict = scorer(prompt)
-    assert stale == 1  # the right answer alone was tried
+    assert stale == 1
     assert verdict == expected
 
 
-def test_a_cache_that_is_not_restored_is_noticed() -> None:
+def test_a_cache_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SPARE", 0)  # copies are not read twice
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
     scorer, prompt = scorer_of(model), prompt_of()
     expected = scorer(prompt)
@@ -166,7 +174,11 @@ def information(model: Any, prompt: Prompt) -> list[float]:
     return [value - math.log(mean) for value, mean in zip(table[0], means, strict=True)]
 
 
-def test_ranks_are_by_mutual_information_where_there_are_other_questions() -> None:
+@pytest.mark.parametrize("spare", [0, 500_000, 2**30])  # copies: none, some at a time, all
+def test_ranks_are_by_mutual_information_where_there_are_other_questions(
+    spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "SPARE", spare)
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
     expected = information(model, prompt)
