@@ -19,12 +19,18 @@ CONVERTED = 1 << 17
 """Elements of the keys that are converted to float32 at a time, at least: half a megabyte, which a cache holds."""
 
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""Return whether `torch.export` traces; an older PyTorch does not tell."""
 is_transformed: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
 """Return whether a transform of `torch.func` runs, which differentiates PyTorch's own operations alone."""
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` traces; an older PyTorch does not tell.
+
+    Before PyTorch 2.13, `torch.compiler.is_exporting()` is true in any compiled graph.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

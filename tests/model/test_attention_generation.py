@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import PosencError, UnsupportedModelError, patch_model, patched, unpatch_model
+from hf_posenc.attention import engine
 from hf_posenc.model import masks
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
@@ -227,6 +228,25 @@ def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     ids = zoo.tokens(44)
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
+
+
+def test_a_compiled_step_is_not_one_for_export(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before PyTorch 2.13, `torch.compiler.is_exporting` is true in every graph, and exports are slow.
+
+    So it is here, as it is not the function that the compiler knows.
+    """
+
+    def exported(*_: Any) -> Any:
+        raise AssertionError("computed as for an export")
+
+    torch.compile(lambda: torch.compiler.is_exporting(), backend="eager")()  # it knows it from now on
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: False)
+    monkeypatch.setattr(engine, "exact", exported)
+    patch_model(model, "rerope", window=8)
+    torch._dynamo.reset()
+    decoded(model, torch.compile(model, backend="eager", fullgraph=True), zoo.tokens(22))
 
 
 @pytest.mark.parametrize("bucket", [pytest.param(1, marks=pytest.mark.slow), 16])

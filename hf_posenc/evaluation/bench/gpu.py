@@ -56,12 +56,14 @@ from hf_posenc.methods import Method, seam_of
 
 LENGTHS = (32768, 131072, 8192)
 """In the order in which they are measured."""
-WHOLE = ("none", "yarn", "rerope", "self_extend", "dual_chunk", "alibi")
-"""Methods of the whole model, unless others are given; layers have all that the engine computes."""
+WHOLE = ("none", "yarn", "rerope", "alibi", "dual_chunk", "dynamic_yarn", "self_extend")
+"""Methods of the whole model, unless others are given; layers have all that the engine computes, these first."""
+DECODED = WHOLE[:4]
+"""Those of a compiled generation, as a compilation takes a minute."""
 ROUNDS = 7
-TOKENS = 48
-"""New tokens of a generation; the median of their times is kept."""
-ENOUGH = 60.0
+TOKENS, GENERATIONS = 32, 3
+"""New tokens of a generation, and rounds in which it alternates with the unpatched model's."""
+ENOUGH = 10.0
 """Seconds of one measurement after which no further round begins."""
 LEAST, MOST = 0.005, 100
 """Seconds that a timing takes at least, by repeated calls, and the most calls."""
@@ -172,25 +174,35 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         built = {c.label: c.parts[0].build(SCALE) for c in given if len(c.parts) == 1}
         self.methods = {n: m for n, m in built.items() if seam_of(m) in ("attention", "bias")}
         whole = parse_candidates([*(WHOLE if specs is None else dict.fromkeys(("none", *specs)))])
-        compiled = partial(self._generation, compiled=True)
+        compiled = parse_candidates(DECODED) if specs is None else whole
         self.items = []
         for length in lengths:
             self.items += _items(GENERATION, whole, length, self._generation)
             self.items += _items(PERPLEXITY, whole, length, self._forward)
-            self.items += [x for phase in PHASES for x in self._rows(phase, length)]
-            if on_gpu and length == lengths[0]:  # a compilation takes a minute
-                self.items += _items(COMPILED, whole, length, compiled)
+            self.items += self._layers(
+                length, lambda name: specs is not None or name in (*WHOLE, PLAIN)
+            )
+            if on_gpu and length == lengths[0]:
+                work = partial(self._generation, compiled=True)
+                self.items += _items(COMPILED, compiled, length, work)
+        if specs is None:
+            for length in lengths:
+                self.items += self._layers(length, lambda name: name not in (*WHOLE, PLAIN))
         if options.budget is not None:
             self.until = time.monotonic() + options.budget
 
-    def _rows(self, phase: str, length: int) -> Iterator[GpuItem]:
-        measured = partial(self._layer, phase, length)
-        yield _item(phase, PLAIN, length, measured)
-        for name, method in self.methods.items():
-            yield _item(phase, name, length, partial(measured, method))
-            if method.name in PEERS:
-                title, peer = PEERS[method.name]
-                yield _item(phase, f"{name}, {title}", length, partial(measured, method, peer))
+    def _layers(self, length: int, chosen: Callable[[str], bool]) -> Iterator[GpuItem]:
+        for phase in PHASES:
+            measured = partial(self._layer, phase, length)
+            if chosen(PLAIN):
+                yield _item(phase, PLAIN, length, measured)
+            for name, method in self.methods.items():
+                if not chosen(name):
+                    continue
+                yield _item(phase, name, length, partial(measured, method))
+                if method.name in PEERS:
+                    title, peer = PEERS[method.name]
+                    yield _item(phase, f"{name}, {title}", length, partial(measured, method, peer))
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -301,18 +313,29 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
     ) -> dict[str, Any]:
         """Return the time of a new token after a prompt, by `generate`; compiled with a static cache."""
         model, ids = self._drawn_model(length)
+        candidate, prompt = candidate.checked(model), ids[None].to(self.device)
         settings = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         if compiled:
             torch.compiler.reset()  # other methods have compiled the same forward
             settings.cache_implementation = "static"
-        times = _Times()
-        with candidate.checked(model).applied(model, length):
-            prompt = ids[None].to(self.device)
-            given = {"attention_mask": torch.ones_like(prompt), "generation_config": settings}
-            generate = partial(model.generate, prompt, **given, streamer=times)
-            peak = self.clock.time(generate)[1]
-            attention = ", ".join(backends(model, queries=1))
-        return {"backend": attention, "seconds": [times.of_a_token()], "peak_bytes": peak}
+        mask = torch.ones_like(prompt)
+
+        def generated() -> tuple[float, int | None]:
+            times = _Times()
+            generate = partial(model.generate, prompt, attention_mask=mask, streamer=times)
+            peak = self.clock.time(partial(generate, generation_config=settings))[1]
+            return times.of_a_token(), peak
+
+        found: dict[str, list[float]] = {"plain": [], "seconds": []}
+        # A compiled forward of another patch is compiled again, so it does not alternate.
+        for _ in range(1 if compiled else GENERATIONS):
+            if not compiled and candidate.patches:
+                found["plain"].append(generated()[0])
+            with candidate.applied(model, length):
+                seconds, peak = generated()
+                attention = ", ".join(backends(model, queries=1))
+            found["seconds"].append(seconds)
+        return {"backend": attention, **found, "peak_bytes": peak}
 
     def _forward(self, candidate: Candidate, length: int) -> dict[str, Any]:
         """Return time and memory of a forward that scores every token, and the estimate of its memory."""

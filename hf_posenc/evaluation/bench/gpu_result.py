@@ -50,7 +50,7 @@ class Row:
         length: Tokens of the text; of a generation, of the prompt.
         backend: The backends that computed it, and what was run in pieces since memory ran out.
         seconds: Times of a call, round by round.
-        plain: Those of plain attention, in the same rounds.
+        plain: Those of plain attention, or of the unpatched model's generation, in the same rounds.
         peak_bytes: Memory at the peak, of a layer that beyond its inputs; `None`: not measured.
         estimate_bytes: The estimate of the whole model's memory at the peak.
         failed: The reason if there is no time.
@@ -194,11 +194,20 @@ class GpuResult(Result):
         for row in sorted(rows, key=lambda row: row.length):
             rate, base = row.tokens_per_second, unpatched.get(row.length)
             speed = failure_field(row.failed) if rate is None else Field(number(rate, 4))
-            slower = f"{row.milliseconds / base:.2f}" if row.milliseconds and base else "-"
+            slower = row.ratio  # in alternation, or against another row
+            if slower is None and row.milliseconds and base:
+                slower = row.milliseconds / base
             sizes = [_in(2**30, row.peak_bytes)]
             if phase == PERPLEXITY:
                 sizes.append(_in(2**30, row.estimate_bytes))
-            grid.row(row.method, row.backend or "-", f"{row.length:,}", speed, slower, *sizes)
+            grid.row(
+                row.method,
+                row.backend or "-",
+                f"{row.length:,}",
+                speed,
+                _times_plain(slower),
+                *sizes,
+            )
         return grid
 
     def notes(self) -> Iterator[str]:
@@ -223,7 +232,9 @@ class GpuResult(Result):
         )
         yield (
             "Generation: the time of one new token after a prompt of so many, the median of the later half of "
-            "`generate`'s. Times unpatched: how much longer the same takes than in the unpatched model."
+            "`generate`'s, in up to three rounds in which the unpatched model alternates; compiled, one of each. Times "
+            "unpatched: how much longer the same takes than in the unpatched model. An eager step keeps the host busy "
+            "longer than the GPU."
         )
         if self.missing:
             yield (
@@ -254,8 +265,12 @@ def _times(row: Row | None) -> Iterator[Field]:
         yield from [Field("-") if row is None else failure_field(row.failed)] * 3
         return
     yield Field(number(row.milliseconds, 3))
-    yield Field("-" if row.ratio is None else f"{row.ratio:.2f}")
+    yield _times_plain(row.ratio)
     yield _in(2**20, row.peak_bytes)
+
+
+def _times_plain(ratio: float | None) -> Field:
+    return Field("-" if ratio is None else f"{ratio:.2f}")
 
 
 def _in(unit: int, size: int | None) -> Field:
