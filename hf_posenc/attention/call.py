@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_posenc.attention.encoding import Branch
-
 Answer = TypeVar("Answer")
 
 
@@ -192,6 +190,10 @@ def _rows(of_batch: Tensor, rows: slice) -> Tensor:
     return of_batch if len(of_batch) == 1 else of_batch[rows]
 
 
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries or keys, their positions and a length in force to them as they are rotated for it, as `Branch.key`."""
+
+
 class RotatedKeys:
     """The keys of one layer's cache as they were rotated in the step before.
 
@@ -217,8 +219,8 @@ class RotatedKeys:
         if not same or _version(cached) != self._version:
             self._kept = None
 
-    def rotated(self, call: Call, branch: Branch, origins: Tensor) -> Tensor:
-        """Return all keys of a call, rotated by a branch for the length in force of each row: (batch,), on the CPU."""
+    def rotated(self, call: Call, turn: Turn, origins: Tensor) -> Tensor:
+        """Return all keys of a call, turned for the length in force of each row: (batch,), on the CPU."""
         positions, keys = call.key_position, None
         if self._kept is not None:
             before, known, lengths = self._kept
@@ -228,20 +230,18 @@ class RotatedKeys:
                 ("known", id(known)), lambda: (torch.equal(known, positions[:, :start]), known)
             )
             if same and torch.equal(lengths, origins):
-                new = by_origin(branch.key, call.key[:, :, start:], positions[:, start:], origins)
+                new = by_origin(turn, call.key[:, :, start:], positions[:, start:], origins)
                 keys = torch.cat((before, new), 2)
         if keys is None:
-            keys = by_origin(branch.key, call.key, positions, origins)
+            keys = by_origin(turn, call.key, positions, origins)
         if not torch.is_grad_enabled():
             self._cached, self._version = weakref.ref(call.key), _version(call.key)
             self._kept = keys, positions, origins
         return keys
 
 
-def by_origin(
-    turn: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor, origins: Tensor
-) -> Tensor:
-    """Return `Branch.query` or `Branch.key` of a batch, of which each row has its own origin: (batch,), on the CPU."""
+def by_origin(turn: Turn, x: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
+    """Turn a batch, of which each row has its own origin: (batch,), on the CPU."""
     if len({*origins.tolist()}) == 1:
         return turn(x, positions, origins[0])
     rows = positions.expand(len(x), -1).split(1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, RotatedKeys, by_origin
-from hf_posenc.attention.encoding import BandBranch, Encoding
+from hf_posenc.attention.encoding import BandBranch, Encoding, MovingPlan
 from hf_posenc.attention.exact import score_bias
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.attention.windowed import turned_key, turned_queries
@@ -179,20 +181,21 @@ def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     """Compute attention over keys of which only the new ones are rotated."""
     m = call.query_position
     query = encoding.scaled(call.query, m)
-    (branch,) = encoding.plan.branches
-    batch = len(query)
+    plan, batch = encoding.plan, len(query)
+    assert isinstance(plan, MovingPlan)
 
     def read() -> Tensor:
         lengths = call.lengths
         if lengths is None:
-            lengths = encoding.plan.bucket(m)[:, 0].expand(batch)
+            lengths = plan.bucket(m)[:, 0].expand(batch)
         return lengths.cpu()
 
     origins = call.mask.decided(("origins", id(encoding.method), encoding.original), read)
     keys = RotatedKeys() if call.rotated is None else call.rotated
+    turned = functools.partial(_moved, call, plan, alike=len({*origins.tolist()}) == 1)
     out, weights = decode(
-        by_origin(branch.query, query, m, origins),
-        keys.rotated(call, branch, origins),
+        by_origin(functools.partial(turned, of_keys=False), query, m, origins),
+        keys.rotated(call, functools.partial(turned, of_keys=True), origins),
         call.value,
         call.scaling,
         bias=call.mask.added(0, query.shape[2]),
@@ -201,3 +204,30 @@ def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         sinks=call.sinks,
     )
     return out, weights.to(call.query.dtype) if call.weights else None
+
+
+def _moved(
+    call: Call,
+    plan: MovingPlan,
+    x: Tensor,
+    positions: Tensor,
+    length: Tensor,
+    *,
+    of_keys: bool,
+    alike: bool,
+) -> Tensor:
+    """Rotate queries or keys for a length in force; if all rows have it, by tables that all layers share."""
+    moved, factor = plan.table(length, x.device)
+    if moved is None:
+        return x
+    assert isinstance(factor, float)
+    factor = 1.0 if of_keys else factor
+    rotation = plan.rotation.of_keys if of_keys else plan.rotation
+    if not alike:
+        return rotation.turn(x, positions, moved, factor)
+    # The last so many positions; one method object serves all layers.
+    which = rotation, of_keys, x.dtype, x.shape[2], id(plan.method), plan.original
+    tables = call.mask.decided(
+        ("moved", *which), lambda: rotation.tables(positions[None], x.dtype, moved, factor)
+    )
+    return rotation.turned(x, tables)[0]
