@@ -124,7 +124,8 @@ def measured() -> str:
             pages.append(_layers(values))
             continue
         page = GpuResult.from_dict(values)._repr_markdown_().rstrip()
-        pages.append("\n".join(f"##{x}" if x.startswith("#") else x for x in page.split("\n")))
+        page = "\n".join(f"##{x}" if x.startswith("#") else x for x in page.split("\n"))
+        pages.append(f"{page}\n\n{values['note']}" if "note" in values else page)
     return "\n\n".join(pages)
 
 
