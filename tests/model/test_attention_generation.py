@@ -241,7 +241,7 @@ def test_a_compiled_step_is_not_one_for_export(
     def exported(*_: Any) -> Any:
         raise AssertionError("computed as for an export")
 
-    torch.compile(lambda: torch.compiler.is_exporting(), backend="eager")()  # it knows it from now on
+    torch.compile(lambda: torch.compiler.is_exporting(), backend="eager")()
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: False)
     monkeypatch.setattr(engine, "exact", exported)
     patch_model(model, "rerope", window=8)

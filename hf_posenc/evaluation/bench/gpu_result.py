@@ -193,7 +193,11 @@ class GpuResult(Result):
         unpatched = {row.length: row.milliseconds for row in rows if row.method == "none"}
         for row in sorted(rows, key=lambda row: row.length):
             rate, base = row.tokens_per_second, unpatched.get(row.length)
-            speed = failure_field(row.failed) if rate is None else Field(f"{rate:,.0f}" if rate >= 100 else number(rate, 3))
+            speed = (
+                failure_field(row.failed)
+                if rate is None
+                else Field(f"{rate:,.0f}" if rate >= 100 else number(rate, 3))
+            )
             slower = row.ratio  # in alternation, or against another row
             if slower is None and row.milliseconds and base:
                 slower = row.milliseconds / base
