@@ -245,11 +245,11 @@ def _positions(model: nn.Module, sample: Sample) -> Positions:
 
 
 def _inspected(model: nn.Module, sample: Sample) -> Positions:
-    """Inspect the sample of a model, or the whole model where that has an unknown place."""
+    """Inspect the sample of a model, or the whole model where that has an unknown place or shows none at all."""
     if sample.twins and not sample.empty:
         with contextlib.suppress(Exception), sample.only():
             found = inspect(model)
-            if found.complete:
+            if found.complete and found.sources:
                 sources = (
                     dataclasses.replace(one, places=sample.everywhere(model, one.places))
                     for one in found.sources

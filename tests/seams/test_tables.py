@@ -27,6 +27,7 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
+from hf_posenc.embedded import model_path
 from hf_posenc.methods import METHODS, Sinusoidal, TableMethod
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
@@ -458,6 +459,12 @@ def test_a_refused_model_is_as_it_was(
         patch_model(model, request_[0], **request_[1])
     assert get_patch(model) is None
     assert difference(outputs(model, ids), before) == 0
+
+
+def test_a_rotation_that_is_weak_in_the_first_block_is_named() -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path())  # half precision
+    with pytest.raises(PosencError, match="nothing that interpolate changes"):
+        patch_model(model, "interpolate", scale=2)
 
 
 @pytest.mark.slow

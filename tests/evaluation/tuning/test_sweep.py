@@ -297,9 +297,22 @@ def share_with_a_false_word(runs: int, methods: int, documents: int, first: int)
 def test_equal_methods_are_hardly_ever_told_apart(
     runs: int, methods: int, documents: int, first: int
 ) -> None:
-    # 95 % intervals of one comparison each give a false word in nearly every sweep of 16 equal methods
     share = share_with_a_false_word(runs, methods, documents, first)
     assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("comparisons", "first", "percent"), [(None, 5, 0.5), (1, 5, 29), (1, 20, 82)]
+)
+def test_the_page_has_the_shares_of_a_simulation(
+    comparisons: int | None, first: int, percent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comparisons:  # an interval for each comparison by itself
+        monkeypatch.setattr(SweepResult, "comparisons", comparisons)
+    share = 100 * share_with_a_false_word(1000, 16, 20, first)
+    assert share == pytest.approx(percent, abs=0.5)
+    assert f"{percent} %" in (Path(__file__).parents[3] / "docs" / "sweep.md").read_text()
 
 
 def test_a_real_difference_is_still_found() -> None:
