@@ -159,7 +159,7 @@ def test_mixed_precision_gives_the_result_of_the_trainer(
     own |= {"bf16": True, "optim": "adamw_torch"}
     expected = losses_of_trainer(model, tmp_path / "trainer", "contiguous", "full", **own)
     assert losses == pytest.approx(expected, rel=2e-6)
-    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 1.5 at least
+    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 3.8 at least
     ours, theirs = (
         load_file(tmp_path / name / "model.safetensors") for name in ("loop", "trainer")
     )
