@@ -18,6 +18,7 @@ of their paths decides which files of a distribution are included.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import sysconfig
@@ -84,7 +85,7 @@ def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
     Distributions without a licence in their metadata are left out.
     """
     stdlib = Path(sysconfig.get_path("stdlib"))
-    files = sorted(file.relative_to(stdlib).as_posix() for file in stdlib.rglob("*.py"))
+    files = sorted(file.relative_to(stdlib).as_posix() for file in _modules(stdlib))
     yield Source(STDLIB, platform.python_version(), "PSF-2.0", stdlib, tuple(files))
     installed = {
         _normal(name): distribution
@@ -178,6 +179,13 @@ def _generated(text: str) -> bool:
 
 def _share(lines: set[bytes], others: set[bytes]) -> float:
     return len(lines & others) / len(lines) if lines else 1.0
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Yield the `.py` files below a folder, without a walk through skipped folders such as site-packages."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = {*folders} - _SKIPPED_FOLDERS
+        yield from (Path(root, name) for name in names if name.endswith(".py"))
 
 
 def _read(file: Path) -> str:

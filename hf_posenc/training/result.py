@@ -13,7 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
-from hf_posenc.engines import ENGINES, Export, export
+from hf_posenc.engines import ENGINES, Export, export_source
+from hf_posenc.engines.source import open_source
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.grid import Grid, to_markdown, to_rich
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -157,7 +158,8 @@ def write_card(
     """
     directory = Path(directory)
     if exports is None:
-        exports = [export(directory, engine) for engine in ENGINES]
+        source = open_source(directory)
+        exports = [export_source(source, engine) for engine in ENGINES]
     write_atomically(directory / LOG, to_json(log.to_dict()))
     if scores is not None:
         published(scores).write_json(directory / SCORES)

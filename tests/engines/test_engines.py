@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_posenc import PosencError, from_pretrained, get_method, inspect_rope, patch_model
 from hf_posenc.engines import (
     ENGINES,
+    Export,
     TableError,
     export,
     export_source,
@@ -33,7 +34,7 @@ from hf_posenc.rope import RopeSpec
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
 from tests.support.families import build_text_model
-from tests.support.selection import covering
+from tests.support.selection import covering, quick
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 SERVERS = ("vllm", "sglang")
@@ -93,6 +94,12 @@ def measured(*arguments: Any) -> TableError:
     return errors[0]
 
 
+def exports(folder: Path, method: str | None = None, **options: Any) -> dict[str, Export]:
+    """Return the export to each engine, from one source."""
+    source = open_source(folder, method, **options)
+    return {engine: export_source(source, engine) for engine in ENGINES}
+
+
 class TestFormulas:
     """The float64 formulas against transformers' own functions."""
 
@@ -131,23 +138,21 @@ class TestFormulas:
 
 
 class TestEveryEngine:
-    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("method", STATIC)
-    def test_a_static_table_travels(self, llama: Path, method: str, engine: str) -> None:
-        found = export(llama, engine, method=method, **OPTIONS[method])
-        assert found.possible, found.reason
-        (error,) = found.errors
-        assert error.frequency < 1e-6
-        assert error.factor < 1e-7
-        assert error.length == (256 if get_method(method).takes_scale() else 64)
+    def test_a_static_table_travels(self, llama: Path, method: str) -> None:
+        for engine, found in exports(llama, method, **OPTIONS[method]).items():
+            assert found.possible, (engine, found.reason)
+            (error,) = found.errors
+            assert error.frequency < 1e-6, engine
+            assert error.factor < 1e-7, engine
+            assert error.length == (256 if get_method(method).takes_scale() else 64), engine
 
-    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("method", ["rerope", "alibi", "log_n", "dynamic_yarn"])
-    def test_what_changes_attention_does_not(self, llama: Path, method: str, engine: str) -> None:
-        found = export(llama, engine, method=method)
-        assert not found.possible
-        assert method in found.reason
-        assert "hf_posenc.from_pretrained" in found.reason
+    def test_what_changes_attention_does_not(self, llama: Path, method: str) -> None:
+        for engine, found in exports(llama, method).items():
+            assert not found.possible, engine
+            assert method in found.reason, engine
+            assert "hf_posenc.from_pretrained" in found.reason, engine
 
     @pytest.mark.filterwarnings("ignore:Plain transformers cannot compute")
     def test_other_methods_in_other_layers_do_not(self, llama: Path, tmp_path: Path) -> None:
@@ -160,25 +165,25 @@ class TestEveryEngine:
             assert not found.possible
             assert "yarn in some of the layers that share a table" in found.reason
 
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_a_saved_patch_and_the_same_asked_for_agree(
-        self, llama: Path, saved: Path, engine: str
-    ) -> None:
-        one, two = export(saved, engine), export(llama, engine, method="ntk_mixed", scale=4)
-        assert one.form == two.form
-        assert one.config["rope_parameters"] == two.config["rope_parameters"]
+    def test_a_saved_patch_and_the_same_asked_for_agree(self, llama: Path, saved: Path) -> None:
+        asked_for = exports(llama, "ntk_mixed", scale=4)
+        for engine, one in exports(saved).items():
+            two = asked_for[engine]
+            assert one.form == two.form, engine
+            assert one.config["rope_parameters"] == two.config["rope_parameters"], engine
 
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_a_model_as_it_is(self, llama: Path, engine: str) -> None:
-        found = export(llama, engine)
-        assert found.possible
-        assert found.errors[0].frequency < 1e-6
+    def test_a_model_as_it_is(self, llama: Path) -> None:
+        for engine, found in exports(llama).items():
+            assert found.possible, engine
+            assert found.errors[0].frequency < 1e-6, engine
+
+    def test_an_export_leaves_the_source_as_it_was(self, llama: Path) -> None:
+        source = open_source(llama, "yarn", scale=4)
+        first = [export_source(source, engine) for engine in ENGINES]
+        assert [export_source(source, engine) for engine in reversed(ENGINES)] == first[::-1]
 
     def test_dynamic_ntk_only_where_tables_follow_the_text(self, llama: Path) -> None:
-        found = {
-            engine: export(llama, engine, method="dynamic_ntk", scale=2, update="sequence")
-            for engine in ENGINES
-        }
+        found = exports(llama, "dynamic_ntk", scale=2, update="sequence")
         possible = {engine for engine, one in found.items() if one.possible}
         assert possible == {"transformers4", "transformers5"}
         assert {error.length for error in found["transformers5"].errors} == {64, 65, 256}
@@ -199,8 +204,7 @@ class TestEveryEngine:
 
     def test_layer_types_have_tables_of_their_own(self, tmp_path: Path) -> None:
         zoo.build("gemma3_text").save_pretrained(tmp_path)
-        for engine in ENGINES:
-            found = export(tmp_path, engine, method="yarn", scale=4)
+        for found in exports(tmp_path, "yarn", scale=4).values():
             assert {error.layers for error in found.errors} == {
                 "full_attention",
                 "sliding_attention",
@@ -214,8 +218,7 @@ class TestEveryEngine:
             export(saved, "vllm", method="yarn", scale=2)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_method_of_ones_own_is_exported_from_its_table(tmp_path: Path, engine: str) -> None:
+def test_a_method_of_ones_own_is_exported_from_its_table(tmp_path: Path) -> None:
     """The folder alone is given, as in a process that does not have the class."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -231,15 +234,15 @@ def test_a_method_of_ones_own_is_exported_from_its_table(tmp_path: Path, engine:
     model.save_pretrained(tmp_path / "own")
     with pytest.raises(PosencError, match="squeezed"):
         from_pretrained(tmp_path / "own")
-    found = export(tmp_path / "own", engine)
-    assert found.possible, found.reason
-    assert found.errors[0].frequency < 1e-6
     expected = 1 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16 * 1.1)
     torch.testing.assert_close(table.inv_freq.double(), expected, rtol=1e-6, atol=0)
-    if found.divisors is None:
-        lists = found.config["rope_parameters"]["long_factor"]
-        plain = 1 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-        torch.testing.assert_close(plain / torch.tensor(lists), expected, rtol=1e-6, atol=0)
+    for engine, found in exports(tmp_path / "own").items():
+        assert found.possible, (engine, found.reason)
+        assert found.errors[0].frequency < 1e-6, engine
+        if found.divisors is None:
+            lists = found.config["rope_parameters"]["long_factor"]
+            plain = 1 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+            torch.testing.assert_close(plain / torch.tensor(lists), expected, rtol=1e-6, atol=0)
 
 
 class TestServers:
@@ -344,19 +347,11 @@ class TestServers:
         assert found.config["original_max_position_embeddings"] == 256
 
 
-def test_the_survey_tries_every_method(llama: Path) -> None:
-    rows = {row.method.split(",")[0]: row for row in survey(llama, "sglang")}
-    assert set(STATIC) <= {name for name, row in rows.items() if row.form}
-    assert not rows["rerope"].form
-    assert not rows["dynamic_ntk"].form
-    assert all(row.reason for row in rows.values() if not row.form)
-
-
 def test_a_table_in_the_weights_stays_with_transformers(tmp_path: Path) -> None:
     model = zoo.build("roformer")
     patch_model(model, "yarn", scale=4)
     model.save_pretrained(tmp_path)
-    possible = {engine for engine in ENGINES if export(tmp_path, engine).possible}
+    possible = {engine for engine, found in exports(tmp_path).items() if found.possible}
     assert possible == {"transformers4", "transformers5"}
 
 
@@ -397,7 +392,7 @@ def test_nothing_is_loaded_from_a_source_without_tables() -> None:
     assert not export_source(source, "vllm").possible
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", quick(ENGINES, ("sglang",)))
 def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "shipping.md").read_text(encoding="utf-8")
     rows = [
@@ -408,8 +403,11 @@ def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
     heading = next(row for row in rows if row[0] == "method")
     assert tuple(heading[1:]) == ENGINES
     told = {row[0]: row[heading.index(engine)] for row in rows if row[0] in zoo.frequency_methods()}
-    found = {row.method.split(",")[0]: row.form or "-" for row in survey(llama, engine)}
-    assert told == {method: found[method] for method in zoo.frequency_methods()}
+    found = {row.method.split(",")[0]: row for row in survey(llama, engine)}
+    assert told == {method: found[method].form or "-" for method in zoo.frequency_methods()}
+    assert set(STATIC) <= {name for name, row in found.items() if row.form}
+    assert not found["rerope"].form
+    assert all(row.reason for row in found.values() if not row.form)
 
 
 def test_a_model_without_rotary_embedding_is_told_what_its_folder_is(tmp_path: Path) -> None:

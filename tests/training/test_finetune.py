@@ -23,6 +23,7 @@ from scripts.finetune import RECIPE, finetune, main
 from tests.support.selection import late
 from tests.support.verifying import verify_here
 
+pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
 NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
 QUICK = (
     *("--max_steps", "2", "--per_device_train_batch_size", "1", "--save_steps", "1"),
@@ -40,7 +41,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("texts")
     found = dict(held_out_documents())
     for name in NAMES:
-        (folder / f"{name}.txt").write_text(found[name][:30_000], encoding="utf-8")
+        (folder / f"{name}.txt").write_text(found[name][:5_000], encoding="utf-8")
     return {name: folder / f"{name}.txt" for name in NAMES}
 
 

@@ -13,7 +13,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
-from hf_posenc.engines import ENGINES, export
+from hf_posenc.engines import ENGINES, export_source
+from hf_posenc.engines.source import open_source
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
@@ -141,12 +142,14 @@ def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
     assert not torch.allclose(plain(input_ids=ids).logits, unpatched, atol=1e-2)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_config_that_an_engine_does_not_read_is_to_be_exported(
     made: Made, tmp_path: Path
 ) -> None:
     log, table = made[1:]
     folder = shutil.copytree(made[0], tmp_path / "made")
-    exports = [export(folder, engine) for engine in ENGINES]
+    source = open_source(folder)
+    exports = [export_source(source, engine) for engine in ENGINES]
     config = json.loads((folder / "config.json").read_text())
     whole = write_card(folder, log, table, exports).read_text()
     del config["rope_scaling"]  # what transformers 4 reads
@@ -157,6 +160,7 @@ def test_a_config_that_an_engine_does_not_read_is_to_be_exported(
     assert "| transformers5 (5.23.0) | yes, weights and config as they are |" in without
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None:
     log, table = fine_tuned(tmp_path, "rerope", window=24)
     text = write_card(tmp_path / "made", log, table).read_text()
@@ -167,6 +171,7 @@ def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None
     assert "library_name: hf_posenc" in text
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_an_adapter_says_what_it_is(tmp_path: Path) -> None:
     log, table = fine_tuned(tmp_path, "yarn", "lora", scale=2)
     text = write_card(tmp_path / "made", log, table).read_text()
@@ -176,6 +181,7 @@ def test_an_adapter_says_what_it_is(tmp_path: Path) -> None:
     assert "library_name: hf_posenc" in text
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_without_scores_and_from_a_quantized_file_the_card_says_so(tmp_path: Path) -> None:
     log, _ = fine_tuned(tmp_path, types={"Q4_0": 99, "F32": 1}, scale=2)
     text = write_card(tmp_path / "made", log, exports=[]).read_text()

@@ -115,7 +115,7 @@ def test_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     assert not hasattr(loaded, "peft_config")
 
 
-@pytest.mark.parametrize("name", ["yarn", "rerope", "kerple"])
+@pytest.mark.parametrize("name", ["rerope", "kerple", *late(["yarn"])])
 def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     model = patched(base, name)
     before = loss_of(model, ids)
@@ -126,7 +126,7 @@ def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     assert isinstance(loaded, peft.PeftModel)
 
 
-@pytest.mark.parametrize("name", ["yarn", "kerple"])
+@pytest.mark.parametrize("name", ["kerple", *late(["yarn"])])
 def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     """A LoRA of PEFT's own makes trains a patched model too; the patch goes along with the merged weights."""
     model = patched(base, name)

@@ -184,7 +184,7 @@ def test_after_is_what_the_saved_model_measures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "config"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.slow),
         pytest.param({"gradient_checkpointing": True}, {}, marks=pytest.mark.slow),
         ({"eval_on_start": True, "gradient_accumulation_steps": 2}, {}),
         pytest.param({"bf16": True}, {}, marks=pytest.mark.slow),
@@ -208,7 +208,7 @@ def test_the_training_is_the_same_bit_for_bit(
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_lora_is_scored_and_its_training_the_same(tmp_path: Path, chunked: bool) -> None:
     from peft import LoraConfig, get_peft_model
 

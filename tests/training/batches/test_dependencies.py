@@ -66,7 +66,10 @@ def test_patched_models_with_eager_attention(name: str, positions: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reentrant", "positions"),
-    covering(["yarn", "rerope", "alibi", "fire"], [False, True], POSITIONS, rounds=2),
+    [
+        *covering(["yarn", "rerope", "fire"], [False, True], POSITIONS),
+        *late(["alibi"], [False, True], POSITIONS),
+    ],
 )
 def test_gradients_take_the_same_ways_when_layers_are_computed_again(
     name: str, reentrant: bool, positions: str

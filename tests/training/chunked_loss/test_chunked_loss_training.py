@@ -187,7 +187,7 @@ def test_gradients_of_half_precision_are_added_up_in_single(
     model: Any = zoo.build("llama", vocab_size=512)
     if not autocast:
         model.bfloat16()
-    ids = zoo.tokens(1024)
+    ids = zoo.tokens(512)
     context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
     with context, torch.no_grad():
         hidden = model.model(ids).last_hidden_state.bfloat16().double()
@@ -205,10 +205,10 @@ def test_gradients_of_half_precision_are_added_up_in_single(
 
     plain = error()
     assert plain < 3e-3
-    chunk_loss(model, 4)  # 256 chunks
-    assert error() < 1.2 * plain
+    chunk_loss(model, 4)  # 128 chunks
+    assert error() < 1.3 * plain  # of ten seeds, at most 1.15
     monkeypatch.setattr(head_chunks, "SinglePrecisionSums", contextlib.nullcontext)
-    assert error() > 10 * plain
+    assert error() > 4 * plain  # of ten seeds, at least 5.7
 
 
 @pytest.mark.parametrize(
