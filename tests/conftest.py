@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -44,9 +44,40 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let every second worker of xdist begin with the last folder: what one has rewritten, the other one reads."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
+    if isinstance(collector, pytest.Dir) and int(worker[2:]) % 2:
+        report.result.reverse()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no case that is left out by its own mark: half of all are slow."""
+    if metafunc.config.option.markexpr != "not slow":
+        return
+    make = metafunc.parametrize
+
+    def parametrize(names: Any, values: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        every = list(values)
+        chosen = [v for v in every if not any(m.name == "slow" for m in getattr(v, "marks", ()))]
+        whole = not chosen or isinstance(kwargs.get("ids"), list)  # pytest leaves the test out
+        make(names, every if whole else chosen, *args, **kwargs)
+
+    metafunc.parametrize = parametrize  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path)  # workers have to agree on the order
     if torch.cuda.is_available():
         return
     for item in items:

@@ -98,7 +98,7 @@ def test_blocks_of_the_real_size(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         (table_gradient, "TILE_KEYS", 1024),
     ):
         monkeypatch.setattr(module, constant, size)
-    sizes = Sizes(1, 2, 1, rows=1100, offset=1000, features=8, value_features=8)
+    sizes = Sizes(1, 1, 1, rows=1100, offset=1000, features=8, value_features=8)
     check(*CASES[name](sizes))
 
 

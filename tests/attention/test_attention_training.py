@@ -19,7 +19,7 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import T5, KerpleLog, get_method
 from hf_posenc.model import masks
 from hf_posenc.model.parameters import MethodParameters, share_parameters
-from tests.attention.test_attention import ALIKE, PATHS, apply, build
+from tests.attention.test_attention import ALIKE, PATHS, apply, build, patched
 from tests.support import zoo
 from tests.support.attention_llama import (
     CASES,
@@ -73,14 +73,13 @@ def slope(model: PreTrainedModel, name: str, ids: Tensor, moved: dict[str, Tenso
 
 @pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS))
 def test_gradients_equal_those_of_the_reference(
-    model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
+    name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every parameter of the method, and of weights before attention, along random directions."""
     rows, dense = PATHS[path]
     monkeypatch.setattr(prefill, "ROWS", rows)
     monkeypatch.setattr(masks, "DENSE", dense)
-    apply(model, name)
-    ids = zoo.tokens(16 if name == "fire" else 40)
+    model, ids = patched(name), zoo.tokens(16 if name == "fire" else 40)
     found = gradients(model, ids)
     generator = torch.Generator().manual_seed(3)
     kinds = {key.rpartition(".")[2] for key in parameters_of(model)}
@@ -165,14 +164,14 @@ def test_gradients_are_finite_also_under_padding(
 
 @pytest.mark.parametrize(("name", "path"), [*covering(FORMS, PATHS), *late(ALIKE, PATHS)])
 def test_gradient_checkpointing_gives_the_same_gradients(
-    model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
+    name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two forwards before the backward: what is computed again sees its own positions."""
     rows, dense = PATHS[path]
     monkeypatch.setattr(prefill, "ROWS", rows)
     monkeypatch.setattr(masks, "DENSE", dense)
     monkeypatch.setattr(exact, "SCRATCH", 2000)  # the blocks are computed again too
-    apply(model, name).train()
+    model = copy.deepcopy(patched(name)).train()
     first, second = zoo.tokens(45, seed=1), zoo.tokens(30, seed=2)
     packed = torch.cat([torch.arange(n) for n in (14, 16)])[None]
 

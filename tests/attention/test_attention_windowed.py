@@ -24,13 +24,13 @@ from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
 from hf_posenc.model import masks
-from tests.attention.test_attention import HEADS, apply, assert_close, build
+from tests.attention.test_attention import HEADS, apply, assert_close, build, expected, patched
 from tests.attention.test_attention_training import gradients
 from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
 from tests.support.attention_llama import CASES, Case, reference
 from tests.support.attention_ways import WAYS
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 
 EMULATED = EmulatedFlash()
 OPERATORS = EMULATED, EmulatedCudnn()
@@ -40,6 +40,7 @@ NAMES = [
     *("dynamic_ntk_row", "dynamic_yarn_row", "longrope_row"),
 ]
 """Every case of kind bands, chunks or buckets."""
+FORMS = "rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row", "rerope_log_n", "string"
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -250,21 +251,20 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_the_float64_reference(model: PreTrainedModel, name: str, used: list[str]) -> None:
-    apply(model, name)
-    ids = zoo.tokens(90)
+def test_equals_the_float64_reference(name: str, used: list[str]) -> None:
+    model = patched(name)
     used.clear()
-    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
+    assert_close(zoo.logits(model, zoo.tokens(90)), expected(name, 90))
     assert set(used) == {"emulated flash"}
 
 
-@pytest.mark.parametrize(("name", "turn"), covering(NAMES, range(3)))
-def test_every_way_to_run_a_text_gives_the_same(
-    model: PreTrainedModel, name: str, turn: int, used: list[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [*covering(FORMS, range(3)), *late([name for name in NAMES if name not in FORMS], range(3))],
+)
+def test_every_way_to_run_a_text_gives_the_same(name: str, turn: int, used: list[str]) -> None:
     """Padding, packing, pieces and steps; only a static cache, whose last keys are empty, goes elsewhere."""
-    ids = zoo.tokens(34)
-    apply(model, name)
+    model, ids = patched(name), zoo.tokens(34)
     full = zoo.logits(model, ids)
     for way in WAYS[turn::3]:
         used.clear()
@@ -277,20 +277,19 @@ def test_every_way_to_run_a_text_gives_the_same(
 def test_every_layout_of_heads(name: str, layout: str, used: list[str]) -> None:
     heads, key_heads = HEADS[layout]
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    model = apply(build(**sizes, hidden_size=16 * heads), name)
-    ids = zoo.tokens(40)
-    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
+    sizes["hidden_size"] = 16 * heads
+    got = zoo.logits(patched(name, **sizes), zoo.tokens(40))
+    assert_close(got, expected(name, 40, **sizes))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients(model: PreTrainedModel, name: str, used: list[str]) -> None:
-    apply(model, name)
-    ids = zoo.tokens(40)
+def test_gradients(name: str, used: list[str]) -> None:
+    model, ids = patched(name), zoo.tokens(40)
     found = gradients(model, ids)
     assert set(used) == {"emulated flash"}
     with engine.forced("exact"):
-        expected = gradients(model, ids)
-    for key, value in expected.items():
+        exact = gradients(model, ids)
+    for key, value in exact.items():
         assert_close(found[key], value, key, tolerance=1e-4)
 
 

@@ -5,6 +5,7 @@ The truth is float64. What counts is the error of a patched model there, beside 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -67,9 +68,15 @@ def patched(model: Any, name: str) -> Any:
     return model
 
 
-def build(name: str | None, **overrides: Any) -> Any:
-    model = zoo.build("llama", num_hidden_layers=2, **overrides)
+@functools.cache
+def shared(name: str | None) -> Any:
+    """For all tests that leave it as it is but for gradients."""
+    model = zoo.build("llama", num_hidden_layers=2)
     return model if name is None else patched(model, name)
+
+
+def build(name: str | None) -> Any:
+    return copy.deepcopy(shared(name))
 
 
 def region(dtype: torch.dtype | None) -> Any:
@@ -125,7 +132,7 @@ def truth(name: str | None, run: Run) -> Tensor:
 
 @functools.cache
 def unpatched(run: Run, dtype: torch.dtype) -> float:
-    return zoo_error(run(build(None), dtype), truth(None, run))
+    return zoo_error(run(shared(None), dtype), truth(None, run))
 
 
 def zoo_error(got: Tensor, want: Tensor) -> float:
@@ -133,7 +140,7 @@ def zoo_error(got: Tensor, want: Tensor) -> float:
 
 
 def assert_precise(name: str, run: Run, dtype: torch.dtype, model: Any = None) -> None:
-    got = run(build(name) if model is None else model, dtype)
+    got = run(shared(name) if model is None else model, dtype)
     mine, theirs = zoo_error(got, truth(name, run)), unpatched(run, dtype)
     assert mine <= MOST * theirs, f"{mine:.2e} beside {theirs:.2e}: {mine / theirs:.2f} times"
 
@@ -163,8 +170,7 @@ def test_a_backward_inside_of_the_region(name: str) -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_steps_that_leave_the_region_and_enter_it(name: str, dtype: torch.dtype) -> None:
     for first, after in ((dtype, None), (None, dtype)):
-        model = build(name)
-        error = zoo_error(steps(model, first, after=after), truth(name, steps))
+        error = zoo_error(steps(shared(name), first, after=after), truth(name, steps))
         assert error <= MOST * unpatched(steps, dtype)
 
 
@@ -238,8 +244,8 @@ def test_models_that_compute_attention_in_their_own_way(kind: str, method: str) 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_yarn_row"])
 def test_a_patch_inside_of_the_region_is_the_same(name: str, dtype: torch.dtype) -> None:
     with region(dtype):
-        model = build(name)
-    assert torch.equal(prefill(model, None), prefill(build(name), None))
+        model = patched(build(None), name)
+    assert torch.equal(prefill(model, None), prefill(shared(name), None))
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_yarn_row"])
@@ -253,7 +259,7 @@ def test_a_patch_after_accelerate_has_prepared_the_model_is_the_same(name: str) 
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     assert torch.equal(first, second)
-    assert zoo_error(first, prefill(build(name), None)) > 1e-4  # the region is in force again
+    assert zoo_error(first, prefill(shared(name), None)) > 1e-4  # the region is in force again
 
 
 # ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hf_posenc import PosencError, UnsupportedModelError, patch_model, patched, 
 from hf_posenc.attention import engine
 from hf_posenc.model import masks
 from tests.attention.test_attention import apply, assert_close, build
+from tests.attention.test_attention import patched as shared
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
 from tests.support.selection import covering, late
@@ -27,11 +28,16 @@ FEW = (
 """A case for every way in which the engine differs."""
 NEW = 9
 """Tokens to generate."""
+TOKENS = {"eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return build(eos_token_id=None, pad_token_id=0)
+    return build(**TOKENS)
+
+
+def patched_by(name: str) -> PreTrainedModel:
+    return copy.deepcopy(shared(name, **TOKENS))
 
 
 @pytest.fixture
@@ -48,13 +54,19 @@ def prompts() -> dict[str, Tensor]:
     return {"input_ids": rows * mask, "attention_mask": mask}
 
 
-def greedy(model: PreTrainedModel, row: Tensor, new: int = NEW) -> tuple[Tensor, Tensor]:
-    """The continuation of one row, and its scores, by full forwards without any cache."""
-    scores = []
-    for _ in range(new):
-        scores.append(zoo.logits(model, row)[:, -1])
-        row = torch.cat((row, scores[-1].argmax(-1, keepdim=True)), 1)
-    return row[:, -new:], torch.stack(scores, 1)
+def likeliest(model: PreTrainedModel, text: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens in the place of the last `NEW` of a text, and their scores, by a forward without any cache.
+
+    They are its own exactly where each is the likeliest after those before it: where decoding was greedy.
+    """
+    scores = zoo.logits(model, text)[:, -NEW - 1 : -1]
+    return scores.argmax(-1), scores
+
+
+def assert_greedy(model: PreTrainedModel, prompt: Tensor, found: Any) -> None:
+    """That a generation is the prompt, and the likeliest token after each of its prefixes."""
+    assert torch.equal(found.sequences[:, :-NEW], prompt)
+    assert torch.equal(found.sequences[:, -NEW:], likeliest(model, found.sequences)[0])
 
 
 def generate(model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -73,17 +85,20 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "cache"), covering(FEW, CACHES))
-def test_generate_on_a_padded_batch(
-    model: PreTrainedModel, name: str, cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply(model, name)
-    batch = prompts()
+def test_generate_on_a_padded_batch(name: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "DENSE", 200)  # both kinds of masks in one generation
+    check_padded_batch(patched_by(name), cache)
+
+
+def check_padded_batch(model: PreTrainedModel, cache: str) -> None:
+    batch = prompts()
     found = generate(model, **batch, output_logits=True, **CACHES[cache])
     got = torch.stack(found.logits, 1).double()
+    assert torch.equal(found.sequences[:, :-NEW], batch["input_ids"])
     for row, count in enumerate((21, 14, 5)):
-        tokens, scores = greedy(model, batch["input_ids"][row : row + 1, -count:])
-        assert torch.equal(found.sequences[row : row + 1, -NEW:], tokens)
+        text = found.sequences[row : row + 1, -count - NEW :]
+        tokens, scores = likeliest(model, text)
+        assert torch.equal(text[:, -NEW:], tokens)
         assert_close(got[row : row + 1], scores, cache)
 
 
@@ -93,18 +108,17 @@ def test_offloaded_cache(model: PreTrainedModel) -> None:
     apply(moved.to("cuda"), "rerope")
     ids = zoo.tokens(21).to("cuda")
     found = generate(model, input_ids=ids, cache_implementation="offloaded")
-    assert torch.equal(found.sequences[:, -NEW:], greedy(model, ids)[0])
+    assert_greedy(model, ids, found)
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
-def test_quantised_caches(model: PreTrainedModel, name: str) -> None:
+def test_quantised_caches(name: str) -> None:
     """The first new token is read from whole keys, the later ones from rounded ones."""
     pytest.importorskip("optimum.quanto.tensor")
-    apply(model, name)
-    ids = zoo.tokens(21)
+    model, ids = patched_by(name), zoo.tokens(21)
     found = generate(model, input_ids=ids, **QUANTISED)
     assert found.sequences.shape[1] == ids.shape[1] + NEW
-    assert torch.equal(found.sequences[:, -NEW], greedy(model, ids, new=1)[0][:, 0])
+    assert torch.equal(found.sequences[:, -NEW], zoo.logits(model, ids)[:, -1].argmax(-1))
 
 
 def test_quantised_caches_hold_what_they_did(model: PreTrainedModel) -> None:
@@ -123,8 +137,8 @@ QUANTISED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_beam_search(model: PreTrainedModel, name: str) -> None:
-    apply(model, name)
+def test_beam_search(name: str) -> None:
+    model = patched_by(name)
     kwargs = {**prompts(), "num_beams": 3, "num_return_sequences": 2, "output_scores": True}
     cached, plain = generate(model, **kwargs), generate(model, **kwargs, use_cache=False)
     assert torch.equal(cached.sequences, plain.sequences)
@@ -132,19 +146,15 @@ def test_beam_search(model: PreTrainedModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_drafts_that_are_taken_back(model: PreTrainedModel, name: str) -> None:
+def test_drafts_that_are_taken_back(name: str) -> None:
     """Prompt lookup and assisted decoding crop the cache wherever a draft was wrong."""
-    apply(model, name)
+    model = patched_by(name)
     ids = torch.cat((zoo.tokens(9), zoo.tokens(9), zoo.tokens(5)), 1)
-    want = greedy(model, ids)[0]
-    found = generate(model, input_ids=ids, prompt_lookup_num_tokens=4)
-    assert torch.equal(found.sequences[:, -NEW:], want)
-    assistant = build(eos_token_id=None, pad_token_id=0, num_hidden_layers=1)
-    found = generate(model, input_ids=ids, assistant_model=assistant)
-    assert torch.equal(found.sequences[:, -NEW:], want)
+    assert_greedy(model, ids, generate(model, input_ids=ids, prompt_lookup_num_tokens=4))
+    assistant = build(**TOKENS, num_hidden_layers=1)
+    assert_greedy(model, ids, generate(model, input_ids=ids, assistant_model=assistant))
     patch_model(assistant, "rerope", window=5)
-    found = generate(model, input_ids=ids, assistant_model=assistant)
-    assert torch.equal(found.sequences[:, -NEW:], want)
+    assert_greedy(model, ids, generate(model, input_ids=ids, assistant_model=assistant))
 
 
 @pytest.mark.parametrize(
@@ -161,14 +171,8 @@ def test_layers_with_a_sliding_window(model_type: str, name: str) -> None:
         original_max_position_embeddings=ORIGINAL,
         **case.options,
     )
-    batch = prompts()
     for cache in ("dynamic", "static"):
-        found = generate(model, **batch, output_logits=True, **CACHES[cache])
-        got = torch.stack(found.logits, 1).double()
-        for row, count in enumerate((21, 14, 5)):
-            tokens, scores = greedy(model, batch["input_ids"][row : row + 1, -count:])
-            assert torch.equal(found.sequences[row : row + 1, -NEW:], tokens)
-            assert_close(got[row : row + 1], scores, cache)
+        check_padded_batch(model, cache)
 
 
 # ------------------------------------------------------------------------------------------
@@ -250,8 +254,9 @@ def test_a_compiled_step_is_not_one_for_export(
 
 
 @pytest.mark.parametrize("bucket", [pytest.param(1, marks=pytest.mark.slow), 16])
-def test_compiled_steps_with_a_pinned_length(model: PreTrainedModel, bucket: int) -> None:
+def test_compiled_steps_with_a_pinned_length(layer: PreTrainedModel, bucket: int) -> None:
     """The pin is the cache's, which a graph would keep as it was: the step leaves the graph there."""
+    model = layer
     patch_model(
         model, "dynamic_ntk", update="request", bucket=bucket, original_max_position_embeddings=24
     )
@@ -304,9 +309,9 @@ def test_compiled_before_the_patch(layer: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 @torch.no_grad()
-def test_attention_weights(model: PreTrainedModel, name: str) -> None:
+def test_attention_weights(name: str) -> None:
     """They sum to 1 over keys that are not in the future, and give the layer's output."""
-    apply(model, name)
+    model = patched_by(name)
     ids = zoo.tokens(70)  # as many as the kernels take
     values: list[Tensor] = []
     outs: list[Tensor] = []

@@ -65,7 +65,7 @@ def first_of_each_form() -> list[Any]:
 def built(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """A tiny model with the positions of a checkpoint; of a Llama, where its code is not in transformers."""
     kind, config = checkpoint["model_type"], dict(checkpoint["config"])
-    known = kind in {*zoo.decoder_types(), *text_types()}
+    known = kind in text_types()
     scaling = dict(config.pop("rope_scaling", None) or config.pop("rope_parameters", None) or {})
     theta = float(config.pop("rope_theta", 10_000.0))
     like = zoo.tiny_config(kind if known else "llama")
@@ -78,12 +78,11 @@ def built(checkpoint: dict[str, Any]) -> PreTrainedModel:
         **scaling,
     }
     entry["rope_type"] = entry.pop("type", entry["rope_type"])
-    pairs = len(tables_of(zoo.from_config(like))[0].live()[0])
-    for key in ("short_factor", "long_factor"):
-        if key in entry:
-            entry[key] = [1.0 if key == "short_factor" else 2.0] * pairs
+    if "short_factor" in entry:
+        pairs = len(tables_of(zoo.build(like.model_type))[0].live()[0])
+        entry |= {"short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
     config["rope_parameters"] = {**current, "full_attention": entry} if nested else entry
-    return zoo.from_config(zoo.tiny_config(like.model_type, **config)).eval()
+    return zoo.build(like.model_type, **config)
 
 
 def context(checkpoint: dict[str, Any]) -> Context:

@@ -1,13 +1,15 @@
 """Heads and parameters shared out over two processes: every method with numbers for each head computes as in one.
 
-All cases run in one pair of processes, by tensor parallelism and by FSDP2.
+All cases run in one pair of processes, by tensor parallelism and by FSDP2; those that are alike with `-m slow`.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -40,6 +43,7 @@ from hf_posenc.methods import (
 from hf_posenc.model.parameters import trained_parameters
 from tests.support.families import build_text_model
 from tests.support.killing import in_two_processes
+from tests.support.selection import quick
 
 HEADS, LENGTH, RATE = 6, 24, 0.5
 
@@ -74,6 +78,11 @@ def cases() -> dict[str, list[Method]]:
 
 
 CASES = cases()
+FEW = (
+    *("own_bias", "alibi", "rerope", "list", "ssmax"),
+    *("t5_shared", "fire", "shaw", "transformer_xl_kept"),
+)
+"""A case for each way in which heads differ and parameters are shared out."""
 TRAINED = [name for name, methods in CASES.items() if any(each.trainable for each in methods)]
 
 
@@ -125,6 +134,12 @@ def findings(
     return found
 
 
+def chosen(folder: Path) -> list[str]:
+    """The cases of the tests that run."""
+    found: list[str] = json.loads((folder / "cases.json").read_text())
+    return found
+
+
 def split(rank: int, folder: Path) -> dict[str, Any]:
     """Tensor parallelism: trained, saved and loaded, with other random numbers in each process."""
 
@@ -132,8 +147,8 @@ def split(rank: int, folder: Path) -> dict[str, Any]:
         return AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
 
     results = {}
-    for case, methods in CASES.items():
-        model, target = load(), folder / case
+    for case in chosen(folder):
+        methods, model, target = CASES[case], load(), folder / case
         found = results[case] = findings(model, methods, seed=rank)
         if "parameters" not in found:
             continue
@@ -157,7 +172,8 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
         trained(model, lambda step: batch(step)[rank : rank + 1])
 
     whole = AutoModelForCausalLM.from_pretrained(folder / "model")
-    return {case: findings(copy.deepcopy(whole), CASES[case], train) for case in TRAINED}
+    cases = [case for case in chosen(folder) if case in TRAINED]
+    return {case: findings(copy.deepcopy(whole), CASES[case], train) for case in cases}
 
 
 PARTS: dict[str, Method] = {
@@ -258,8 +274,21 @@ def model(folder: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("processes")
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """What the pair of processes left. It runs once, also where the tests are shared out over several workers."""
+    root = tmp_path_factory.getbasetemp()
+    made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "processes"
+    with FileLock(f"{made}.lock"):
+        if not (made / "found-1.pt").is_file():
+            prepare(made, request.session.items)
+    return made
+
+
+def prepare(made: Path, items: Sequence[pytest.Item]) -> None:
+    made.mkdir(exist_ok=True)
+    params = (getattr(item, "callspec", None) for item in items if item.path == Path(__file__))
+    named = {each.params.get("case") for each in params if each}
+    (made / "cases.json").write_text(json.dumps([case for case in CASES if case in named]))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96,
@@ -274,7 +303,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(made / "model")
     in_two_processes(work, made)
-    return made
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -287,7 +315,7 @@ def results(folder: Path, way: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"found-{rank}.pt")[way] for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in TRAINED])
+@pytest.mark.parametrize("case", quick([case for case in CASES if case not in TRAINED], FEW))
 def test_two_processes_equal_one(folder: Path, case: str) -> None:
     expected = findings(AutoModelForCausalLM.from_pretrained(folder / "model"), CASES[case])
     for found in (rank[case] for rank in results(folder, "split")):
@@ -295,7 +323,7 @@ def test_two_processes_equal_one(folder: Path, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", quick(TRAINED, FEW))
 def test_two_processes_train_as_one(folder: Path, case: str) -> None:
     expected = findings(AutoModelForCausalLM.from_pretrained(folder / "model"), CASES[case])
     assert (expected["trained"] - expected["patched"]).abs().max() > 0.1
@@ -307,7 +335,7 @@ def test_two_processes_train_as_one(folder: Path, case: str) -> None:
             assert_near(found["parameters"][name], value)
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", quick(TRAINED, FEW))
 def test_what_two_processes_trained_is_saved_whole(folder: Path, case: str) -> None:
     found, other = (each[case] for each in results(folder, "split"))
     stored = load_file(folder / case / "patch" / "posenc.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc import UnsupportedModelError, get_patch, inspect_positions, patch_model
 from hf_posenc.patch.patching import native_seams
 from hf_posenc.seams import inspection as kinds
+from hf_posenc.seams.inspection import Positions
 from hf_posenc.seams.native import advice_on
 from hf_posenc.seams.probes import absolute, relative
 from tests.support.families import build_text_model, text_types
@@ -45,9 +47,15 @@ LEFT = {
 }
 
 
+@functools.cache
+def inspected(model_type: str) -> Positions:
+    """What is found in a type's model, which no test changes."""
+    return inspect_positions(build_text_model(model_type))
+
+
 @pytest.mark.parametrize("model_type", COMPLETE)
 def test_every_source_is_found(model_type: str) -> None:
-    positions = inspect_positions(build_text_model(model_type))
+    positions = inspected(model_type)
     found = {source.kind: source.where for source in reversed(positions.sources)}
     assert found == COMPLETE[model_type]
     assert positions.complete
@@ -56,7 +64,7 @@ def test_every_source_is_found(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", LEFT)
 def test_what_cannot_be_silenced_is_named(model_type: str) -> None:
-    positions = inspect_positions(build_text_model(model_type))
+    positions = inspected(model_type)
     assert not positions.complete
     assert LEFT[model_type].items() <= {each.kind: each.where for each in positions.rest}.items()
 
@@ -68,13 +76,13 @@ def test_what_cannot_be_silenced_is_named(model_type: str) -> None:
 def test_the_row_of_position_0_is_read_from_the_trace(
     model_type: str, start: int, rows: int
 ) -> None:
-    source = inspect_positions(build_text_model(model_type)).of_kind(kinds.LEARNED)[-1]
+    source = inspected(model_type).of_kind(kinds.LEARNED)[-1]
     assert source.start == start
     assert source.facts.startswith(f"{rows} positions of ")
 
 
 def test_slopes_of_alibi_are_those_of_the_paper() -> None:
-    facts = inspect_positions(build_text_model("bloom")).sources[0].facts
+    facts = inspected("bloom").sources[0].facts
     slopes = [
         2 ** (-8 * (head + 1) / 4) for head in range(4)
     ]  # Press et al. 2022, section 3, for 4 heads
@@ -249,7 +257,7 @@ def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
 
 
 def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
-    positions = inspect_positions(build_text_model("opt"))
+    positions = inspected("opt")
     text, page = repr(positions), positions._repr_html_()
     for words in (
         "learned table",
@@ -298,7 +306,7 @@ def test_a_model_that_rotates_is_told_its_methods(model_type: str, words: str) -
 
 @pytest.mark.parametrize(("model_type", "reads_both"), [("gpt2", False), ("bert", True)])
 def test_an_encoder_is_advised_no_causal_bias(model_type: str, reads_both: bool) -> None:
-    positions = inspect_positions(build_text_model(model_type))
+    positions = inspected(model_type)
     assert positions.bidirectional == reads_both
     longer, replaced = advice_on(native_seams(), positions)
     assert longer == "Methods for a learned table: interpolate, hierarchical, group, tile, stretch."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.support.zoo import _ready
+from tests.support.zoo import _ready, copied
 from tests.support.zoo_registry import config_class_of, quiet
 from tests.support.zoo_sizes import shrunken
 
@@ -41,6 +41,11 @@ def build_text_model(
     model_type: str, name: str = "", seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """Build the tiny model of a text type, of its class in `text_types` or of another one by name."""
+    make = partial(_built, model_type, name, seed, **overrides)
+    return copied(f"text {model_type} {name} {seed}", make, overrides)
+
+
+def _built(model_type: str, name: str, seed: int, **overrides: Any) -> PreTrainedModel:
     config_class = config_class_of(model_type)
     with quiet():
         known = set(vars(config_class())) if not overrides else set(overrides)

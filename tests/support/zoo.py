@@ -11,6 +11,7 @@ position changes the logits by much more than rounding does.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -29,8 +30,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_posenc import available_methods, get_method
+from hf_posenc import PosencError, available_methods, get_method
 from hf_posenc.methods import RopeScaling
+from hf_posenc.model.discovery import tables_of
+from hf_posenc.model.sampled import sample_of
+from hf_posenc.seams import hidden
 from tests.support.references import REQUIRED
 from tests.support.zoo_registry import (
     NOT_BUILT,
@@ -174,12 +178,34 @@ _BUILT: dict[str, PreTrainedModel] = {}
 """The models that were built, as nobody has changed them. A copy takes half as long as another one."""
 
 
+_AGAIN: set[str] = set()
+"""Those of which there is more than one copy."""
+
+
+def copied(name: str, make: Callable[[], PreTrainedModel], overrides: Mapping[str, Any]) -> Any:
+    """A copy of what was made under this name with these overrides, or is now.
+
+    The first copy is a model as any other. Before the second one the original is tried for hidden positions, as a first
+    patch does; this and all later copies count as tried, as a model does that is patched again.
+    """
+    key = f"{name} {sorted(overrides.items())} {torch.get_default_device()}"
+    if key not in _BUILT:
+        _BUILT[key] = make()
+        return copy.deepcopy(_BUILT[key])
+    made = _BUILT[key]
+    if key not in _AGAIN and made.device.type != "meta":
+        with contextlib.suppress(PosencError):
+            hidden.refuse_hidden(made, tables_of(made), "pi", sample_of(made))
+    _AGAIN.add(key)
+    found = copy.deepcopy(made)
+    if made in hidden._tried:
+        hidden._tried[found] = hidden.version_of(found)
+    return found
+
+
 def build(model_type: str, **overrides: Any) -> PreTrainedModel:
     """Build the tiny model of ``model_type``; ``overrides`` replace fields of its configuration."""
-    name = f"{model_type} {sorted(overrides.items())} {torch.get_default_device()}"
-    if name not in _BUILT:
-        _BUILT[name] = from_config(tiny_config(model_type, **overrides))
-    return copy.deepcopy(_BUILT[name])
+    return copied(model_type, lambda: from_config(tiny_config(model_type, **overrides)), overrides)
 
 
 _NOT_TEXT = re.compile("vision|audio|codec|vq_|protein|perceiver|depth")
