@@ -17,7 +17,7 @@ PASSKEY: dict[str, Any] = {"suite": "smoke", "lengths": LENGTHS, "tasks": ("pass
 
 
 def tiny(**overrides: Any) -> Any:
-    return zoo.build("llama", **{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **overrides})
+    return zoo.build("llama", **{"vocab_size": VOCABULARY, "num_hidden_layers": 1, **overrides})
 
 
 def measured(model: Any = None, **options: Any) -> BenchResult:

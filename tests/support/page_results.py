@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -115,6 +117,13 @@ def write(folder: Path, data: Mapping[str, Any], kind: str = "perplexity") -> Pa
 def page(*folders: Path, figures: bool = False) -> Page:
     """The report on some folders, parsed."""
     return Page(render(collect(folders), figures=figures))
+
+
+@functools.cache
+def drawn() -> Page:
+    """The report on one result with its figures, which take a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        return page(write(Path(folder) / "one", result()), figures=True)
 
 
 @dataclasses.dataclass

@@ -106,12 +106,9 @@ class Copier(nn.Module):
         return SimpleNamespace(logits=logits)
 
     def _next(self, ids: list[int]) -> int:
-        known = ids[-self.window :]
-        same = known[-self.like :]
-        for end in range(len(known) - 1, self.like - 1, -1):
-            if known[end - self.like : end] == same:
-                return known[end]
-        return 0
+        known = "".join(map(chr, ids[-self.window :]))
+        begin = known.rfind(known[-self.like :], 0, len(known) - 1)
+        return 0 if begin < 0 else ord(known[begin + self.like])
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         ids = input_ids[0].tolist()

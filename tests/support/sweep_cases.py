@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ ABOUT: dict[str, Any] = {
 
 def tiny(seed: int = 0) -> Any:
     """A random Llama of 64 trained positions."""
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
 
 
-def texts(count: int) -> list[TokenizedDocument]:
+@functools.cache
+def texts(count: int) -> tuple[TokenizedDocument, ...]:
     """Documents of different lengths, all longer than the target."""
     words = byte_tokenizer()
-    return [tokenize(Document(f"d{n}", prose(170 + 13 * n, n)), words) for n in range(count)]
+    return tuple(tokenize(Document(f"d{n}", prose(170 + 13 * n, n)), words) for n in range(count))
 
 
 def sweep_of(

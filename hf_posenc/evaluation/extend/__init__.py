@@ -552,8 +552,7 @@ def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
     for table in rotary_tables(unwrap(model)):
         if len(read := readings(table)) > 1:
             raise _scaled(named, argument, table.rope_type, " or ".join(map(str, read)), target)
-    advice = recommend(model, target or 1, name=argument)
-    carried = advice.carried
+    carried = recommend(model, 1, name=argument).carried  # tries no method
     target = target or 4 * carried.trained
     if target <= carried.reach:
         by = f" by its rope_type {carried.rope_type}" if carried.scaled else ""
@@ -563,7 +562,7 @@ def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
         )
     if carried.scaled:
         raise _scaled(named, argument, carried.rope_type, str(carried), target)
-    return recommend(model, target, name=argument) if options.target_length is None else advice
+    return recommend(model, target, name=argument)
 
 
 def _scaled(named: str, argument: str, kind: str, lengths: str, target: int | None) -> PosencError:

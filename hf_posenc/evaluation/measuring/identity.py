@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -127,6 +128,7 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "system": system, **versions}
 
 
+@functools.cache  # reading the metadata of an installed package takes a millisecond
 def version_of(package: str) -> str | None:
     """Return the installed version of a package; for this package that of the source."""
     if package == "hf-posenc":

@@ -29,7 +29,6 @@ from hf_posenc.evaluation.recommend.options import (
     Option,
     RotaryLimits,
     Start,
-    least_base,
     option_of,
     rank,
     rotary_limits,
@@ -278,7 +277,7 @@ def recommend(
         carried=carried,
         beside=beside,
         limits=rotary_limits(spec, target_length),
-        least_base=least_base(spec, target_length) if target_length > carried.reach else None,
+        least_base=start.least_base if target_length > carried.reach else None,
         cache=cache_cost(inner, target_length, dtype),
         options=tuple(rank(options, start.factor)),
     )

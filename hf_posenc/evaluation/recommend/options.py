@@ -7,6 +7,7 @@ tokens, make neighbours look closer than in training. Nothing here runs the mode
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -190,6 +191,11 @@ class Start:
         """The target as a multiple of the trained length."""
         return self.target / self.original
 
+    @functools.cached_property
+    def least_base(self) -> float | None:
+        """The least base for the target length, which takes a fraction of a second to find."""
+        return least_base(self.spec, self.target)
+
 
 @dataclass(frozen=True)
 class Option:
@@ -292,7 +298,7 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
 def _another_base(start: Start) -> Option:
     """A larger base, for a model that is then trained with it."""
     dim = start.spec.dim
-    least = least_base(start.spec, start.target)
+    least = start.least_base
     ntk = start.spec.theta * start.factor ** (dim / max(1, dim - 2))
     base = max(least or 0.0, ntk)
     step = 10.0 ** (math.floor(math.log10(base)) - 1)

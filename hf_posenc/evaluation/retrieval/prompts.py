@@ -56,6 +56,9 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._encoded = functools.lru_cache(maxsize=CACHED)(self._encode)
+        self._start = functools.lru_cache(maxsize=CACHED)(
+            self._ids
+        )  # few texts stand before others
         self.newline = self.behind("a", "\n")
 
     def line(self, text: str) -> tuple[int, ...]:
@@ -67,7 +70,7 @@ class Encoder:
         return self._encoded(before, text)
 
     def _encode(self, before: str, text: str) -> tuple[int, ...]:
-        whole, start = self._ids(before + text), self._ids(before) if before else ()
+        whole, start = self._ids(before + text), self._start(before) if before else ()
         return whole[len(start) :] if whole[: len(start)] == start else self._ids(text)
 
     def _ids(self, text: str) -> tuple[int, ...]:

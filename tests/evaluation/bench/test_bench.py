@@ -311,7 +311,8 @@ def test_fewer_documents_than_the_suite_asks_for_are_said(protocol: str) -> None
 
 
 def test_a_share_over_tasks_and_lengths_counts_every_sample() -> None:
-    result = measured(tasks=("passkey", "niah_single_1"), lengths=(640, 700), rounds=0)
+    tasks, methods = ("passkey", "niah_single_1"), ("none", "yarn")
+    result = measured(methods=methods, tasks=tasks, lengths=(640, 700), rounds=0)
     found = result.retrieval
     assert found is not None
     for task in (None, ["passkey"]):

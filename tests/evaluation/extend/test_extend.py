@@ -5,6 +5,7 @@ Losses and answers are planted at the boundary of the measuring, so that every v
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -26,6 +27,7 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend import ExtendJob, depths, extend, prepare
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.flags import duration, read_duration
+from hf_posenc.evaluation.measuring import execute
 from hf_posenc.evaluation.measuring.store import Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions
 from hf_posenc.evaluation.perplexity import PerplexityRun
@@ -54,21 +56,27 @@ def job_of(model: Any, texts: Any = TEXTS, **options: Any) -> ExtendJob:
 
 
 @pytest.fixture(scope="module")
-def advice() -> Advice:
-    return recommend(tiny(), TARGET, name="")
+def advise() -> Callable[..., Advice]:
+    """`recommend` that does not try every method on the model once more, which takes a second."""
+    known = recommend(tiny(), TARGET, name="")
+
+    def advise(model: Any, target: int, **_: Any) -> Advice:
+        return recommend(model, 1) if target == 1 else dataclasses.replace(known, target=target)
+
+    return advise
 
 
 @pytest.fixture
-def advised(advice: Advice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not try every method on the model once more, and draw no figures: both take seconds."""
+def advised(advise: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no figures either, which takes seconds."""
     monkeypatch.setattr("hf_posenc.evaluation.page.available", lambda: False)
-    monkeypatch.setattr(room, "recommend", lambda *_, **__: advice)
+    monkeypatch.setattr(room, "recommend", advise)
 
 
 @pytest.fixture(scope="module")
-def prepared(advice: Advice) -> ExtendJob:
+def prepared(advise: Callable[..., Advice]) -> ExtendJob:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "recommend", lambda *_, **__: advice)
+        patch.setattr(room, "recommend", advise)
         return job_of(tiny())
 
 
@@ -121,6 +129,8 @@ class Planted:
     count: int = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> Planted:
+        # Nothing reads the model, so it is not patched either.
+        patch.setattr(execute, "patched_in", lambda *_: contextlib.nullcontext())
         patch.setattr(PerplexityRun, "measure", lambda _, item, attempt: self.losses(item, attempt))
         patch.setattr(RetrievalRun, "measure", lambda _, item, attempt: self.answer(item, attempt))
         return self
@@ -162,6 +172,14 @@ def verdict(job: ExtendJob, folder: Path | None = None) -> ExtendResult:
     return result
 
 
+@pytest.fixture(scope="module")
+def plain(prepared: ExtendJob) -> ExtendResult:
+    """The result of good methods, for tests that change a copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        Planted().install(patch)
+        return verdict(with_budget(prepared, LEAST))
+
+
 YARN = {
     "rope_type": "yarn",
     "factor": 2.0,
@@ -196,6 +214,7 @@ YARN = {
         ({"target_length": 700}, {}, "No document can be used"),
     ],
 )
+@pytest.mark.usefixtures("advised")
 def test_a_model_that_needs_no_extension_is_refused(
     options: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
@@ -405,10 +424,8 @@ def test_near_needles_that_may_be_lost_by_chance_are_no_loss(
     assert "truncation 12 (76-100 %); p = 0.062" in result.lines()[2]
 
 
-def test_a_result_without_near_needles_has_no_demand_on_them(
-    job: ExtendJob, planted: Planted
-) -> None:
-    values = verdict(job).to_dict()
+def test_a_result_without_near_needles_has_no_demand_on_them(plain: ExtendResult) -> None:
+    values = plain.to_dict()
     values["retrieval"]["records"] = [
         row for row in values["retrieval"]["records"] if (row["distance"] or 0) > ORIGINAL
     ]
@@ -438,16 +455,17 @@ def best_is(kind: str, job: ExtendJob, gain: float) -> Loss:
     return lambda *key: good(*key) - gain * (key[0] == label and key[1] == TARGET)
 
 
-def test_among_equals_a_table_comes_before_attention(job: ExtendJob, planted: Planted) -> None:
-    planted.loss = best_is("attention", job, 0.0)
-    assert verdict(job).choice.winner in list(verdict(job).kinds)[:2]
+def test_among_equals_a_table_comes_before_attention(
+    job: ExtendJob, planted: Planted, plain: ExtendResult
+) -> None:
+    assert plain.choice.winner in list(plain.kinds)[:2]
     noise = {0: -0.03, 1: 0.02, 2: 0.005}
 
     def noisy(label: str, length: int, document: int) -> float:
         one = best_is("attention", job, 0.005)(label, length, document)
         return one + noise[document // 2 % 3] * (label in kinds and kinds[label] == "attention")
 
-    kinds = dict(verdict(job).kinds)
+    kinds = plain.kinds
     planted.loss = noisy
     result = verdict(with_budget(job, 100))
     assert result.kinds[result.choice.ranked[0]] == "attention"
@@ -557,18 +575,15 @@ def test_a_model_of_an_earlier_verdict_is_named(
     )
 
 
-def test_exact_answers_count_where_the_model_can_write_them(
-    job: ExtendJob, planted: Planted
-) -> None:
-    result = verdict(job)
-    assert not result.answers  # a passkey does not fit into 64 tokens
-    retrieval = result.retrieval
+def test_exact_answers_count_where_the_model_can_write_them(plain: ExtendResult) -> None:
+    assert not plain.answers  # a passkey does not fit into 64 tokens
+    retrieval = plain.retrieval
     assert retrieval is not None
     own = [r for r in retrieval.records if r.method == "truncation"]
     short = [dataclasses.replace(r, length=ORIGINAL, correct=True) for r in own]
     changed = [dataclasses.replace(r, correct=False) for r in retrieval.records]
     able = dataclasses.replace(retrieval, records=[*changed, *short])
-    judged = dataclasses.replace(result, retrieval=able)
+    judged = dataclasses.replace(plain, retrieval=able)
     assert judged.answers
     assert not judged.extended  # ranked first, never written out
     assert judged.demands[2].numbers.startswith("answers 0 (0-24 %) of 12")
@@ -584,6 +599,7 @@ def test_half_of_the_depths_are_farther_back_than_the_original_length(target: in
     assert distances[-1] == 0
 
 
+@pytest.mark.usefixtures("advised")
 def test_a_target_with_too_few_needles_beyond_the_original_length_is_refused() -> None:
     """Else the verdict would be known, and only after hours of measuring."""
     said = "--target-length {}: fewer than 12 passkeys lie beyond the original length of 64 tokens"

@@ -156,9 +156,8 @@ def test_a_dynamic_table_of_the_model_is_reset_whatever_is_patched_in_beside_it(
 
 
 def test_processes_with_other_numbers_of_threads_give_the_same_bytes(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2}
-    model = zoo.build("llama", vocab_size=VOCABULARY, **sizes)
+    model, computed_with = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1), []
+    model.register_forward_pre_hook(lambda *_: computed_with.append(torch.get_num_threads()))
     texts = [prose(300, seed) for seed in range(4)]
     options = PerplexityOptions(methods=["none"], lengths=[64, 256])
     own, results = torch.get_num_threads(), []
@@ -167,9 +166,11 @@ def test_processes_with_other_numbers_of_threads_give_the_same_bytes(tmp_path: P
             for index, number in enumerate(numbers):
                 torch.set_num_threads(number)
                 run = prepare(model, byte_tokenizer(), Source.of(texts), options)
+                computed_with.clear()
                 with warnings.catch_warnings(record=True) as caught:
                     result = run.run(tmp_path / name, Shard(index, 2))
                 assert torch.get_num_threads() == number
+                assert set(computed_with) == {1}
                 assert len(caught) == (number == 2)
             assert result is not None
             results.append(to_json(result.to_dict()))

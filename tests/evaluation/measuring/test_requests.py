@@ -24,13 +24,18 @@ NEEDS_MORE: dict[str, str | None] = {
 }
 
 
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return zoo.build("llama", num_hidden_layers=1)
+
+
 @pytest.mark.parametrize(
     "name",
     [m.name for m in METHODS if m.for_rotary and NEEDS_MORE.get(m.name, "") is not None],
 )
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
-def test_every_method_is_patched_in_by_its_name_alone(name: str) -> None:
-    model = zoo.build("llama")
+def test_every_method_is_patched_in_by_its_name_alone(name: str, llama: Any) -> None:
+    model = llama
     spec = f"{name}:{NEEDS_MORE[name]}" if name in NEEDS_MORE else name
     candidate = Candidate.parse(spec).checked(model)
     assert hf_posenc.get_patch(model) is None

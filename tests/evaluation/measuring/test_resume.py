@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 import signal
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
 from scripts.measure_real_model import copied_share, restore
 from tests.support import zoo
-from tests.support.processes import PATIENCE, running, start
+from tests.support.processes import PATIENCE, start
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -32,20 +34,34 @@ LENGTHS = (32, 64, 128)
 SPECS = ["none", "yarn", "pi:scale=2", "rerope:window=24"]
 
 
-def make_run(**settings: Any) -> PerplexityRun:
-    torch.manual_seed(0)
-    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
-    words = byte_tokenizer()
-    documents = [tokenize(Document(f"d{n}", prose(140 + 41 * n, n)), words) for n in range(5)]
+WORDS = byte_tokenizer()
+
+
+def described(model: Any) -> dict[str, Any]:
+    return describe_model("tiny", model, WORDS, (), "never")
+
+
+def tiny() -> Any:
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+
+
+@cache
+def parts() -> tuple[Any, ...]:
+    """A model, its documents and candidates, and what is known about them; measuring changes none of it."""
+    model = tiny()
+    documents = [tokenize(Document(f"d{n}", prose(140 + 41 * n, n)), WORDS) for n in range(4)]
     candidates = [candidate.checked(model) for candidate in parse_candidates(SPECS)]
+    about = {"model": described(model), "source": {}, "original": 64, "skipped": []}
+    return model, documents, candidates, about
+
+
+def make_run(model: Any = None, **settings: Any) -> PerplexityRun:
+    """A run, on another model if one is given."""
+    shared, documents, candidates, about = parts()
+    if model is not None:
+        about = {**about, "model": described(model)}
     chosen = Settings(**{"lengths": LENGTHS, **settings})
-    metadata = {
-        "model": describe_model("tiny", model, words, (), "never"),
-        "source": {},
-        "original": 64,
-        "skipped": [],
-    }
-    return PerplexityRun(model, documents, candidates, chosen, metadata=metadata)
+    return PerplexityRun(model or shared, documents, candidates, chosen, metadata=about)
 
 
 def work(folder: Path, shard: Shard, slow: float = 0.0) -> None:
@@ -68,10 +84,16 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The result of a run without incidents."""
+    folder = tmp_path_factory.mktemp("whole")
+    work(folder, Shard())
+    return result(folder)
+
+
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
-    work(tmp_path / "whole", Shard())
-    expected = result(tmp_path / "whole")
+def test_twenty_kills_at_random_moments(whole: str, tmp_path: Path) -> None:
     folder, chance = tmp_path / "killed", random.Random(0)
     kills = 0
     while kills < 20:
@@ -86,27 +108,34 @@ def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
             process.join(PATIENCE)
             assert process.exitcode in (-signal.SIGKILL, 0)
     work(folder, Shard())
-    assert result(folder) == expected
+    assert result(folder) == whole
 
 
-def test_nothing_that_was_reported_is_measured_again(tmp_path: Path) -> None:
-    with running(work, tmp_path, Shard(), 0.02) as process:
-        while len(lines(tmp_path)) < 5 and process.is_alive():
-            time.sleep(0.01)
-    before = lines(tmp_path)
-    assert 5 <= len(before) < len(make_run().items)
-    work(tmp_path, Shard(1, 2))
-    work(tmp_path, Shard(0, 2))
-    after = [tuple(line["key"]) for line in lines(tmp_path)]
-    assert len(after) == len(set(after)) == len(make_run().items)
+def test_nothing_that_was_reported_is_measured_again(whole: str, tmp_path: Path) -> None:
+    """A copy of the folder, made within a forward, is what a kill leaves at that moment."""
+    run, killed = make_run(), tmp_path / "killed"
+
+    def copy(*_: Any) -> None:
+        if len(lines(tmp_path / "first")) == 5:
+            shutil.copytree(tmp_path / "first", killed)
+            raise KeyboardInterrupt
+
+    with run.open(tmp_path / "first") as store, pytest.raises(KeyboardInterrupt):
+        execute(run, store, progress=copy)
+    before = lines(killed)
+    assert len(before) == 5 < len(run.items)
+    work(killed, Shard(1, 2))
+    work(killed, Shard(0, 2))
+    after = [tuple(line["key"]) for line in lines(killed)]
+    assert len(after) == len(set(after)) == len(run.items)
+    assert result(killed) == whole
 
 
 @pytest.mark.parametrize("count", [3, *late([2, 7])])
-def test_shares_give_what_one_process_gives(tmp_path: Path, count: int) -> None:
-    work(tmp_path / "one", Shard())
+def test_shares_give_what_one_process_gives(whole: str, tmp_path: Path, count: int) -> None:
     for index in range(count):
-        work(tmp_path / "many", Shard(index, count))
-    assert result(tmp_path / "many") == result(tmp_path / "one")
+        work(tmp_path, Shard(index, count))
+    assert result(tmp_path) == whole
 
 
 def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
@@ -114,7 +143,7 @@ def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
 ) -> None:
     texts: list[str] = []
     for count in (1, 2):
-        run = make_run()
+        run = make_run(tiny())
         unlucky = {  # of both shares
             tuple(run.documents[1].tokens(0, 64).tolist()): "one",
             tuple(run.documents[2].tokens(0, 64).tolist()): "two",
@@ -181,32 +210,26 @@ def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> Non
     [("_attn_implementation", "eager"), ("_experts_implementation", "batched_mm")],
 )
 def test_another_backend_starts_anew(backend: str, name: str, tmp_path: Path) -> None:
-    run = make_run()
-    with run.open(tmp_path) as store:
+    model = tiny()
+    with make_run(model).open(tmp_path) as store:
         before = store.fingerprint
-    setattr(run.model.config, backend, name)
-    described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
-    run.metadata = {**run.metadata, "model": described}
-    with run.open(tmp_path) as store:
+    setattr(model.config, backend, name)
+    with make_run(model).open(tmp_path) as store:
         assert store.fingerprint != before
 
 
 def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
-    folders = set()
-    for settings in ({}, {"tail_tokens": 8}, {"prefill": 16}):
-        run = make_run(**settings)
-        with run.open(tmp_path) as store:
-            execute(run, store)
-            folders.add(store.folder)
-    run = make_run()
+    work(tmp_path, Shard())
+    changed = tiny()
     with torch.no_grad():
-        run.model.lm_head.weight[3, 3] += 1e-3  # type: ignore[index,operator,union-attr]
-    described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
-    run.metadata = {**run.metadata, "model": described}
-    with run.open(tmp_path) as store:
-        folders.add(store.folder)
-        assert collected(run, store) is None
-    assert len(folders) == 4
+        changed.lm_head.weight[3, 3] += 1e-3
+    folders = set()
+    runs = [make_run(tail_tokens=8), make_run(prefill=16), make_run(changed)]
+    for run in runs:
+        with run.open(tmp_path) as store:
+            folders.add(store.folder)
+            assert collected(run, store) is None
+    assert len(folders) == 3
     run = make_run(base=2.0)  # decides the summary only
     with run.open(tmp_path) as store:
         assert collected(run, store) is not None
@@ -215,8 +238,7 @@ def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["perplexity", "retrieval"])
 def test_a_committed_result_is_not_measured_again(kind: str, tmp_path: Path) -> None:
     """A folder restored from a result's JSON: the same run measures nothing, one with another method that alone."""
-    torch.manual_seed(0)
-    model, words = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2), byte_tokenizer()
+    model, words = tiny(), WORDS
     texts = [prose(140 + 41 * n, n) for n in range(3)]
 
     def measured(folder: Path, *methods: str) -> dict[str, Any]:
@@ -226,7 +248,7 @@ def test_a_committed_result_is_not_measured_again(kind: str, tmp_path: Path) -> 
                 model, words, texts, methods=methods, output=folder, **given
             )
         else:
-            given = {"tasks": ["passkey"], "lengths": [512], "depths": [0.0, 1.0], "samples": 2}
+            given = {"tasks": ["passkey"], "lengths": [512], "depths": [0.0, 1.0], "samples": 1}
             made = measure_retrieval(model, words, methods=methods, output=folder, **given)
         return json.loads(to_json(made.to_dict()))
 

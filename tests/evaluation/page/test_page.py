@@ -14,14 +14,24 @@ from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.page import collect, render
 from hf_posenc.evaluation.page.perplexity import ratio_span
-from tests.support.page_results import CURVES, LENGTHS, Element, Page, exact, page, result, write
+from tests.support.page_results import (
+    CURVES,
+    LENGTHS,
+    Element,
+    Page,
+    drawn,
+    exact,
+    page,
+    result,
+    write,
+)
 
 HOSTILE = "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(2)>$a_{b}$ {{ 7*7 }} &lt;"
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    return page(write(tmp_path_factory.mktemp("runs") / "one", result()), figures=True)
+@pytest.fixture
+def one() -> Page:
+    return drawn()
 
 
 def test_the_page_is_well_formed_and_its_links_lead_somewhere(one: Page) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_posenc
-from tests.support.page_results import page, result, write
+from tests.support.page_results import drawn
 
 PAGE = Path(hf_posenc.__file__).parent / "evaluation/page"
 COLOURS = (PAGE / "colours.css").read_text(encoding="utf-8")
@@ -54,8 +54,8 @@ def test_contrast(mode: str) -> None:
         assert contrast(palette[name], palette["paper"]) >= 3, name
 
 
-def test_the_page_and_the_site_have_no_colours_of_their_own(tmp_path: Path) -> None:
-    source = page(write(tmp_path / "a", result()), figures=True).source
+def test_the_page_and_the_site_have_no_colours_of_their_own() -> None:
+    source = drawn().source
     known = set(_palettes()["light"]) | {"text-font", "code-font"}
     used = set(re.findall(r"var\(--([\w-]+)\)", source)) - {"part"}  # a heat map's own number
     assert used <= known

@@ -16,6 +16,7 @@ from hf_posenc.evaluation.perplexity import joined, make_settings
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, plan
 from tests.support import peers, zoo
 from tests.support.perplexities import measured
+from tests.support.selection import covering
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 BOS = 0
@@ -28,7 +29,7 @@ FLOAT32 = 1e-6  # transformers computes the losses of peers in float32, whatever
 
 
 def tiny() -> Any:
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2).double()
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1).double()
 
 
 def cell(
@@ -52,8 +53,7 @@ def test_yarn_truncated() -> None:
     assert cell("yarn", model, special=(BOS,)).perplexity == pytest.approx(expected, rel=FLOAT32)
 
 
-@pytest.mark.parametrize("stride", [7, 16])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("stride", "batch"), covering([7, 16], [1, 4]))
 def test_yarn_sliding(stride: int, batch: int) -> None:
     model = tiny()
     expected = peers.yarn(model, IDS, LENGTH, bos=BOS, stride=stride)
@@ -109,8 +109,7 @@ def test_lm_eval() -> None:
     )
 
 
-@pytest.mark.parametrize("bos", [None, BOS])
-@pytest.mark.parametrize("stride", [7, 16])
+@pytest.mark.parametrize(("bos", "stride"), covering([None, BOS], [7, 16]))
 def test_pi_is_the_sliding_window_of_press(bos: int | None, stride: int) -> None:
     model = tiny()
     expected = peers.press(model, IDS, LENGTH, bos=bos, stride=stride)

@@ -172,7 +172,7 @@ def test_lengths_that_are_too_short_for_a_task_are_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("update", "long"), [("row", 1), ("sequence", 4)])
 def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, long: int) -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model)
     run = RetrievalRun(
         model,
@@ -222,7 +222,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     before = copy.deepcopy(model.state_dict())
     ids = torch.arange(100)[None]
     logits = model(ids).logits
@@ -232,6 +232,7 @@ def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
         methods=["none", "pi", "rerope"],
         lengths=[400],
         tasks=("passkey",),
+        depths=(0.5,),
         samples=1,
     )
     assert [entry.label for entry in result.candidates] == ["none", "pi (auto)", "rerope"]

@@ -98,7 +98,7 @@ def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
 def test_one_forward_per_sample_and_nothing_else_is_long(
     adapter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     if adapter:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).eval()
@@ -120,7 +120,7 @@ def test_one_forward_per_sample_and_nothing_else_is_long(
 
 
 def test_a_cache_that_is_not_exact_is_noticed() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of()
     expected = scorer(prompt)
     forward, stale = model.forward, 0
@@ -142,7 +142,7 @@ def test_a_cache_that_is_not_exact_is_noticed() -> None:
 
 def test_a_cache_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "SPARE", 0)  # copies are not read twice
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of()
     expected = scorer(prompt)
     forward, read = model.forward, 0
@@ -336,9 +336,9 @@ def test_logits_that_are_not_finite_are_no_verdict() -> None:
 
 
 def test_memory_that_runs_out_is_answered_with_smaller_pieces() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     model.set_attn_implementation("eager")  # whose scores in pieces are fewer
-    prompt = prompt_of(length=1500)
+    prompt = prompt_of(length=900)
     expected = scorer_of(model)(prompt)
     forward, asked = model.forward, []
 
@@ -377,7 +377,7 @@ def test_generated_texts_are_judged_as_the_papers_do() -> None:
 
 @pytest.mark.parametrize("decode", ["teacher-forced", "generate"])
 def test_truncation_reads_the_end_of_the_prompt(decode: str) -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     model.config.max_position_embeddings = 200
     candidates = [c.checked(model) for c in parse_candidates(["none", "truncation"])]
     settings = RetrievalSettings(

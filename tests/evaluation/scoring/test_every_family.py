@@ -24,6 +24,7 @@ from hf_posenc.evaluation.scoring.decoder import without_cache
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses
 from tests.support import zoo
+from tests.support.selection import quick
 from tests.support.zoo_registry import causal_lm_types, config_class_of, quiet
 
 ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
@@ -72,11 +73,9 @@ INDEX_HEADS = 16
 """Sparse attention ranks keys by a sum of ReLUs. With the 2 heads of a tiny model, a quarter of the keys get exactly 0,
 and which of them are selected is undefined; the real models have 32 or more."""
 
-PIECES = (
-    7,
-    20,
-)  # below and above the tiny windows of 8; eight pieces of 7 leave one of 57 tokens alone
-IDS = zoo.tokens(57)[0]
+PIECES = (7, 20)
+"""Below and above the tiny windows of 8; four pieces of 7 leave one of 29 tokens alone."""
+IDS = zoo.tokens(29)[0]
 # One for each kind of cache, and each way from the decoder to the logits.
 FAST = {*zoo.ATTENDING, "bamba", "bert", "granite4_vision_text", "mamba", "mamba2", "rwkv"}
 FAST |= {"prophetnet", "qwen3_next", "unlimited_ocr_text"}
@@ -176,9 +175,7 @@ def check_pieces(model: Any, expected: Tensor, size: int, patch: pytest.MonkeyPa
 EVERY = tuple(t for t in (*ROTARY, *OTHERS) if t not in {*NOT_BUILT, *READS_AHEAD})
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(t, marks=() if t in FAST else pytest.mark.slow) for t in EVERY]
-)
+@pytest.mark.parametrize("model_type", quick(EVERY, always=FAST))
 def test_every_type(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(model_type)
     logits = full_logits(model)
@@ -195,9 +192,7 @@ def test_every_type(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(whole, losses)
         assert re.search(WHOLE_ONLY[model_type][0], str(refused)), refused
         return
-    for size in (
-        PIECES[1:] if model_type == "kimi_linear" else PIECES
-    ):  # it takes a second for 57 tokens
+    for size in PIECES:
         check_pieces(model, expected, size, monkeypatch)
 
 
@@ -222,9 +217,7 @@ def is_encoder(model_type: str) -> bool:
 ENCODERS = tuple(filter(is_encoder, OTHERS))
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(t, marks=() if t == "bert" else pytest.mark.slow) for t in ENCODERS]
-)
+@pytest.mark.parametrize("model_type", quick(ENCODERS, always=("bert",)))
 def test_encoders_are_refused(model_type: str) -> None:
     config = zoo.tiny_config(model_type, **OVERRIDES.get(model_type, {}))
     config.is_decoder = False
@@ -263,7 +256,10 @@ def test_a_forward_that_cannot_be_asked_for_few_logits_is_replayed(model_type: s
 
 @pytest.mark.parametrize(
     "model_type",
-    [*("llama", "gemma2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next", "bamba", "mamba")],
+    quick(
+        ("llama", "gemma2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next", "bamba", "mamba"),
+        always=("llama", "gpt_oss", "deepseek_v3", "bamba", "mamba"),
+    ),
 )
 def test_half_precision(model_type: str) -> None:
     """Replay is bit-identical; pieces differ by rounding, or are refused."""

@@ -18,6 +18,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
 from hf_posenc.model import masks
 from tests.support import zoo
+from tests.support.selection import covering
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,9 @@ def test_trying_pieces_takes_no_more_at_a_time_than_they_do(window: int | None) 
     assert len(seen) == tried + 6  # tried once
 
 
-@pytest.mark.parametrize("size", [64, 700])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "falcon"])
+@pytest.mark.parametrize(
+    ("model_type", "size"), covering(["llama", "gemma3_text", "falcon"], [64, 700])
+)
 def test_the_engine_computes_pieces_where_it_can(model_type: str, size: int) -> None:
     """Falcon calls sdpa in its own code, which fails on a mask that is no matrix: it keeps its matrices."""
     model, ids = zoo.build(model_type), zoo.tokens(1500)[0]

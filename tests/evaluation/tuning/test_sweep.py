@@ -179,19 +179,24 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
 # The numbers
 
 
-def test_every_number_is_what_full_logits_give() -> None:
-    model = tiny()
-    result = run(model)
-    documents = texts(6)
+@pytest.fixture(scope="module")
+def swept() -> SweepResult:
+    return run(tiny())
+
+
+def test_every_number_is_what_full_logits_give(swept: SweepResult) -> None:
+    result, documents = swept, texts(6)
     assert len(result.losses) > 40
-    for (label, length, document), loss in result.losses.items():
-        trial = result.trial(label)
-        twin = zoo.twin(model)
-        with Candidate.parse(trial.spec).applied(twin, 160):
-            most = min(length, 64) if label == "truncation" else length
-            expected = reference(twin, documents[document], most, 32)
-        assert loss.tokens == 32
-        assert loss.nats == pytest.approx(expected, rel=2e-6)
+    for label in {label for label, *_ in result.losses}:
+        model = tiny()
+        with Candidate.parse(result.trial(label).spec).applied(model, 160):
+            for (other, length, document), loss in result.losses.items():
+                if other != label:
+                    continue
+                most = min(length, 64) if label == "truncation" else length
+                assert loss.tokens == 32
+                expected = reference(model, documents[document], most, 32)
+                assert loss.nats == pytest.approx(expected, rel=2e-6)
     row = result.row("pi (scale 4)")
     board = result.board
     total = math.fsum(loss.nats for loss in board.of(row.label, 160, range(row.documents)))
@@ -203,13 +208,14 @@ def test_every_number_is_what_full_logits_give() -> None:
     assert row.short.ratio == pytest.approx(math.exp((short[0] - short[1]) / 32 / row.documents))
 
 
-def test_the_recipe_loads_and_gives_the_measured_perplexity(tmp_path: Path) -> None:
-    model = tiny()
-    result = run(model)
+def test_the_recipe_loads_and_gives_the_measured_perplexity(
+    swept: SweepResult, tmp_path: Path
+) -> None:
+    result = swept
     assert result.winner is not None
     assert result.recipe is not None
     (tmp_path / "recipe.json").write_text(result.files()["sweep_recipe.json"])
-    fresh = zoo.twin(model)
+    fresh = tiny()
     hf_posenc.load_patch(fresh, tmp_path / "recipe.json")
     nats = [reference(fresh, document, 160, 32) for document in texts(6)]
     assert math.exp(math.fsum(nats) / (6 * 32)) == pytest.approx(
@@ -222,7 +228,8 @@ def test_the_recipe_loads_and_gives_the_measured_perplexity(tmp_path: Path) -> N
 
 def test_windows_per_document_score_more_tails() -> None:
     settings = TailSettings(64, 160, windows_per_document=2)
-    result = run(tiny(), 4, settings)
+    candidates = tried(model := tiny(), crossed(("pi", "ntk"), (2.0,)))
+    result = finished(sweep_of(model, 4, candidates, settings))
     tokens = {key[2]: loss.tokens for key, loss in result.losses.items()}
     assert tokens[0] == 32  # 170 tokens: no room for a second tail
     assert tokens[3] == 64
@@ -455,16 +462,19 @@ def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
 # Again, together, and as a file
 
 
-def test_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_twice(
+    swept: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny()
     first = run(model, folder=tmp_path)
+    assert first.to_dict() == swept.to_dict()
     monkeypatch.setattr(SweepJob, "score", None)  # anything measured now fails
     again = run(model, folder=tmp_path)
     assert again.to_dict() == first.to_dict()
 
 
-def test_the_result_reads_back_draws_and_shows() -> None:
-    result = run(tiny())
+def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
+    result = swept
     values = json.loads(json.dumps(result.to_dict()))
     again = SweepResult.from_dict(values)
     assert again.to_dict() == values

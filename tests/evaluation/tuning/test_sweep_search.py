@@ -146,7 +146,7 @@ def test_a_scaled_checkpoint_wants_replace() -> None:
 def test_controls_of_a_dynamic_checkpoint_read_with_its_first_table() -> None:
     """A long text makes the table grow for good; then truncation would no longer be the unpatched model."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2, rope_parameters=rope)
+    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1, rope_parameters=rope)
     settings = TailSettings(64, 160)
     result = finished(
         search_of(
@@ -250,10 +250,10 @@ def test_native_short_texts_are_the_unpatched_models(tmp_path: Path) -> None:
 
 
 def test_the_bound_holds_for_the_best() -> None:
-    model = tiny()
-    free = finished(search_of(model, 4, OWN))
+    model, own = tiny(), dataclasses.replace(OWN, budget=12)
+    free = finished(search_of(model, 4, own))
     settings = dataclasses.replace(SETTINGS, max_regression=0.001)
-    bound = finished(search_of(model, 4, OWN, settings))
+    bound = finished(search_of(model, 4, own, settings))
     past = [step for step in bound.steps if not math.isfinite(step.score)]
     assert past
     assert not [step for step in free.steps if not math.isfinite(step.score)]
