@@ -95,19 +95,23 @@ def check_documents(options: DocumentOptions) -> None:
 
 def check_methods(specs: Sequence[str] | None) -> None:
     """Refuse unknown methods and options, and values that a method refuses on every model."""
+    if not specs:  # nothing to check, and no reason to import all methods
+        return
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
 
-    for candidate in parse_candidates(specs or ()):
+    for candidate in parse_candidates(specs):
         candidate.check_values()
 
 
 def check_protocol(options: ProtocolOptions) -> None:
     """Refuse protocols, presets, published tables and evaluators that do not exist or exclude each other."""
-    from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import protocols
 
-    for table in options.compare:
-        published.get(table)
+    if options.compare:
+        from hf_posenc.evaluation import published
+
+        for table in options.compare:
+            published.get(table)
     if isinstance(options, BenchOptions):
         names = [field.name for field in dataclasses.fields(ProtocolOptions)]
         shared = {name: getattr(options, name) for name in names}

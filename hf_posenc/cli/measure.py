@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli import early
-from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import check_name, load_config, open_session
@@ -43,12 +42,6 @@ EMBEDDED_LENGTHS = (256, 512, 1024)
 REPORT = Path("report.html")
 EMBEDDED_TASKS = ("passkey", "niah_single_1")
 MOST_TEXT = 2**24  # characters of a haystack that are read: some four million tokens
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands that measure."""
-    for command in (perplexity, retrieval, bench, sweep, search, extend):
-        app.command(command.__name__, cls=Command)(expand(command))
 
 
 def perplexity(
