@@ -165,18 +165,17 @@ def refuse_ignored(options: DocumentOptions) -> None:
             )
 
 
-def check_paths(paths: Sequence[str]) -> None:
-    """Raise if there is no file at all in these files, folders and patterns."""
-    absent: list[Skipped] = []
-    for name in paths:
-        path = Path(os.path.expanduser(name))  # noqa: PTH111
-        folder = os.path.isdir(path)  # noqa: PTH112
-        first = next(files_of(name, path, folder))
-        if not isinstance(first, Skipped):
+def check_readable(source: Source, paths: Sequence[str]) -> None:
+    """Raise if none of these files, folders and patterns has a document; reading stops at the first."""
+    skipped: list[Skipped] = []
+    for entry in source.read() if paths and not any(map(is_saved, map(Path, paths))) else ():
+        if isinstance(entry, Document) and not entry.text.strip():
+            entry = Skipped(entry.name, "empty")
+        if not isinstance(entry, Skipped):
             return
-        absent.append(first)
-    if absent:
-        raise PosencError(_none_left(absent, 0, 0))
+        skipped.append(entry)
+    if skipped:
+        raise PosencError(_none_left(skipped, 0, 0))
 
 
 def load_documents(
