@@ -114,13 +114,11 @@ def check_source(
 
 def check_base(base: Any, adapter: str | Path, **options: Any) -> None:
     """Raise for the base model of an adapter that is not there, or that is an adapter itself."""
-    from transformers.utils.peft_utils import find_adapter_config_file
-
     try:
         check_source(base, "base model", **options)
     except PosencError as error:
         raise PosencError(f"{error} The adapter {adapter} names it.") from error
-    if Path(base).is_dir() and find_adapter_config_file(str(base)) is not None:
+    if (Path(base) / "adapter_config.json").is_file():
         raise PosencError(
             f"The adapter {adapter} names {base} as its base model, and that holds an adapter. Correct "
             "base_model_name_or_path in its adapter_config.json."
@@ -329,7 +327,7 @@ def reason_of(error: BaseException, config: Any = None) -> str:
 
 
 def unreadable(name: str | Path) -> str | None:
-    """Return the first index or weights file of a folder that is not whole, and what it is instead."""
+    """Return what is wrong with a folder's weights: there are none, or an index or a file is not whole."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(Path(name).glob("*.safetensors.index.json")):
@@ -350,13 +348,16 @@ def unreadable(name: str | Path) -> str | None:
             )
     for file in sorted(Path(name).glob("*.safetensors")):
         try:
-            with safe_open(file, "pt"):
+            with safe_open(file, "numpy"):  # its header alone, without torch
                 pass
         except (OSError, SafetensorError) as error:
             return f"{file.name} is {_damage(file, one_line(error))}."
     for file in sorted(Path(name).glob("pytorch_model*.bin")):
         if _start(file, 2) not in (b"PK", b"\x80\x02"):
             return f"{file.name} is {_damage(file, 'not what torch.save writes')}."
+    files = [file for kind in ("*.safetensors*", "*.bin*") for file in Path(name).glob(kind)]
+    if not files and Path(name).is_dir() and find_gguf(name) is None:
+        return "it has neither model.safetensors nor pytorch_model.bin."
     return None
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from hf_posenc.cli import checking, export, inspection, measure, methods
-from hf_posenc.cli.command import check_arguments, expand
-from hf_posenc.cli.console import is_verbose, one_line_warnings, prepare_terminal, print_error
+from hf_posenc.cli.command import Command, check_arguments, expand
+from hf_posenc.cli.console import is_verbose, one_line_warnings, out, prepare_terminal, print_error
 from hf_posenc.errors import PosencError
 
 _ARGUMENTS = "hf_posenc.arguments"
@@ -30,6 +31,9 @@ _NAMES_ELSEWHERE = {
 
 class OneLineErrors(TyperGroup):
     """Prints the errors of commands as one line on stderr."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "commands": Commands()})
 
     def main(self, *args: Any, **options: Any) -> Any:
         prepare_terminal()
@@ -94,6 +98,43 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     print_error(f"{message} Try: {path} --help")
 
 
+# The module that has each command's function, in the order of the help.
+COMMANDS = {
+    **dict.fromkeys(("perplexity", "retrieval", "bench", "sweep", "search", "extend"), "measure"),
+    "recommend": "inspection",
+    "report": "measure",
+    "export": "export",
+    "selftest": "checking",
+    "fetch": "inspection",
+    **dict.fromkeys(("methods", "show"), "methods"),
+    **dict.fromkeys(("models", "recipes", "inspect"), "inspection"),
+}
+
+
+class Commands(Mapping[str, TyperCommand]):
+    """The commands by name. Each is made when it is first used: all of them would take most of a wrong word's time."""
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        return _made(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+@functools.cache
+def _made(name: str) -> TyperCommand:
+    module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
+    alone = typer.Typer(add_completion=False)
+    kind = module.InspectCommand if name == "inspect" else Command
+    alone.command(name, cls=kind)(expand(getattr(module, name)))
+    command = get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
 app = typer.Typer(
     cls=OneLineErrors,
     name="hf-posenc",
@@ -102,14 +143,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-measure.register(app)
-COMMANDS: tuple[Callable[..., None], ...] = (
-    *(inspection.recommend, measure.report, export.export, checking.selftest),
-    *(inspection.fetch, methods.methods, methods.show, inspection.models, inspection.recipes),
-)
-for command in COMMANDS:
-    app.command()(expand(command))
-app.command("inspect", cls=inspection.InspectCommand)(expand(inspection.inspect_model))
 
 
 @app.callback(invoke_without_command=True)
@@ -122,5 +155,5 @@ def root(
     if version:
         from hf_posenc import __version__
 
-        Console().print(f"hf-posenc {__version__}", highlight=False)
+        out().print(f"hf-posenc {__version__}")
         raise typer.Exit

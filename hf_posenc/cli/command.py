@@ -43,7 +43,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     ]
     kept = [p for p in inspect.signature(function).parameters.values() if p.name not in classes]
     expanded = [
-        _parameter(field, get_type_hints(classes[name])[field.name])
+        _parameter(field, _hints(classes[name])[field.name])
         for name, field in sorted(options, key=lambda option: _place(option[1].metadata["flag"]))
     ]
 
@@ -67,6 +67,9 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+_hints = functools.cache(get_type_hints)  # several commands share an option class
 
 
 def _place(flag: Flag) -> tuple[bool, int, int]:

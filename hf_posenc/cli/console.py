@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_posenc.evaluation.flags import output_option
 from hf_posenc.files import to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +100,15 @@ def prepare_terminal() -> None:
 
 def out() -> Console:
     """Return the console for results in words, which `--json` replaces."""
+    from rich.console import Console
+
     return Console(highlight=False, quiet=_Terminal.options.json)
 
 
 def err() -> Console:
     """Return the console for progress, warnings and errors."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False, quiet=_Terminal.options.quiet)
 
 

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hf_posenc.cli.loading import DTYPES, check_name, lacks_tokenizer, no_tokenizer
-from hf_posenc.diagnosis import check_folder
+from hf_posenc.cli.loading import (
+    ADAPTER,
+    DTYPES,
+    base_of,
+    check_name,
+    check_weights,
+    lacks_tokenizer,
+    no_tokenizer,
+)
+from hf_posenc.diagnosis import check_folder, read_json
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.options import (
     BenchOptions,
@@ -19,15 +27,15 @@ from hf_posenc.evaluation.options import (
     PerplexityOptions,
     ProtocolOptions,
 )
-from hf_posenc.gguf_file import find_gguf
+from hf_posenc.gguf_file import find_gguf, read_header
 
 # PyTorch's own devices; a package that adds one is found by its entry point, and its names are checked by PyTorch.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)?")
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "meta")
 
 
-def check_model(options: ModelOptions) -> None:
-    """Refuse a model, a tokenizer, a number format or a device that is not there."""
+def check_model(options: ModelOptions, *, weights: bool = True) -> None:
+    """Refuse a model, a tokenizer, a number format or a device that is not there, and weights that are damaged."""
     if options.dtype not in DTYPES:
         raise unknown("dtype", options.dtype, DTYPES)
     device, device_map = options.device, options.device_map
@@ -42,19 +50,33 @@ def check_model(options: ModelOptions) -> None:
         check_checkpoint(options.model, options.revision)
     if options.tokenizer is not None:
         check_name(options.tokenizer, given="tokenizer")
-    elif options.model is not None and not options.trust_remote_code:
-        folder = Path(options.model).expanduser()
-        if lacks_tokenizer(folder) and not (folder / "adapter_config.json").exists():
-            raise no_tokenizer(options.model)
+    source = options.tokenizer or options.model
+    if source is not None and not options.trust_remote_code:
+        folder = Path(source).expanduser()
+        if lacks_tokenizer(folder) and not (folder / ADAPTER).exists():
+            raise no_tokenizer(source)
+    if weights:
+        check_weights(options)
 
 
 def check_checkpoint(name: str, revision: str | None = None) -> str:
-    """Return the name of a model as `check_name`; of a folder, check its config too, as far as that is plain JSON."""
+    """Return the name of a model as `check_name`; check its config or header too, and of an adapter the base model."""
     name = check_name(name, revision)
-    folder = Path(name)
-    adapter = (folder / "adapter_config.json").exists()  # names the folder of the config
-    if folder.is_dir() and find_gguf(folder) is None and not adapter:
+    folder, gguf = Path(name), find_gguf(name)
+    if gguf is not None:
+        read_header(gguf)
+    elif (folder / ADAPTER).is_file():
+        check_checkpoint(*base_of(folder / ADAPTER, name))
+    elif folder.is_dir():
         check_folder(folder, name)
+        values = read_json(folder / "config.json", name)
+        kind = values.get("model_type")
+        if isinstance(kind, str) and "auto_map" not in values and not _named("models/auto", kind):
+            raise PosencError(
+                f"The config.json of {name} cannot be read: The checkpoint you are trying to load has model type "
+                f"`{kind}`, and transformers {metadata.version('transformers')} does not have it. Correct it there, "
+                "or install a newer version."
+            )
     return name
 
 
@@ -71,43 +93,60 @@ def check_device(name: str | None, also: str = "") -> None:
 
 def _check_attention(name: str) -> None:
     """Refuse a plain name that the source of transformers does not contain; a kernel of the hub has a slash."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or not name.isidentifier():
-        return
-    source = Path(spec.origin).with_name("modeling_utils.py").read_text(encoding="utf-8")
-    if f'"{name}"' not in source:
+    if name.isidentifier() and not _named("modeling_utils.py", name):
         raise PosencError(
             f"--attn {name}: transformers has no such attention. Give sdpa, eager or flash_attention_2."
         )
 
 
+def _named(place: str, name: str) -> bool:
+    """Return whether a file of the source of transformers, or one of a folder, contains a name in quotes."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return True
+    path = Path(spec.origin).parent / place
+    files = path.glob("*auto*.py") if path.is_dir() else (path,)
+    return any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
+
+
 def check_documents(options: DocumentOptions) -> None:
     """Refuse options that exclude each other or that nothing reads, and files of which there is none."""
-    from hf_posenc.evaluation.documents.source import check_paths, refuse_ignored, source_of
+    from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
 
+    if (
+        options.dataset
+        and re.match(r"[./~]", options.dataset)
+        and not Path(options.dataset).exists()
+    ):
+        raise PosencError(
+            f"There is no folder {options.dataset}. Give --dataset a hub name or a folder."
+        )
     cache = options.token_cache
     if cache is not None and cache.exists() and not cache.is_dir():
         raise PosencError(f"--token-cache {cache} is a file: give a folder.")
     refuse_ignored(options)
-    source_of(options)
-    check_paths(options.text or ())
+    check_readable(source_of(options), options.text or ())
 
 
 def check_methods(specs: Sequence[str] | None) -> None:
     """Refuse unknown methods and options, and values that a method refuses on every model."""
+    if not specs:  # nothing to check, and no reason to import all methods
+        return
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
 
-    for candidate in parse_candidates(specs or ()):
+    for candidate in parse_candidates(specs):
         candidate.check_values()
 
 
 def check_protocol(options: ProtocolOptions) -> None:
     """Refuse protocols, presets, published tables and evaluators that do not exist or exclude each other."""
-    from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import protocols
 
-    for table in options.compare:
-        published.get(table)
+    if options.compare:
+        from hf_posenc.evaluation import published
+
+        for table in options.compare:
+            published.get(table)
     if isinstance(options, BenchOptions):
         names = [field.name for field in dataclasses.fields(ProtocolOptions)]
         shared = {name: getattr(options, name) for name in names}

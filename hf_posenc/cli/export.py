@@ -64,6 +64,10 @@ def export(options: ExportOptions) -> None:
     if to not in engines.ENGINES:
         raise unknown("engine", to, engines.ENGINES)
     _check_verification(options)
+    if options.output is not None and options.output.is_file():
+        raise PosencError(
+            f"The export cannot be written to {options.output}, a file: give a folder."
+        )
     if options.methods and options.patch is not None:
         raise PosencError("--methods tries every method: leave --patch out.")
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()

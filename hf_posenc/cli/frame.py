@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
-from rich.markup import escape
 
 from hf_posenc.cli.command import command_line
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, print_warning
@@ -64,18 +63,19 @@ class Frame:
     ) -> None:
         from hf_posenc.evaluation.grid import check_trackers
         from hf_posenc.evaluation.measuring.store import current_shard
-        from hf_posenc.evaluation.plots import available
 
         check_trackers(options.report_to)
         self.trackers = options.report_to
         self.shard, self.output = current_shard(options.shard), options.output
+        self._dry_run = isinstance(options, RunOptions) and options.dry_run
+        if self.output.is_file() and not self._dry_run:
+            raise PosencError(f"--output {self.output} is a file: give a folder.")
+        from hf_posenc.evaluation.plots import available
+
         if options.plot and not available():
             raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
         self.plots = available() if options.plot is None else options.plot
-        self._dry_run = isinstance(options, RunOptions) and options.dry_run
         if not self._dry_run:
-            if self.output.is_file():
-                raise PosencError(f"--output {self.output} is a file: give a folder.")
             with disk_errors(f"--output {self.output} cannot be written to"):
                 self.output.mkdir(parents=True, exist_ok=True)
         self.methods, self.command = methods, command_line(context)
@@ -89,6 +89,8 @@ class Frame:
         **more: Any,
     ) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
+        from rich.markup import escape
+
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
@@ -169,6 +171,7 @@ class Frame:
     def _progress(self) -> Iterator[Progress]:
         """Show the tokens read and the time left; gives the function that is called after every forward."""
         from rich import progress
+        from rich.markup import escape
 
         console = err()
         columns = (
@@ -196,6 +199,8 @@ class Frame:
         beside: Iterable[tuple[Grid, Iterable[str]]] = (),
     ) -> None:
         """Write the files of a result; print it under its model, and further tables with their notes."""
+        from rich.markup import escape
+
         from hf_posenc.evaluation.grid import to_rich, track
         from hf_posenc.evaluation.plots import available
 

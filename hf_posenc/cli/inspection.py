@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand
 
 from hf_posenc.cli.command import completion
@@ -199,7 +198,7 @@ class InspectCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def inspect_model(
+def inspect(
     model: Annotated[
         str | None,
         typer.Argument(help="A folder, a GGUF file or a hub name. Default: the embedded model."),
@@ -463,6 +462,7 @@ def recommend(options: RecommendOptions) -> None:
     if model is not None:
         check_checkpoint(model, options.revision)
     import torch
+    from rich.markup import escape
 
     from hf_posenc.evaluation import recommend as report
     from hf_posenc.evaluation.grid import to_rich

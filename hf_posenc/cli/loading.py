@@ -20,7 +20,7 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, one_line, unknown
+from hf_posenc.errors import PosencError, UnsupportedModelError, one_line, unknown
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.gguf_file import find_gguf, loading_gguf, require_gguf
 
@@ -31,6 +31,7 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 _TOKENIZER = "Pass --tokenizer with a folder or a hub name that has one."
+ADAPTER = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -85,16 +86,33 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         with contextlib.suppress(OSError):
             adapter = find_adapter_config_file(name, revision=revision)
     if adapter is not None:
-        values = read_json(Path(adapter), name)
-        base = values.get("base_model_name_or_path")
-        if not base:
-            raise PosencError(
-                f"The adapter {name} does not name its base model. Merge it into the base model and give the result."
-            )
-        revision = values.get("revision")
-        check_base(base, name, revision=revision)
+        base, revision = base_of(Path(adapter), name)
         return load_config(base, revision=revision, trust_remote_code=trust_remote_code)
     return read_config(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def base_of(file: Path, name: str) -> tuple[str, str | None]:
+    """Return the base model that an adapter's config names, and its revision; raise where it is not there."""
+    values = read_json(file, name)
+    base, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not base:
+        raise PosencError(
+            f"The adapter {name} does not name its base model. Merge it into the base model and give the result."
+        )
+    check_base(base, name, revision=revision)
+    return base, revision
+
+
+def check_weights(options: ModelOptions) -> None:
+    """Refuse a folder without weights, or with a file of weights that is damaged."""
+    folder = Path(options.model or embedded_model()).expanduser()
+    if (folder / ADAPTER).is_file():
+        folder = Path(base_of(folder / ADAPTER, str(folder))[0])
+    damage = None if options.trust_remote_code else unreadable(folder)
+    if damage is not None:
+        raise PosencError(
+            f"The model {folder} cannot be loaded: {damage.rstrip('.')}. --dry-run reads no weights."
+        )
 
 
 def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool = False) -> Any:
@@ -251,8 +269,8 @@ def live_model(
 def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     """Return what `open_session` returns, of a model without weights, whose cost alone is computed.
 
-    A model with a saved patch, an adapter or code of its own is loaded all the same, since its config alone does not
-    give its sizes.
+    A saved patch is in force, an adapter is added, code of the folder is run: on the meta device. A saved patch that
+    adds parameters is the exception: that model is loaded.
     """
     import torch
 
@@ -264,20 +282,29 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     name = check_name(options.model or embedded_model(), options.revision)
     trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     origin = trust | {"revision": options.revision}
-    config = load_config(name, **origin)
-    adapter = (Path(name) / "adapter_config.json").exists()
-    if adapter or take_patch(copy.deepcopy(config), name) is not None:
-        return open_session(options)
-    device = default_device(options.device)
-    if options.dtype != "auto" or device.type == "cpu":
-        config.dtype = getattr(torch, "float32" if options.dtype == "auto" else options.dtype)
-    if options.attn is not None:
-        config._attn_implementation = options.attn
-    model = build_empty(name, config, causal=True, **trust)
+    config, device = load_config(name, **origin), default_device(options.device)
+    dtype = "float32" if options.dtype == "auto" and device.type == "cpu" else options.dtype
+    model = None
+    if not (Path(name) / ADAPTER).exists() and take_patch(copy.deepcopy(config), name) is None:
+        if dtype != "auto":
+            config.dtype = getattr(torch, dtype)
+        if options.attn is not None:
+            config._attn_implementation = options.attn
+        model = build_empty(name, config, causal=True, **trust)
     if model is None:
-        return open_session(options)
+        try:
+            with (
+                warnings.catch_warnings()
+            ):  # torch warns of every weight of an adapter that it does not copy
+                warnings.simplefilter("ignore")
+                model = load_model(
+                    name, dtype=dtype, device_map="meta", attention=options.attn, **origin
+                )
+        except UnsupportedModelError:
+            return open_session(options)
     for table in rotary_tables(model):
-        model.set_submodule(table.name, table.built())
+        if model.get_submodule(table.name) is table.module:  # not wrapped by a patch
+            model.set_submodule(table.name, table.built())
     where = {"given": "tokenizer", **trust} if options.tokenizer else origin
     tokenizer = load_tokenizer(options.tokenizer or name, **where)
     return mark_sizes_alone(model.eval(), device), tokenizer, options.model or EMBEDDED

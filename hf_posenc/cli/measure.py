@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli import early
-from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import DOCUMENTS
+from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.options import (
     PERPLEXITY_METHODS,
     RETRIEVAL_METHODS,
@@ -45,12 +44,6 @@ EMBEDDED_TASKS = ("passkey", "niah_single_1")
 MOST_TEXT = 2**24  # characters of a haystack that are read: some four million tokens
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands that measure."""
-    for command in (perplexity, retrieval, bench, sweep, search, extend):
-        app.command(command.__name__, cls=Command)(expand(command))
-
-
 def perplexity(
     context: typer.Context,
     model: ModelOptions,
@@ -64,7 +57,7 @@ def perplexity(
     resumes an interrupted run.
     """
     early.check_methods(options.methods)
-    early.check_model(model)
+    early.check_model(model, weights=not run.dry_run)
     early.check_protocol(options)
     early.check_documents(documents)
     frame = Frame(context, run, PERPLEXITY_METHODS)
@@ -112,7 +105,7 @@ def retrieval(
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
     early.check_methods(options.methods)
-    early.check_model(model)
+    early.check_model(model, weights=not output.dry_run)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
@@ -177,7 +170,7 @@ def bench(
         return
     get_suite(options.suite)
     early.check_methods(options.methods)
-    early.check_model(model)
+    early.check_model(model, weights=not run.dry_run)
     early.check_protocol(options)
     early.check_documents(documents)
     for task in options.tasks or ():
@@ -200,15 +193,16 @@ def _bench_gpu(
     documents: DocumentOptions,
     options: BenchOptions,
 ) -> None:
-    early.check_model(dataclasses.replace(model, model=None))  # whose sizes alone are read
+    sizes = dataclasses.replace(model, model=None)  # no weights and no tokenizer are read
+    early.check_model(sizes, weights=False)
     if model.model is not None:
         early.check_checkpoint(model.model, model.revision)
     early.check_methods(options.methods)
-    frame = Frame(context, output)
-    from hf_posenc.evaluation.bench.gpu import GpuRun, refuse_others
-
     refuse_others(documents, ())
     refuse_others(model, ("model", "revision", "device", "dtype"))
+    frame = Frame(context, output)
+    from hf_posenc.evaluation.bench.gpu import GpuRun
+
     config, name = None, model.model
     if name is not None:
         config = load_config(check_name(name, model.revision), revision=model.revision)
@@ -263,7 +257,7 @@ def sweep(
     from hf_posenc.evaluation.measuring.candidates import crossed
 
     early.check_methods(options.methods)
-    early.check_model(model)
+    early.check_model(model, weights=not run.dry_run)
     early.check_documents(documents)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
@@ -294,7 +288,7 @@ def search(
     The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
-    early.check_model(model)
+    early.check_model(model, weights=not run.dry_run)
     early.check_documents(documents)
     frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.search import prepare_search
@@ -364,7 +358,7 @@ def extend(
     """
     if train_text and not train:
         raise PosencError("--train-text is what --train reads: add --train, or leave it out.")
-    early.check_model(model)
+    early.check_model(model, weights=not run.dry_run)
     early.check_documents(documents)
     frame = Frame(context, run)
     from hf_posenc.evaluation.extend import prepare, write_page

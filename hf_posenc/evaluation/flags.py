@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +84,18 @@ def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> 
     base: Any = kind() if options is None else options
     changed: T = dataclasses.replace(base, **fields)
     return changed
+
+
+def refuse_others(options: Any, used: Collection[str]) -> None:
+    """Raise if an option was given that the suite does not use."""
+    for field in dataclasses.fields(options):
+        if field.name not in used and getattr(options, field.name) != field.default:
+            flag = field.metadata.get("flag")
+            given = ((flag and flag.name) or field.name).replace("_", "-")
+            raise PosencError(
+                f"{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --budget, "
+                "--device, --dtype and a MODEL for its sizes: leave it out."
+            )
 
 
 def output_folder(output: Path | str | None, progress: Any) -> Path | None:

@@ -146,8 +146,11 @@ def available_methods() -> tuple[str, ...]:
         >>> available_methods()[:2]
         ('pi', 'ntk')
     """
-    installed = (entry.name for entry in metadata.entry_points(group=_GROUP))
-    others = sorted(name for name in installed if name not in _BY_NAME | _OWN)
+    return _available(metadata.entry_points(group=_GROUP))
+
+
+def _available(installed: metadata.EntryPoints) -> tuple[str, ...]:
+    others = sorted(name for name in installed.names if name not in _BY_NAME | _OWN)
     return tuple(dict.fromkeys((*(method.name for method in (*METHODS, *_OWN.values())), *others)))
 
 
@@ -228,15 +231,18 @@ def get_method(name: str) -> type[Method]:
             f"A method is a name such as 'yarn' (available_methods() lists them), not {name!r}."
         )
     wanted = name.lower().replace("-", "_")
-    method = _BY_NAME.get(wanted) or _OWN.get(wanted) or _installed(wanted)
-    if method is None:
-        raise unknown("method", name, available_methods())
+    method = _BY_NAME.get(wanted) or _OWN.get(wanted)
+    if method is None:  # reading the entry points of every package takes time: once
+        installed = metadata.entry_points(group=_GROUP)
+        method = _registered(installed, wanted)
+        if method is None:
+            raise unknown("method", name, _available(installed))
     return method
 
 
-def _installed(name: str) -> type[Method] | None:
+def _registered(installed: metadata.EntryPoints, name: str) -> type[Method] | None:
     """Register the method that an installed package has under this name, and return it."""
-    for entry in metadata.entry_points(group=_GROUP, name=name):
+    for entry in installed.select(name=name):
         try:
             method = register_method(entry.load())
             if name not in (method.name, *method.aliases):

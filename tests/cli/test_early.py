@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.app import app
+from hf_posenc.cli.app import COMMANDS
 from hf_posenc.embedded import model_path
 
-# A command line in a folder with an empty file `empty.txt`, and a part of its error. {model} is a checkpoint's folder.
+# A command line in a folder with `FOLDERS` and three files, and a part of its error. {model} is a checkpoint's folder.
 WRONG = [
     ("perplexity --patch yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
     ("perplexity {model} --patch yarn:scalle=8", "Unknown option of yarn 'scalle'. Did you mean"),
@@ -38,10 +38,22 @@ WRONG = [
     ("perplexity --longppl ./nowhere", "There is no model folder ./nowhere"),
     ("perplexity --bos maybe", "Unknown BOS policy 'maybe': auto, always, never."),
     ("perplexity ./nowhere", "There is no model folder ./nowhere"),
-    ("perplexity .", "has no config.json (it has empty.txt)"),
+    ("perplexity ./other", "has no config.json (it has notes.txt)"),
+    (
+        "perplexity ./bare",
+        "bare cannot be loaded: it has neither model.safetensors nor pytorch_model.bin",
+    ),
+    ("perplexity ./damaged", "model.safetensors is damaged or incomplete"),
+    ("perplexity ./adapter", "There is no base model folder ./nowhere."),
+    ("perplexity ./llamma", "has model type `llamma`, and transformers"),
+    ("perplexity ./no.gguf", "no.gguf is not a GGUF file"),
     ("perplexity {model} --revision main", "only models on the hub have revisions"),
+    ("perplexity --tokenizer ./llamma", "./llamma has no tokenizer files."),
     ("perplexity --tokenizer ./nowhere", "There is no tokenizer folder ./nowhere"),
     ("perplexity --text nowhere.txt", "No document can be used (nowhere.txt: no such file)."),
+    ("perplexity --text empty.txt", "No document can be used (empty.txt: empty)."),
+    ("perplexity --text rows.jsonl", "no column 'text'; its columns are a. Pass --column"),
+    ("perplexity --dataset ./nowhere", "There is no folder ./nowhere."),
     ("perplexity --text . --dataset x", "--text and --dataset exclude each other"),
     ("perplexity --text a.bin --token-dtype int9", "Unknown token type 'int9'"),
     ("perplexity --token-cache empty.txt", "--token-cache empty.txt is a file: give a folder."),
@@ -64,6 +76,7 @@ WRONG = [
     ("bench --protocol taill", "Unknown protocol 'taill'"),
     ("bench --lengths 1k --target-length 2k", "Lengths and a target length exclude each other"),
     ("bench --suite gpu --patch yarm", "Unknown method 'yarm'"),
+    ("bench --suite gpu --text empty.txt", "text has no meaning for --suite gpu"),
     ("bench --suite gpu --device cudaa", "The device 'cudaa' cannot be used"),
     ("sweep --patch yarm", "Unknown method 'yarm'"),
     ("sweep --patch none", "There is nothing to compare"),
@@ -80,6 +93,10 @@ WRONG = [
     ("export {model} --to vlm", "Unknown engine 'vlm'. Did you mean 'vllm'?"),
     ("export {model} --to vllm --patch yarm", "Unknown method 'yarm'"),
     ("export {model} --to vllm --weights move", "Unknown value of --weights 'move'"),
+    (
+        "export {model} --to vllm --output empty.txt",
+        "The export cannot be written to empty.txt, a file",
+    ),
     ("export {model} --to llama.cpp --gguf nowhere.gguf", "There is no file nowhere.gguf."),
     ("inspect ./nowhere", "There is no model folder ./nowhere"),
     ("inspect --patch yarm", "Unknown method 'yarm'"),
@@ -96,6 +113,16 @@ WRONG = [
     ("models llama", "unexpected extra argument"),
     ("recipees", "No such command 'recipees'. Did you mean 'recipes'?"),
 ]
+
+# What the files of a folder contain.
+PLAIN = {"config.json": "{}", "tokenizer.json": "{}"}
+FOLDERS = {
+    "adapter": {"adapter_config.json": '{"base_model_name_or_path": "./nowhere"}'},
+    "bare": PLAIN,
+    "damaged": PLAIN | {"model.safetensors": "0123456789"},
+    "other": {"notes.txt": ""},
+    "llamma": {"config.json": '{"model_type": "llamma"}'},
+}
 
 # A command line whose last word is completed, and some of the words that a shell then offers.
 COMPLETED = [
@@ -152,6 +179,12 @@ def said(runs: list[tuple[dict[str, str], list[str]]], folder: Path) -> list[lis
 
 def test_wrong_words_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "no.gguf").write_bytes(b"no header")
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    for name, values in FOLDERS.items():
+        (tmp_path / name).mkdir()
+        for file, text in values.items():
+            (tmp_path / name / file).write_text(text)
     lines = [line.format(model=model_path()) for line, _ in WRONG]
     found = said([({}, shlex.split(line)) for line in lines], tmp_path)
     for line, (_, error), (status, text, loaded) in zip(lines, WRONG, found, strict=True):
@@ -177,9 +210,4 @@ def test_a_shell_completes_names_without_torch(tmp_path: Path) -> None:
 
 
 def test_every_command_has_wrong_words_here() -> None:
-    names = {
-        command.name or command.callback.__name__
-        for command in app.registered_commands
-        if command.callback
-    }
-    assert names <= {line.split()[0] for line, _ in WRONG}
+    assert {*COMMANDS} <= {line.split()[0] for line, _ in WRONG}

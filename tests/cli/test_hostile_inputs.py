@@ -1142,7 +1142,7 @@ CHECKPOINTS |= {
     ),
     "no weights": (
         _remove("*.safetensors"),
-        "cannot be loaded: Error no file named model.safetensors",
+        "cannot be loaded: it has neither model.safetensors nor pytorch_model.bin",
         2,
     ),
     "nothing": (_remove("*"), "has no config.json (it is empty). Give the folder that save_", 2),

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_posenc import patched
+from hf_posenc import from_pretrained, patch_model, patched
+from hf_posenc.cli import loading
 from hf_posenc.cli.frame import _with_time
 from hf_posenc.cli.loading import load_model, load_tokenizer
 from hf_posenc.embedded import held_out_documents, model_path
@@ -209,6 +210,34 @@ def test_a_dry_run_reads_no_weights_and_runs_no_window(
     assert result.exit_code == 0, result.output
     assert re.search(r"about \d+ (s|min|h)", result.stdout)
     assert "the rate measured for one thread" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("kind", ["yarn", "rerope", "adapter"])
+def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
+    kind: str,
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny")
+    whole, saved = from_pretrained(folder), tmp_path / "saved"
+    if kind == "adapter":
+        peft = pytest.importorskip("peft")
+        patch_model(whole, "yarn", scale=4)
+        whole = peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"]))
+    else:
+        patch_model(whole, kind, **({"scale": 4} if kind == "yarn" else {"window": 16}))
+    whole.save_pretrained(saved)
+    options = f"--text {texts} --tokenizer {folder} --lengths 32,64 --dry-run --json"
+    said = []
+    for opened in (loading.open_sizes, loading.open_session):
+        monkeypatch.setattr("hf_posenc.cli.frame.open_sizes", opened)
+        with monkeypatch.context() as patch:
+            if opened is loading.open_sizes:
+                patch.setattr(loading, "open_session", None)  # which reads weights
+            said.append(json.loads(invoke("perplexity", saved, *options.split()).stdout))
+    assert said[0] == said[1]
+    assert said[0]["weight_bytes"] > 0
 
 
 class Clock:

@@ -7,13 +7,12 @@ and the most telling come first, so that a budget of minutes leaves out the rest
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -42,6 +41,7 @@ from hf_posenc.evaluation.bench.gpu_result import (
 from hf_posenc.evaluation.bench.peers import PEERS, Formulation
 from hf_posenc.evaluation.bench.speed import Clock, SpeedRun
 from hf_posenc.evaluation.bench.suites import GPU
+from hf_posenc.evaluation.flags import refuse_others
 from hf_posenc.evaluation.grid import Grid, listed
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value
@@ -419,15 +419,3 @@ def _released(work: Callable[[], T]) -> T:
     except Exception as error:
         release(error)
         raise
-
-
-def refuse_others(options: Any, used: Collection[str]) -> None:
-    """Raise if an option was given that the suite does not use."""
-    for field in dataclasses.fields(options):
-        if field.name not in used and getattr(options, field.name) != field.default:
-            flag = field.metadata.get("flag")
-            given = ((flag and flag.name) or field.name).replace("_", "-")
-            raise PosencError(
-                f"{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --budget, "
-                "--device, --dtype and a MODEL for its sizes: leave it out."
-            )

@@ -19,9 +19,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.documents.document import (
@@ -34,6 +32,9 @@ from hf_posenc.evaluation.documents.document import (
     UnreadableError,
     printable,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SMALL = 1 << 20  # characters, or bytes, from which on a text stays in its file
 PIECE = 1 << 16  # bytes that are read at a time
@@ -178,6 +179,8 @@ def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[
     elif suffix == ".bin" and token_dtype is None:
         raise UnreadableError("may be token ids or anything else: name the file to read it")
     elif suffix == ".bin":
+        import numpy as np
+
         yield from _read_bin(path, np.dtype(token_dtype).newbyteorder("<"))
     elif column.tokens is not None:
         raise UnreadableError("text without columns, and --tokenized names one: leave it out")
@@ -393,6 +396,7 @@ def _read_parquet(path: Path, column: Column) -> Iterator[Entry]:
 
 def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
     """Return a document of token ids, a list or an array of shape (n,); a memory-mapped array stays mapped."""
+    import numpy as np
     import torch
 
     try:
@@ -413,6 +417,8 @@ def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
 
 def _read_npy(path: Path) -> Iterator[Entry]:
     """Yield one document, or a document per row of a matrix."""
+    import numpy as np
+
     name, size = printable(path), _regular_size(path)
     with _readable("a .npy file of numbers"):
         values = np.load(path, mmap_mode="c" if size >= MAPPED else None, allow_pickle=False)
@@ -428,6 +434,8 @@ def _read_npy(path: Path) -> Iterator[Entry]:
 
 def _read_bin(path: Path, dtype: np.dtype[Any]) -> Iterator[Entry]:
     """Yield one document: the whole file."""
+    import numpy as np
+
     name, size = printable(path), _regular_size(path)
     if size % dtype.itemsize:
         raise UnreadableError(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents.document import (
@@ -30,9 +30,11 @@ from hf_posenc.evaluation.documents.readers import (
     read_dataset,
     read_paths,
 )
-from hf_posenc.evaluation.documents.storage import COLUMNS, Spool, Stored, TokenCache
-from hf_posenc.evaluation.documents.tokens import Tokens, joined
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
+
+if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
+    from hf_posenc.evaluation.documents.storage import Spool, TokenCache
+    from hf_posenc.evaluation.documents.tokens import Tokens
 
 
 def read_embedded() -> Iterator[Document]:
@@ -79,6 +81,7 @@ class Source:
 
         `embedded_limit` and `embedded_tokens` are the options' defaults for the held-out modules.
         """
+        from hf_posenc.evaluation.documents.storage import TokenCache
         from hf_posenc.evaluation.measuring.identity import tokenizer_hash
 
         folder, limit, max_tokens = self.token_cache, options.limit, options.max_doc_tokens
@@ -162,18 +165,17 @@ def refuse_ignored(options: DocumentOptions) -> None:
             )
 
 
-def check_paths(paths: Sequence[str]) -> None:
-    """Raise if there is no file at all in these files, folders and patterns."""
-    absent: list[Skipped] = []
-    for name in paths:
-        path = Path(os.path.expanduser(name))  # noqa: PTH111
-        folder = os.path.isdir(path)  # noqa: PTH112
-        first = next(files_of(name, path, folder))
-        if not isinstance(first, Skipped):
+def check_readable(source: Source, paths: Sequence[str]) -> None:
+    """Raise if none of these files, folders and patterns has a document; reading stops at the first."""
+    skipped: list[Skipped] = []
+    for entry in source.read() if paths and not any(map(is_saved, map(Path, paths))) else ():
+        if isinstance(entry, Document) and not entry.text.strip():
+            entry = Skipped(entry.name, "empty")
+        if not isinstance(entry, Skipped):
             return
-        absent.append(first)
-    if absent:
-        raise PosencError(_none_left(absent, 0, 0))
+        skipped.append(entry)
+    if skipped:
+        raise PosencError(_none_left(skipped, 0, 0))
 
 
 def load_documents(
@@ -213,6 +215,8 @@ def load_documents(
         >>> skipped[0].name
         'text 2'
     """
+    from hf_posenc.evaluation.documents.storage import Spool
+
     spool, vocabulary, longest = Spool(), None, 0
     usable: list[_Text | TokenizedDocument] = []
     skipped: list[Skipped] = []
@@ -284,6 +288,8 @@ def tokenize(
         >>> tokenize(Document("text", texts[0]), tokenizer, max_tokens=8).ids.shape
         torch.Size([8])
     """
+    from hf_posenc.evaluation.documents.storage import Spool
+
     spool = Spool()
     return _tokenized(document, tokenizer, max_tokens, spool).finish(spool)
 
@@ -292,6 +298,8 @@ class _Text:
     """A text that comes in chunks: its hash and size, and its tokens, in a spool until all documents are read."""
 
     def __init__(self, name: str) -> None:
+        from hf_posenc.evaluation.documents.storage import Stored
+
         self.name, self.stored = name, Stored()
         self.digest, self.bytes, self.blank = hashlib.sha256(), 0, True
         self.hashed_bytes: int | None = None
@@ -320,6 +328,8 @@ class _Text:
 
     def finish(self, spool: Spool) -> TokenizedDocument:
         """Return the document; nothing may be stored in the spool afterwards."""
+        from hf_posenc.evaluation.documents.storage import COLUMNS
+
         ids, byte_ends, word_ends = (spool.column(self.stored, name) for name in COLUMNS)
         assert ids is not None
         sha256 = self.digest.hexdigest()
@@ -336,6 +346,8 @@ def _tokenized(
     cache: TokenCache | None = None,
     seen: Callable[[str], None] = lambda name: None,
 ) -> _Text:
+    from hf_posenc.evaluation.documents.tokens import joined
+
     text = _Text(document.name)
     # A text in memory, and one for the cache, is hashed as a whole and first; any other while it is tokenized, which
     # reads it once and no further than needed.
