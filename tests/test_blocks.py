@@ -145,6 +145,7 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True, symlinks=True)
     monkeypatch.chdir(tmp_path)
     verify_here(monkeypatch)
+    monkeypatch.setattr("hf_posenc.methods._OWN", {})  # what a page registers stays in its test
     serve(tmp_path, monkeypatch)
     return tmp_path
 
