@@ -9,6 +9,7 @@ What cannot run here (`PARSED`, and some of `PROGRAMS`) is parsed by its own par
 from __future__ import annotations
 
 import ast
+import functools
 import gzip
 import hashlib
 import importlib
@@ -144,8 +145,19 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True, symlinks=True)
     monkeypatch.chdir(tmp_path)
     verify_here(monkeypatch)
+    monkeypatch.setattr("hf_posenc.methods._OWN", {})  # what a page registers stays in its test
     serve(tmp_path, monkeypatch)
     return tmp_path
+
+
+@functools.cache
+def rows() -> Any:
+    """Return a dataset of texts and their tokens."""
+    import datasets
+
+    texts = [prose(4000, seed) for seed in range(20)]
+    ids = [[1 + ord(letter) % 250 for letter in text] for text in texts]
+    return datasets.Dataset.from_dict({"text": texts, "input_ids": ids})
 
 
 def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +181,11 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("HF_POSENC_CACHE", str(folder / "cache"))
     monkeypatch.setattr("huggingface_hub.cli.download.snapshot_download", lambda **_: str(folder))
-    texts = [prose(4000, seed) for seed in range(20)]
-    ids = [[1 + ord(letter) % 250 for letter in text] for text in texts]
     modules = [(name, text[:4000]) for name, text in embedded.held_out_documents()]
     monkeypatch.setattr(embedded, "held_out_documents", lambda: iter(modules))
     documents = [Document("module.py", prose(4000, seed)) for seed in range(3)]
     monkeypatch.setattr(arguments, "read_standard_library", lambda: iter(documents))
-    rows = datasets.Dataset.from_dict({"text": texts, "input_ids": ids})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
 
 
 def test_no_block_is_overlooked() -> None:
@@ -204,6 +213,7 @@ class Smaller(ast.NodeTransformer):
 
 SLOW = {"bench.md", "documents.md", "evaluation.md", "finetuning.md", "machines.md", "retrieval.md"}
 SLOW |= {"extend.md", "recommend.md", "start.md", "sweep.md", "gpu.md", "trainers.md"}
+SLOW |= {"errors.md", "patching.md", "real_model.md", "shipping.md"}
 """Pages with many commands, or whose libraries take seconds to import."""
 
 

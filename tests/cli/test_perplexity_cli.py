@@ -108,7 +108,7 @@ SECOND_RUNS = [
     late(f"{SWEEP} --scales 2", f"{SWEEP} --scales 3", False),
     late(f"{SWEEP} --scales 2", f"{SWEEP} --scales 2,3", True),
     late(f"{SEARCH} --budget 8", f"{SEARCH} --budget 8 --seed 1", False),
-    (
+    late(
         "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 32",
         "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 48",
         False,

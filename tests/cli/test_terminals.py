@@ -18,6 +18,7 @@ from hf_posenc import available_recipes
 from hf_posenc.cli import main
 from hf_posenc.cli.app import app
 from hf_posenc.methods import METHODS
+from tests.support.selection import late, quick
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -74,13 +75,13 @@ def test_the_table_has_every_command() -> None:
     assert {line.split()[0] for line in COMMANDS} == names - {"fetch"}  # which downloads
 
 
-def measures(line: str) -> bool:
-    """Return whether a command measures for a second; perplexity, which does too, stands for the others."""
+def takes_long(line: str) -> bool:
+    """Return whether a command runs for a second; perplexity, which does too, stands for the others."""
     names = ("retrieval", "bench", "sweep", "search", "extend", "selftest")
-    return line.startswith(names) and "--dry-run" not in line
+    return "--methods" in line or (line.startswith(names) and "--dry-run" not in line)
 
 
-SHORT = [pytest.param(line, marks=pytest.mark.slow if measures(line) else ()) for line in COMMANDS]
+SHORT = quick(COMMANDS, [line for line in COMMANDS if not takes_long(line)])
 
 
 @pytest.mark.parametrize("line", SHORT)
@@ -131,7 +132,7 @@ def test_verbose_prints_the_traceback(tmp_path: Path) -> None:
         assert result.stderr.splitlines()[-1].startswith("error: Unknown method 'yran'.")
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize("width", [40, *late([60, 80])])
 def test_names_are_whole_at_any_width(width: int, places: dict[str, Path], tmp_path: Path) -> None:
     names = {
         "methods": [method.name for method in METHODS] + ["position_interpolation."],
@@ -170,7 +171,12 @@ def test_a_process_prints_any_name(encoding: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if "{out}" in line and not line.startswith("report")]
+    "line",
+    [
+        case
+        for case in SHORT
+        if "{out}" in case.values[0] and not case.values[0].startswith("report")
+    ],
 )
 def test_files_are_written_before_anything_is_printed(
     line: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

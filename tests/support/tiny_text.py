@@ -43,8 +43,9 @@ def prose(size: int, seed: int = 0) -> str:
     """So many characters of text with repetitions, different for every seed."""
     words = ("scale", "window", "theta", "token", "phase", "rotary", "length", "factor", "\n")
     text: list[str] = []
-    state = seed * 7919 + 1
-    while len(" ".join(text)) < size:
+    state, written = seed * 7919 + 1, -1
+    while written < size:
         state = (state * 1103515245 + 12345) % 2**31
         text.append(words[(state >> 16) % len(words)])
+        written += len(text[-1]) + 1
     return " ".join(text)[:size].rstrip().ljust(size, ".")

@@ -22,7 +22,7 @@ from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollat
 from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
 from hf_posenc.training.preparation import needs_one_row
 from tests.support import zoo
-from tests.support.attention_llama import CASES, FORMS
+from tests.support.attention_llama import CASES
 from tests.support.dependency_cases import (
     FREQUENCIES,
     TARGET,
@@ -53,15 +53,15 @@ def test_the_check_passes_what_works(model_type: str, positions: str) -> None:
 
 
 # Drawn positions are refused for nope: see below.
-OTHERS = [name for name in (*FREQUENCIES, *FORMS) if name != "nope"]
-ALIKE = [name for name in CASES if name not in FORMS]
+KINDS = ("yarn", "dynamic_ntk", "rerope", "t5", "xpos", "log_n")
+ALIKE = [name for name in (*FREQUENCIES, *CASES) if name not in (*KINDS, "nope")]
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
         ("nope", "packed"),
-        *covering(OTHERS, ["packed", "pose"]),
+        *covering(KINDS, ["packed", "pose"]),
         *late(ALIKE, ["packed", "pose"]),
     ],
 )
