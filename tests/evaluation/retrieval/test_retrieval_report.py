@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_posenc.cli import measure as command
-from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
@@ -34,9 +32,6 @@ from hf_posenc.evaluation.retrieval.result import (
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.tiny_text import prose, tiny_checkpoint
 
-APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
-command.register(APP)
-APP.callback()(lambda: None)
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 
 
@@ -302,7 +297,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(
-        APP, ["retrieval", *map(str, arguments)], env={"COLUMNS": "140", "TERM": "dumb"}
+        app, ["retrieval", *map(str, arguments)], env={"COLUMNS": "140", "TERM": "dumb"}
     )
 
 

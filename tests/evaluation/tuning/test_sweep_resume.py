@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc.cli.app import OneLineErrors
-from hf_posenc.cli.measure import register
+from hf_posenc.cli.app import app
 from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.support import zoo
 from tests.support.processes import PATIENCE, running
@@ -25,8 +23,6 @@ from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 RUNNER = CliRunner()
-APP = typer.Typer(cls=OneLineErrors)
-register(APP)
 SWEEP = ("--patch", "yarn", "--patch", "pi", "--patch", "ntk_mixed", "--first-documents", "2")
 SEARCH = ("--budget", "24", "--search-documents", "2", "--windows-per-document", "2")
 FILES = {
@@ -55,7 +51,7 @@ def arguments(command: str, model: Path, folder: Path, output: Path, *more: str)
 
 
 def invoke(*given: str) -> Any:
-    return RUNNER.invoke(APP, list(given), env={"COLUMNS": "150", "TERM": "dumb"})
+    return RUNNER.invoke(app, list(given), env={"COLUMNS": "150", "TERM": "dumb"})
 
 
 def _run(given: list[str]) -> None:
@@ -64,7 +60,7 @@ def _run(given: list[str]) -> None:
         contextlib.redirect_stdout(nothing),
         contextlib.redirect_stderr(nothing),
     ):
-        APP(given, prog_name="hf-posenc")
+        app(given, prog_name="hf-posenc")
 
 
 def records(output: Path) -> int:
