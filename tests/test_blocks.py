@@ -8,21 +8,27 @@ What cannot run here (`PARSED`, and some of `PROGRAMS`) is parsed by its own par
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import gzip
 import hashlib
 import importlib
+import importlib.util
 import inspect
+import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -42,7 +48,7 @@ from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.training import arguments
-from scripts import finetune, measure_real_model
+from scripts import finetune, measure_real_model, results
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import prose, tiny_checkpoint
 from tests.support.verifying import verify_here
@@ -60,12 +66,28 @@ SMALLER = {
     "sweep": "--target-length 256 --limit 3 --scales 2",
     "search": "--target-length 512 --limit 3 --budget 8",
     "extend": "--target-length 512 --limit 4 --dry-run",
+    "extend --budget 2h": "--target-length 512 --limit 4",  # one of them is run
     "bench --suite gpu": "--lengths 64 --rounds 1 --device cpu",
     "selftest": "--length 64 --seconds 1 --device cpu",
     "finetune": "--max_steps 2 --block_length 64 --score_lengths 64 --warmup_steps 0 --per_device_train_batch_size 1 "
     "--report_to none --use_cpu --fresh --score_documents 1",
 }
 """Options of a command that replace those of the same name, and are added if there are none."""
+MODULES = {
+    "scripts.benchmark_gpu": "--output gpu.json --seconds 0 --rounds 1 --longest 64",
+    "scripts.draw_methods": "yarn --folder pictures",
+    "scripts.draw_real_model": "",
+    "scripts.make_architectures": "--help",  # every family takes minutes
+    "scripts.make_readme": "--check",
+    "venv": "--help",
+}
+"""Arguments with which a module runs here in seconds, and writes nothing into the repository."""
+VLLM: dict[str, Any] = {
+    "--hf-overrides": json.loads,
+    "--max-model-len": int,
+    "--tensor-parallel-size": int,
+}
+"""Options of vLLM, which is not installed here, and what reads their values; `vllm serve` of 0.33.0 has them."""
 ONLY_REPLACED = {"--target-length"}
 EXCLUDED = {"--lengths": "--target-length", "--tail-tokens": "--preset"}
 """Options that are not added beside another one."""
@@ -213,7 +235,7 @@ class Smaller(ast.NodeTransformer):
 
 SLOW = {"bench.md", "documents.md", "evaluation.md", "finetuning.md", "machines.md", "retrieval.md"}
 SLOW |= {"extend.md", "recommend.md", "start.md", "sweep.md", "gpu.md", "trainers.md"}
-SLOW |= {"errors.md", "patching.md", "real_model.md", "shipping.md"}
+SLOW |= {"errors.md", "patching.md", "real_model.md", "shipping.md", "CONTRIBUTING.md"}
 """Pages with many commands, or whose libraries take seconds to import."""
 
 
@@ -349,7 +371,17 @@ def hf_posenc(words: list[str]) -> None:
     name, given = words[0], words[1:]
     if name != "inspect":
         COMMANDS.commands[name].make_context(name, list(given))
-    kind = "bench --suite gpu" if "gpu" in given else name
+    line = f"{name} {shlex.join(given)}"
+    if " -- vllm " in line:
+        vllm(given[given.index("vllm") + 1 :])
+    kind = next(
+        (
+            k
+            for k in SMALLER
+            if " " in k and line.startswith(k.split()[0]) and k.partition(" ")[2] in line
+        ),
+        name,
+    )
     given = without(given, "--verify --packages FOLDER")  # another transformers
     given = without(given, "--compare yarn-t2")  # the lengths of the table
     call = [name, *smaller(given, SMALLER.get(kind, ""))]
@@ -360,10 +392,9 @@ def hf_posenc(words: list[str]) -> None:
 
 
 def python(words: list[str]) -> None:
-    """Run a script of the repository; of a module, check that it exists and names the options."""
+    """Run a script of the repository."""
     if words[0] == "-m":
-        source = inspect.getsource(importlib.import_module(words[1]))
-        assert all(word in source for word in words[2:] if word.startswith("--")), words
+        PROGRAMS.get(words[1], functools.partial(module, words[1]))(words[2:])
         return
     script, given = words[0], words[1:]
     assert (ROOT / script).is_file(), script
@@ -381,6 +412,23 @@ def python(words: list[str]) -> None:
             assert part in measure_real_model.PARTS or part in ("agreement", "copied"), part
     else:
         raise AssertionError(script)
+
+
+def module(name: str, given: list[str]) -> None:
+    """Check that a module names the options that a page gives it, and run it as `MODULES` says."""
+    source = Path(getattr(importlib.util.find_spec(name), "origin", "")).read_text(encoding="utf-8")
+    assert all(word in source for word in given if word.startswith("--")), (name, given)
+    shutil.copytree(results.REAL_MODEL, "real_model", dirs_exist_ok=True)
+    status: Any = None
+    with (
+        mock.patch.object(sys, "argv", [name, *MODULES[name].split()]),
+        mock.patch.object(results, "REAL_MODEL", Path("real_model")),
+    ):
+        try:
+            runpy.run_module(name, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    assert not status, (name, status)
 
 
 def accelerate(words: list[str]) -> None:
@@ -436,9 +484,13 @@ def hf(words: list[str]) -> None:
 
 
 def vllm(words: list[str]) -> None:
-    """Check the folder that the engine would serve, which is not installed."""
-    assert words[0] == "serve"
-    assert (Path(words[1]) / "config.json").is_file()
+    """Parse a command of the engine, and check the folder that it would serve."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model", type=Path)
+    for option, kind in VLLM.items():
+        parser.add_argument(option, type=kind)
+    assert (parser.parse_args(words).model / "config.json").is_file()
 
 
 def nothing(words: list[str]) -> None:

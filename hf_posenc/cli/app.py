@@ -17,11 +17,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from hf_posenc.cli.command import Command, check_arguments, expand
+from hf_posenc.cli.command import ARGUMENTS, Command, check_arguments, expand
 from hf_posenc.cli.console import is_verbose, one_line_warnings, out, prepare_terminal, print_error
 from hf_posenc.errors import PosencError
 
-_ARGUMENTS = "hf_posenc.arguments"
 # Options by the names that they have in Python or in other programs.
 _NAMES_ELSEWHERE = {
     **dict.fromkeys(("--method", "--methods"), "--patch"),
@@ -56,18 +55,18 @@ class OneLineErrors(TyperGroup):
             raise
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
+        ctx.meta[ARGUMENTS] = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if not ctx.meta[_ARGUMENTS]:  # the help
+            if not ctx.meta[ARGUMENTS]:  # the help
                 raise
             _print_usage_error(error, ctx)
             raise typer.Exit(2) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            arguments = ctx.meta[_ARGUMENTS]
+            arguments = ctx.meta[ARGUMENTS]
             command = self.get_command(ctx, arguments[0]) if arguments else None
             check_arguments(arguments, command)
             with one_line_warnings():

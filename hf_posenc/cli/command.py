@@ -20,7 +20,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import PANELS, Flag
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
-_ARGUMENTS = "hf_posenc.arguments"
+ARGUMENTS = "hf_posenc.arguments"
 _WITH_A_VALUE = ("--output", "--shard", "--token-cache", "--report-to")
 _SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
 _NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, *_SHOWN)
@@ -162,7 +162,7 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
+        ctx.meta[ARGUMENTS] = list(args)
         spread: list[str] = []
         values: int | None = None  # of the `--text` that is open
         for argument in args:
@@ -180,7 +180,7 @@ class Command(TyperCommand):
 
 def command_line(context: Any) -> str:
     """Return the command that gives the same result again, without its output folder and its share."""
-    given, kept = list(context.meta.get(_ARGUMENTS, ())), []
+    given, kept = list(context.meta.get(ARGUMENTS, ())), []
     while given:
         argument = given.pop(0)
         option, equals, _ = argument.partition("=")

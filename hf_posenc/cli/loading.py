@@ -104,11 +104,13 @@ def base_of(file: Path, name: str) -> tuple[str, str | None]:
 
 
 def check_weights(options: ModelOptions) -> None:
-    """Refuse a folder without weights, or with a file of weights that is damaged."""
-    folder = Path(options.model or embedded_model()).expanduser()
-    if (folder / ADAPTER).is_file():
-        folder = Path(base_of(folder / ADAPTER, str(folder))[0])
-    damage = None if options.trust_remote_code else unreadable(folder)
+    """Refuse a folder, of an adapter that of its base model, whose weights are missing or damaged."""
+    if options.model is None or options.trust_remote_code:
+        return
+    folder = Path(options.model).expanduser()
+    if (folder / ADAPTER).is_file():  # `check_checkpoint` has read it
+        folder = Path(read_json(folder / ADAPTER, folder)["base_model_name_or_path"])
+    damage = unreadable(folder)
     if damage is not None:
         raise PosencError(
             f"The model {folder} cannot be loaded: {damage.rstrip('.')}. --dry-run reads no weights."

@@ -226,7 +226,8 @@ def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
         patch_model(whole, "yarn", scale=4)
         whole = peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"]))
     else:
-        patch_model(whole, kind, **({"scale": 4} if kind == "yarn" else {"window": 16}))
+        knobs: dict[str, Any] = {"yarn": {"scale": 4}, "rerope": {"window": 16}}[kind]
+        patch_model(whole, kind, **knobs)
     whole.save_pretrained(saved)
     options = f"--text {texts} --tokenizer {folder} --lengths 32,64 --dry-run --json"
     said = []

@@ -15,15 +15,12 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 import torch
-import typer
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import PosencError, inspect_rope, patched
-from hf_posenc.cli import inspection
-from hf_posenc.cli.app import OneLineErrors
-from hf_posenc.cli.command import expand
+from hf_posenc.cli.app import app
 from hf_posenc.embedded import model_path
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation import recommend as room
@@ -506,18 +503,9 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
     assert cost.bytes == kept
 
 
-APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
-APP.command()(expand(inspection.recommend))
-
-
-@APP.callback()
-def root() -> None:
-    pass
-
-
 def invoke(*arguments: object) -> Any:
     words = ["recommend", *map(str, arguments)]
-    return CliRunner().invoke(APP, words, env={"COLUMNS": "160", "TERM": "dumb"})
+    return CliRunner().invoke(app, words, env={"COLUMNS": "160", "TERM": "dumb"})
 
 
 @pytest.fixture(scope="module")
