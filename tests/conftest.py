@@ -69,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         whole = not chosen or isinstance(kwargs.get("ids"), list)  # pytest leaves the test out
         make(names, every if whole else chosen, *args, **kwargs)
 
-    metafunc.parametrize = parametrize  # type: ignore[method-assign]
+    metafunc.parametrize = parametrize  # type: ignore[assignment]
 
 
 @pytest.hookimpl(trylast=True)

@@ -178,18 +178,18 @@ def test_the_general_path_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiled_forward_uses_what_was_checked_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = apply(build(), "rerope"), zoo.tokens(80)
+    model, ids = apply(build(num_hidden_layers=1), "rerope"), zoo.tokens(80)
     rows = unproven(monkeypatch)
     expected = logits_of(model, ids)
     rows.clear()
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_close(logits_of(compiled, ids), expected)
-    assert rows == [80, 80]
+    assert rows == [80]
 
 
 def test_a_compiled_forward_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = apply(build(), "rerope"), zoo.tokens(80)
+    model, ids = apply(build(num_hidden_layers=1), "rerope"), zoo.tokens(80)
     rows = unproven(monkeypatch)
     torch.compiler.reset()
     logits_of(torch.compile(model, backend="eager", fullgraph=True), ids)

@@ -88,10 +88,18 @@ AGAIN = [
     for reentrant in (False, True)
 ]
 LENGTHS = 20, 36
+_PATCHED: dict[str, PreTrainedModel] = {}
 
 
 def built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
-    """Return a patched model without dropout; without a name, of the first patch that it takes."""
+    """Return a copy of a patched model without dropout; without a name, of the first patch that it takes."""
+    key = f"{kind} {name} {options}"
+    if key not in _PATCHED:
+        _PATCHED[key] = _built(kind, name, options)
+    return copy.deepcopy(_PATCHED[key])
+
+
+def _built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
     try:
         model = zoo.build(kind) if kind in zoo.decoder_types() else build_text_model(kind)
     except Exception as error:  # it needs another library, or sizes that no rule finds

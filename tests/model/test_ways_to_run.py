@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ from tests.support.ways_to_run import (
     REFUSED,
     UNPATCHED,
     WAYS,
-    Kind,
     Run,
     Way,
     page,
@@ -47,6 +47,13 @@ def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @functools.cache
+def shared(name: str, patched: bool) -> Any:
+    """A model of a kind, of which cells take copies."""
+    kind = KINDS[name]
+    return kind.patch(kind.build()) if patched else kind.build()
+
+
+@functools.cache
 def truth(name: str, plain: Run, patched: bool) -> Tensor:
     """Return what a kind computes in float64."""
     kind = KINDS[name]
@@ -54,12 +61,17 @@ def truth(name: str, plain: Run, patched: bool) -> Tensor:
     return plain(kind.patch(model) if patched else model, kind)
 
 
-def found(way: Way, kind: Kind, run: Run, folder: Path, *, patched: bool) -> Tensor:
+def found(way: Way, name: str, run: Run, folder: Path, *, patched: bool) -> Tensor:
     folder.mkdir()
+    kind = KINDS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = way.before(kind.build(), folder)
-        model = way.after(kind.patch(model) if patched else model, folder)
+        if way.before is Way.before:
+            model = copy.deepcopy(shared(name, patched))
+        else:
+            model = way.before(kind.build(), folder)
+            model = kind.patch(model) if patched else model
+        model = way.after(model, folder)
         with way.within():
             return run(model, kind)
 
@@ -94,17 +106,17 @@ def test_a_cell(way_name: str, kind_name: str, tmp_path: Path) -> None:
         folder.mkdir()
         if cell in UNPATCHED:
             with pytest.raises(Exception, match=UNPATCHED[cell]):
-                found(way, kind, run, folder / "unpatched", patched=False)
+                found(way, kind_name, run, folder / "unpatched", patched=False)
             continue
-        control = found(way, kind, run, folder / "unpatched", patched=False)
+        control = found(way, kind_name, run, folder / "unpatched", patched=False)
         if cell in REFUSED:
             with pytest.raises(PosencError, match=REFUSED[cell]):
-                found(way, kind, run, folder / "patched", patched=True)
+                found(way, kind_name, run, folder / "patched", patched=True)
             continue
         unpatched = truth(kind_name, plain, False)
         limit = TIMES * error(control, unpatched) + ROUNDING
         assert limit < 1, "the control is wrong itself"
-        values = found(way, kind, run, folder / "patched", patched=True)
+        values = found(way, kind_name, run, folder / "patched", patched=True)
         expected = truth(kind_name, run if cell in LENGTHS_DIFFER else plain, True)
         assert error(values, expected) <= limit, name
 

@@ -31,7 +31,7 @@ from tests.attention.test_attention import build
 from tests.support import references, zoo
 from tests.support.attention_llama import ORIGINAL
 from tests.support.attention_ways import WAYS
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 
 IDS = zoo.tokens(50)
 LISTS: dict[str, list[Method]] = {
@@ -101,15 +101,15 @@ def test_the_order_matters() -> None:
     assert not torch.equal(*tables)
 
 
+BESIDE = (
+    [YaRN(scale=4), Clip(pairs=3), ReRoPE(window=8), LogN()],
+    [DynamicNTK(scale=2, update="row", bucket=8), Clip(pairs=3)],
+)
+
+
 @pytest.mark.parametrize(
     ("way", "methods"),
-    covering(
-        WAYS,
-        [
-            [YaRN(scale=4), Clip(pairs=3), ReRoPE(window=8), LogN()],
-            [DynamicNTK(scale=2, update="row", bucket=8), Clip(pairs=3)],
-        ],
-    ),
+    [*covering(WAYS[::3], BESIDE), *late(WAYS[1::3], BESIDE), *late(WAYS[2::3], BESIDE)],
 )
 def test_filters_beside_attention_hold_in_every_way_to_run(way: Any, methods: Any) -> None:
     model = patch_model(build(), methods, original_max_position_embeddings=ORIGINAL)

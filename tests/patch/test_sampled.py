@@ -141,8 +141,9 @@ def _hooked(layer: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["pi", "rerope"])
-@pytest.mark.parametrize("change", [_wrapped, _new_forward, _hooked])
+@pytest.mark.parametrize(
+    ("change", "method"), covering([_wrapped, _new_forward, _hooked], ["pi", "rerope"])
+)
 def test_one_block_that_was_changed_by_hand_is_found_at_any_depth(change: Any, method: str) -> None:
     model = _llama()
     change(model.model.layers[5])

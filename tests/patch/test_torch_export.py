@@ -54,6 +54,7 @@ def layer() -> PreTrainedModel:
     return build(num_hidden_layers=1)
 
 
+@pytest.mark.slow  # of transformers itself
 def test_the_unpatched_model() -> None:
     check(model := layer(), export(model))
 

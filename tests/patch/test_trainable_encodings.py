@@ -27,6 +27,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters
 from tests.support import attention_references as naive
+from tests.support.selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -148,7 +149,7 @@ def test_loading_reports_no_key_but_those_that_matter(
     assert "posenc" not in caplog.text
 
 
-@pytest.mark.parametrize("method", TRAINABLE)
+@pytest.mark.parametrize("method", quick(TRAINABLE, {*TRAINABLE} - {"kerple_power"}))
 def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = patch_model(reader(), method, **KNOBS.get(method, {}))

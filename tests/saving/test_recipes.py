@@ -386,13 +386,17 @@ def test_a_recipe_is_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_a_recipe_gives_the_published_checkpoints_logits(name: str) -> None:
+def test_a_recipe_gives_the_published_checkpoints_table_and_logits(name: str) -> None:
     native = _native(name)
-    base = _base(name, native)
+    base, tables = _base(name, native), inspect_rope(native)
     # Past the 4096 tokens where the only length-dependent recipe changes its table.
     positions = torch.cat([torch.arange(24), 4200 + torch.arange(24)])
     published, unscaled = _logits(native, positions), _logits(base, positions)
     load_patch(base, name)
+    for our, their in zip(inspect_rope(base), tables, strict=True):
+        assert (our.layer_type, our.dim) == (their.layer_type, their.dim)
+        torch.testing.assert_close(our.inv_freq, their.inv_freq, atol=0, rtol=1e-6)
+        assert float(our.attention_factor) == pytest.approx(float(their.attention_factor), rel=1e-6)
 
     near = torch.arange(24)
     torch.testing.assert_close(_logits(base, near), _logits(native, near), atol=2e-4, rtol=1e-4)
@@ -403,18 +407,6 @@ def test_a_recipe_gives_the_published_checkpoints_logits(name: str) -> None:
 
     unpatch_model(base)
     assert torch.equal(_logits(base, positions), unscaled)
-
-
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_a_recipe_gives_the_published_table(name: str) -> None:
-    native = _native(name)
-    patched = load_patch(_base(name, native), name)
-    ours, theirs = inspect_rope(patched), inspect_rope(native)
-    assert [table.layer_type for table in ours] == [table.layer_type for table in theirs]
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.dim == their.dim
-        torch.testing.assert_close(our.inv_freq, their.inv_freq, atol=0, rtol=1e-6)
-        assert float(our.attention_factor) == pytest.approx(float(their.attention_factor), rel=1e-6)
 
 
 def test_the_long_lists_are_copied_digit_by_digit() -> None:

@@ -54,7 +54,7 @@ from hf_posenc.seams import probes
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
 from tests.support.families import build_text_model, text_types
-from tests.support.selection import late
+from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
@@ -97,8 +97,10 @@ def test_plain_transformers_loads_what_save_pretrained_wrote(
     assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"])
-@pytest.mark.parametrize("method", ["yarn", "ntk"])
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    covering(["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"], ["yarn", "ntk"]),
+)
 def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
     model_type: str, method: str, tmp_path: Path
 ) -> None:
@@ -172,7 +174,9 @@ def test_parameters_of_another_model_leave_it_as_it_was(
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
 
-    @pytest.mark.parametrize("method", NOT_NATIVE)
+    @pytest.mark.parametrize(
+        "method", quick(NOT_NATIVE, ("dynamic_ntk", "alibi", "rerope", "log_n", "xpos"))
+    )
     def test_a_method(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:
         patch_model(model, method)
         patch = get_patch(model)
@@ -369,15 +373,17 @@ def test_from_pretrained_gives_the_patched_model_and_its_undo(
 class TestOverrides:
     """`from_pretrained` takes what transformers takes beside the path: attributes of the config."""
 
-    @pytest.mark.parametrize("method", ["yarn", "alibi", None])
     @pytest.mark.parametrize(
-        "options",
-        [
-            {"max_position_embeddings": 512},
-            {"use_cache": False, "attention_dropout": 0.25},
-            {"output_hidden_states": True, "dtype": torch.bfloat16},
-        ],
-        ids=lambda options: next(iter(options)),
+        ("method", "options"),
+        covering(
+            ["yarn", "alibi", None],
+            [
+                {"max_position_embeddings": 512},
+                {"use_cache": False, "attention_dropout": 0.25},
+                {"output_hidden_states": True, "dtype": torch.bfloat16},
+            ],
+            rounds=2,
+        ),
     )
     def test_attributes_of_the_config(
         self, model: PreTrainedModel, method: str | None, options: dict[str, Any], tmp_path: Path
@@ -523,10 +529,10 @@ class TestPatchFiles:
         ("family", "method", "options"),
         [
             ("t5", "t5", {"mode": "max_distance", "scale": 4}),
-            ("umt5", "t5", {"mode": "max_distance", "scale": 4}),
             ("gpt2", "interpolate", {"scale": 2}),
             ("roformer", "yarn", {"scale": 4}),
             ("llama", "yarn", {"scale": 4}),
+            *late(["umt5"], ["t5"], [{"mode": "max_distance", "scale": 4}]),
             *late(["bert", "opt", "bart", "gpt_neo", "biogpt"], ["interpolate"], [{"scale": 2}]),
         ],
     )

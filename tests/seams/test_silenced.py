@@ -26,6 +26,7 @@ from hf_posenc.errors import UntrainedWarning
 from hf_posenc.methods import ALiBi
 from hf_posenc.seams.inspection import inspect
 from tests.support.families import build_text_model
+from tests.support.selection import covering
 from tests.support.zoo import relative_difference, tokens
 
 LENGTH, LONG = 40, 150  # the tables have about 64 rows
@@ -108,8 +109,7 @@ def _reference(model: PreTrainedModel, model_type: str, ids: Tensor, scale: floa
     return _run(other, ids)
 
 
-@pytest.mark.parametrize("length", [LENGTH, LONG])
-@pytest.mark.parametrize("model_type", TABLES)
+@pytest.mark.parametrize(("model_type", "length"), covering(TABLES, [LENGTH, LONG]))
 def test_nope_reads_the_mean_row_everywhere(model_type: str, length: int) -> None:
     model, ids = build_text_model(model_type), tokens(length)
     expected = _run(_with_mean_rows(model, model_type, length), ids)
@@ -138,8 +138,10 @@ def test_alibi_equals_a_float64_reference(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [LENGTH, LONG])
-@pytest.mark.parametrize("model_type", ["gpt_neo", "rembert", "megatron-bert", "big_bird", "tapas"])
+@pytest.mark.parametrize(
+    ("model_type", "length"),
+    covering(["gpt_neo", "rembert", "megatron-bert", "big_bird", "tapas"], [LENGTH, LONG]),
+)
 def test_alibi_in_code_of_its_own_equals_the_same_bias_as_a_mask(
     model_type: str, length: int
 ) -> None:
@@ -212,8 +214,7 @@ def test_alibi_in_any_code_equals_a_float64_reference(model_type: str) -> None:
     assert torch.equal(logits(unpatch_model(model)), before)
 
 
-@pytest.mark.parametrize("model_type", CAUSAL)
-@pytest.mark.parametrize("method", ["alibi", "fire"])
+@pytest.mark.parametrize(("model_type", "method"), covering(CAUSAL, ["alibi", "fire"]))
 def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -> None:
     """Also where the text grows past the rows of the table."""
     model, ids = build_text_model(model_type), tokens(84, batch=2)
