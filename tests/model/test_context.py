@@ -146,9 +146,8 @@ def test_its_own_scaling_without_numbers_is_the_same(checkpoint: dict[str, Any])
 def test_what_is_recommended_and_truncated(
     checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("hf_posenc.evaluation.recommend", "hf_posenc.evaluation.recommend.options"):
-        # It searches for a second, and nothing below depends on it.
-        monkeypatch.setattr(f"{module}.least_base", lambda *_: None)
+    # It searches for a second, and nothing below depends on it.
+    monkeypatch.setattr("hf_posenc.evaluation.recommend.options.least_base", lambda *_: None)
     model, read = built(checkpoint), context(checkpoint)
     assert Candidate.parse("truncation").checked(model).original == read.reach
     on_meta: Any = cast(nn.Module, model).to("meta")

@@ -53,13 +53,14 @@ def trains(call: Call, encoding: Encoding) -> bool:
 
 
 def unwatched(x: Tensor) -> bool:
-    """True if no compiler, mode or gradient has to see an operator on a tensor.
+    """True if no compiler, mode or gradient has to see an operator on a tensor of a GPU.
 
     Its function is then called as it is: PyTorch takes 0.1 ms of the host to call an operator that is written in
     Python, as long as plain attention takes for a step.
     """
     return (
-        not torch.compiler.is_compiling()
+        x.is_cuda
+        and not torch.compiler.is_compiling()
         and type(x) is Tensor
         and not (x.requires_grad and torch.is_grad_enabled())
         and _get_current_dispatch_mode() is None
