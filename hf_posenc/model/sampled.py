@@ -159,7 +159,8 @@ def _random(tensor: Tensor, seed: int) -> Tensor:
 def without_weights(model: nn.Module) -> bool:
     """Return whether a model has weights on the meta device that nothing brings when they are needed."""
     return any(
-        not is_offloaded(module) and any(each.is_meta for each in module.parameters(recurse=False))
+        any(each is not None and each.is_meta for each in module._parameters.values())
+        and not is_offloaded(module)
         for module in model.modules()
     )
 

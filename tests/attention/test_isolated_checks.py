@@ -69,7 +69,7 @@ def case(name: str, kind: str = "bands") -> Case:
     [
         pytest.param("crashing", r"it crashes the process \(SIGSEGV\)", marks=pytest.mark.slow),
         pytest.param("hanging", "it gives no result within 1 s", marks=pytest.mark.slow),
-        ("wrong", "its output differs by .* from float64"),
+        pytest.param("wrong", "its output differs by .* from float64", marks=pytest.mark.slow),
     ],
 )
 def test_one_that_is_broken_is_struck_and_results_stay_right(

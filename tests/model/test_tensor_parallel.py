@@ -1,15 +1,14 @@
 """Heads and parameters shared out over two processes: every method with numbers for each head computes as in one.
 
-All cases run in one pair of processes, by tensor parallelism and by FSDP2; those that are alike with `-m slow`.
+All cases run in one pair of processes, by tensor parallelism and by FSDP2.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,6 @@ from hf_posenc.methods import (
 from hf_posenc.model.parameters import trained_parameters
 from tests.support.families import build_text_model
 from tests.support.killing import in_two_processes
-from tests.support.selection import quick
 
 HEADS, LENGTH, RATE = 6, 24, 0.5
 
@@ -78,11 +76,6 @@ def cases() -> dict[str, list[Method]]:
 
 
 CASES = cases()
-FEW = (
-    *("own_bias", "alibi", "rerope", "list", "ssmax"),
-    *("t5_shared", "fire", "shaw", "transformer_xl_kept"),
-)
-"""A case for each way in which heads differ and parameters are shared out."""
 TRAINED = [name for name, methods in CASES.items() if any(each.trainable for each in methods)]
 
 
@@ -134,12 +127,6 @@ def findings(
     return found
 
 
-def chosen(folder: Path) -> list[str]:
-    """The cases of the tests that run."""
-    found: list[str] = json.loads((folder / "cases.json").read_text())
-    return found
-
-
 def split(rank: int, folder: Path) -> dict[str, Any]:
     """Tensor parallelism: trained, saved and loaded, with other random numbers in each process."""
 
@@ -147,7 +134,7 @@ def split(rank: int, folder: Path) -> dict[str, Any]:
         return AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
 
     results = {}
-    for case in chosen(folder):
+    for case in CASES:
         methods, model, target = CASES[case], load(), folder / case
         found = results[case] = findings(model, methods, seed=rank)
         if "parameters" not in found:
@@ -172,8 +159,7 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
         trained(model, lambda step: batch(step)[rank : rank + 1])
 
     whole = AutoModelForCausalLM.from_pretrained(folder / "model")
-    cases = [case for case in chosen(folder) if case in TRAINED]
-    return {case: findings(copy.deepcopy(whole), CASES[case], train) for case in cases}
+    return {case: findings(copy.deepcopy(whole), CASES[case], train) for case in TRAINED}
 
 
 PARTS: dict[str, Method] = {
@@ -268,27 +254,11 @@ def work(folder: Path) -> None:
 
 
 @pytest.fixture
-def model(folder: Path) -> PreTrainedModel:
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    return loaded
+def model() -> PreTrainedModel:
+    return built().eval()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """What the pair of processes left. It runs once, also where the tests are shared out over several workers."""
-    root = tmp_path_factory.getbasetemp()
-    made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "processes"
-    with FileLock(f"{made}.lock"):
-        if not (made / "found-1.pt").is_file():
-            prepare(made, request.session.items)
-    return made
-
-
-def prepare(made: Path, items: Sequence[pytest.Item]) -> None:
-    made.mkdir(exist_ok=True)
-    params = (getattr(item, "callspec", None) for item in items if item.path == Path(__file__))
-    named = {each.params.get("case") for each in params if each}
-    (made / "cases.json").write_text(json.dumps([case for case in CASES if case in named]))
+def built() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96,
@@ -301,7 +271,23 @@ def prepare(made: Path, items: Sequence[pytest.Item]) -> None:
         max_position_embeddings=12,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).save_pretrained(made / "model")
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pair of processes left. It runs once, also where the tests are shared out over several workers."""
+    root = tmp_path_factory.getbasetemp()
+    made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "processes"
+    with FileLock(f"{made}.lock"):
+        if not (made / "found-1.pt").is_file():
+            prepare(made)
+    return made
+
+
+def prepare(made: Path) -> None:
+    made.mkdir(exist_ok=True)
+    built().save_pretrained(made / "model")
     in_two_processes(work, made)
 
 
@@ -315,15 +301,17 @@ def results(folder: Path, way: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"found-{rank}.pt")[way] for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", quick([case for case in CASES if case not in TRAINED], FEW))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in TRAINED])
 def test_two_processes_equal_one(folder: Path, case: str) -> None:
     expected = findings(AutoModelForCausalLM.from_pretrained(folder / "model"), CASES[case])
     for found in (rank[case] for rank in results(folder, "split")):
         assert_near(found["patched"], expected["patched"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
-@pytest.mark.parametrize("case", quick(TRAINED, FEW))
+@pytest.mark.parametrize("case", TRAINED)
 def test_two_processes_train_as_one(folder: Path, case: str) -> None:
     expected = findings(AutoModelForCausalLM.from_pretrained(folder / "model"), CASES[case])
     assert (expected["trained"] - expected["patched"]).abs().max() > 0.1
@@ -335,7 +323,8 @@ def test_two_processes_train_as_one(folder: Path, case: str) -> None:
             assert_near(found["parameters"][name], value)
 
 
-@pytest.mark.parametrize("case", quick(TRAINED, FEW))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINED)
 def test_what_two_processes_trained_is_saved_whole(folder: Path, case: str) -> None:
     found, other = (each[case] for each in results(folder, "split"))
     stored = load_file(folder / case / "patch" / "posenc.safetensors")
@@ -348,6 +337,7 @@ def test_what_two_processes_trained_is_saved_whole(folder: Path, case: str) -> N
     assert_near(logits_of(from_pretrained(folder / case)), found["trained"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -372,6 +362,7 @@ def test_heads_that_DeepSpeed_has_shared_out_are_refused(model: PreTrainedModel)
     patch_model(model, "rerope")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
 @pytest.mark.parametrize("case", PARTS)
 def test_frequencies_and_scaled_queries_of_parts_of_a_text(

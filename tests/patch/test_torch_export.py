@@ -88,6 +88,7 @@ def test_a_strict_export(name: str) -> None:
     check(model := apply(build(), name), export(model, strict=True))
 
 
+@pytest.mark.slow
 def test_a_padded_batch_of_any_size() -> None:
     model: Any = apply(layer(), "rerope").bfloat16()
     inputs = {"input_ids": zoo.tokens(30, 2), "attention_mask": torch.ones(2, 30, dtype=torch.long)}
@@ -142,6 +143,7 @@ def test_through_a_static_cache(name: str, tokens: int) -> None:
     assert zoo.relative_difference(through_static_cache(model, ids, tokens), want) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_length_that_a_cache_would_keep() -> None:
     method = DynamicNTK(scale=2, update="request")
     model = patch_model(layer(), method, original_max_position_embeddings=ORIGINAL)

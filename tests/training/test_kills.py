@@ -127,6 +127,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_older(
     run.check(folder)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> None:
     run, folder = whole(processes=2), tmp_path / "run"
     moment = Moment(run.after(run.place("mkdir checkpoint-6"), "torch.save optimizer"), "full")
@@ -137,6 +138,7 @@ def test_a_full_disk_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> 
     assert "nother process of the run ended" in lines[1]
 
 
+@pytest.mark.slow
 def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: torch.save reports it from C++, in words of its own."""
     run = whole()
@@ -154,6 +156,7 @@ def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
     train(folder, moment, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_in_a_save_that_the_other_process_has_done(
     whole: Any, tmp_path: Path, rank: int
@@ -214,6 +217,7 @@ def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_with_them(
     whole: Any, tmp_path: Path
 ) -> None:

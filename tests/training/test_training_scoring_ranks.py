@@ -73,6 +73,7 @@ def train_together(folder: Path) -> None:
         torch.save(trainer.model.state_dict(), folder / "weights.pt")  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_windows_and_give_the_sums_of_one(tmp_path: Path) -> None:
     in_two_processes(train_together, tmp_path)
     shares = lines(tmp_path)
@@ -99,6 +100,7 @@ def score_sharded(folder: Path) -> None:
     scores.measure(model, 2)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_scored_by_all_together(tmp_path: Path) -> None:
     in_two_processes(score_sharded, tmp_path)
     assert lines(tmp_path) == {"shard-1-of-1": 3 * len(HELD_OUT)}  # and nothing was measured twice
@@ -156,6 +158,7 @@ def resumed(folder: Path) -> None:
     make_scores(folder).measure(patched_model())
 
 
+@pytest.mark.slow
 def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
     with contextlib.suppress(RuntimeError):  # the process that waits for the other one
         in_two_processes(interrupted, tmp_path)

@@ -170,7 +170,8 @@ def check(cases: dict[str, Any], folder: Path) -> None:
     assert all((plain[key] - weight).abs().max() > 1e-3 for key, weight in started.items())
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES, MORE], ids=len)
 def test_two_processes_equal_one(cases: dict[str, Any], tmp_path: Path) -> None:
     check(cases, tmp_path)
 
