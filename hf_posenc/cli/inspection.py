@@ -253,6 +253,7 @@ def inspect(
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.methods import RotaryBands
+    from hf_posenc.model.context import length_of
     from hf_posenc.model.discovery import NoRotaryError
     from hf_posenc.patch.patching import (
         get_patch,
@@ -279,6 +280,7 @@ def inspect(
             trust_remote_code=trust_remote_code,
             allow_missing_weights=allow_missing_weights,
         )
+    length = None if get_patch(live) else length_of(live)
     if candidate is not None:
         method, options = candidate.arguments()
         patch_model(live, method, **options)
@@ -295,14 +297,16 @@ def inspect(
     tables = [{**vars(table), "inv_freq": table.inv_freq.tolist()} for table in rotary]
     patched = None if in_force is None else in_force.config.to_dict()
     found = None if positions is None else positions.to_dict()
-    about = {"model": type(live).__name__, "patch": patched, "positions": found, "tables": tables}
+    about: dict[str, Any] = {"model": type(live).__name__, "context": length, "patch": patched}
+    about |= {"positions": found, "tables": tables}
     if gguf is not None:
         header = read_header(gguf)
         about["gguf"] = {"weights": header.kinds, "rope": header.rope}
     if print_json(about | {"scaling": scaling}):
         return
     console = out()
-    console.print(f"[bold]{name}[/bold]: {type(live).__name__}")
+    known = "" if length is None else f", {length:,} tokens of context"
+    console.print(f"[bold]{name}[/bold]: {type(live).__name__}{known}")
     for line in () if gguf is None else read_header(gguf).describe():
         console.print(line, markup=False)
     for line in (scaling or {}).get("lines", ()):

@@ -409,7 +409,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="DIR...",
-            help="Output folders of perplexity, retrieval, bench or sweep, folders of such folders, or result files.",
+            help="Output folders of measuring commands, folders of such folders, or result files.",
         ),
     ],
     output: Annotated[

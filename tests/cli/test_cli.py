@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -485,6 +485,8 @@ def test_models_and_recipes() -> None:
 def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
     result = invoke("inspect", model)
     assert result.exit_code == 0, result.output
+    length = AutoConfig.from_pretrained(model).max_position_embeddings
+    assert f"LlamaForCausalLM, {length} tokens of context" in " ".join(result.stdout.split())
     head_dim = 16
     for pair in range(head_dim // 2):
         frequency = 10000.0 ** (-2 * pair / head_dim)

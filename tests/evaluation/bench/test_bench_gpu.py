@@ -43,10 +43,16 @@ WHOLE = ("none", "rerope", "alibi", "yarn (auto)")
 ROWS = len(LENGTHS) * (len(PHASES) * len(LAYERS) + 2 * len(WHOLE))
 
 
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gpu, "LEAST", 0.0)
+    patch.setattr(gpu, "TOKENS", 4)
+    patch.setattr(gpu, "GENERATIONS", 1)
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time one call at a time; collecting garbage after an injected failure frees nothing here."""
-    monkeypatch.setattr(gpu, "LEAST", 0.0)
+    shorten(monkeypatch)
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
@@ -95,7 +101,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..
         return CliRunner().invoke(app, texts, env={"COLUMNS": "160", "TERM": "dumb"})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "LEAST", 0.0)
+        shorten(patch)
         result = invoke()
     assert result.exit_code == 0, result.output
     for shown in (*LAYERS, *WHOLE, "Wrote gpu.json, gpu.csv, gpu.md"):
