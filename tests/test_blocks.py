@@ -236,6 +236,8 @@ class Smaller(ast.NodeTransformer):
 SLOW = {"bench.md", "documents.md", "evaluation.md", "finetuning.md", "machines.md", "retrieval.md"}
 SLOW |= {"extend.md", "recommend.md", "start.md", "sweep.md", "gpu.md", "trainers.md"}
 SLOW |= {"errors.md", "patching.md", "real_model.md", "shipping.md", "CONTRIBUTING.md"}
+SLOW |= {"faq.md", "serving.md", "supporting_an_architecture.md", "writing_a_method.md"}
+SLOW |= {"finetuned/README.md"}
 """Pages with many commands, or whose libraries take seconds to import."""
 
 
@@ -244,7 +246,9 @@ def pages() -> Iterator[Any]:
     for page in PAGES:
         code = {match["language"] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))}
         if code & {"bash", "python"}:
-            marks = pytest.mark.slow if page.name in SLOW else ()
+            marks = (
+                pytest.mark.slow if SLOW & {page.name, f"{page.parent.name}/{page.name}"} else ()
+            )
             yield pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
 
 

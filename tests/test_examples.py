@@ -27,7 +27,10 @@ IMPORTANT = {
 }
 """Names that must have an example."""
 
-SECONDS = {"from_pretrained", "measure_retrieval", "recommend"}
+SECONDS = {
+    *("from_pretrained", "measure_retrieval", "recommend"),
+    *("PerplexityResult", "RetrievalResult", "TrainingFolder"),
+}
 """Names whose example takes seconds."""
 DEEPSPEED = {
     *SECONDS,
@@ -36,7 +39,6 @@ DEEPSPEED = {
         "write_export",
         "load_adapter",
         "write_card",
-        "TrainingFolder",
         "PerplexityCallback",
     ),
 }

@@ -15,7 +15,7 @@ from hf_posenc import available_methods, from_pretrained, get_method, get_patch,
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
 from tests.support.references import REQUIRED
-from tests.support.selection import late
+from tests.support.selection import late, quick
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -58,9 +58,7 @@ def equal(first: Any, second: Any) -> bool:
     return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
 
 
-@pytest.mark.parametrize(
-    "method", [*FORMS, *late([method for method in STATIC if method not in FORMS])]
-)
+@pytest.mark.parametrize("method", quick(STATIC, ["alibi"]))
 def test_trainer(method: str, tmp_path: Path) -> None:
     ids = zoo.tokens(80, batch=4).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]

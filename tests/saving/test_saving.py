@@ -59,6 +59,9 @@ from tests.support.zoo_registry import quiet
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 
+# One of each rope_type of transformers, and no rotation at all.
+DIFFERENT = ("pi", "abf", "yarn", "llama3", "longrope", "dynamic_ntk", "nope")
+
 # Only in hf_posenc: their tables follow the length, or they compute attention.
 NOT_NATIVE = (
     *("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "dynamic_ntk"),
@@ -69,8 +72,8 @@ ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
 TEXT = {*text_types()} - {*ROTARY, *zoo.seq2seq_types(), *zoo.NOT_BUILT}
 # transformers does not load what the class of this small model saves, patched or not.
 EVERY = sorted({*ROTARY, *zoo.seq2seq_types(), *TEXT} - {"shieldgemma2"})
-# The infinity in its config; two that take another attention from the caller; text inside; a table of positions.
-FEW = ("falcon_h1", "bloom", "esm", "gemma3", "gpt2")
+# The infinity in its config; one that takes another attention from the caller; text inside; a table of positions.
+FEW = ("falcon_h1", "esm", "gemma3", "gpt2")
 
 
 @pytest.fixture
@@ -88,7 +91,7 @@ def plain(path: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-@pytest.mark.parametrize("method", [*STATIC, "longrope", "dynamic_ntk"])
+@pytest.mark.parametrize("method", quick([*STATIC, "longrope", "dynamic_ntk"], DIFFERENT))
 def test_plain_transformers_loads_what_save_pretrained_wrote(
     model: PreTrainedModel, method: str, tmp_path: Path
 ) -> None:
@@ -99,7 +102,10 @@ def test_plain_transformers_loads_what_save_pretrained_wrote(
 
 @pytest.mark.parametrize(
     ("model_type", "method"),
-    covering(["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"], ["yarn", "ntk"]),
+    [
+        *covering(["deepseek_v2", "youtu"], ["yarn", "ntk"]),
+        *late(["deepseek_v3", "glm4_moe_lite"], ["yarn", "ntk"]),
+    ],
 )
 def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
     model_type: str, method: str, tmp_path: Path
@@ -119,7 +125,7 @@ def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
     assert torch.allclose(logits(plain(tmp_path)), logits(model), atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["rerope", "alibi", "log_n"])
+@pytest.mark.parametrize("method", ["rerope", *late(["alibi", "log_n"])])
 def test_a_patch_on_what_plain_transformers_loaded_is_saved(
     model: PreTrainedModel, method: str, tmp_path: Path
 ) -> None:
@@ -174,9 +180,7 @@ def test_parameters_of_another_model_leave_it_as_it_was(
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
 
-    @pytest.mark.parametrize(
-        "method", quick(NOT_NATIVE, ("dynamic_ntk", "alibi", "rerope", "log_n", "xpos"))
-    )
+    @pytest.mark.parametrize("method", quick(NOT_NATIVE, ("dynamic_ntk", "alibi", "rerope")))
     def test_a_method(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:
         patch_model(model, method)
         patch = get_patch(model)
@@ -353,7 +357,7 @@ def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
             type(model).from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("method", zoo.frequency_methods())
+@pytest.mark.parametrize("method", quick(zoo.frequency_methods(), DIFFERENT))
 def test_from_pretrained_gives_the_patched_model_and_its_undo(
     model: PreTrainedModel, method: str, tmp_path: Path
 ) -> None:

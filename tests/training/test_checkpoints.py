@@ -255,6 +255,7 @@ def _arguments(folder: Path) -> TrainingArguments:
     return TrainingArguments(str(folder), use_cpu=True, report_to=[])
 
 
+@pytest.mark.slow
 def test_a_folder_is_held_by_one_run_and_let_go_by_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,9 +125,10 @@ def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     "positions", ["pose", *late(["packed", "random", "random_float", "cream"])]
 )
 def test_every_way_of_giving_positions_trains(
-    tmp_path: Path, texts: dict[str, Path], positions: str
+    tmp_path: Path, texts: dict[str, Path], positions: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = run(tmp_path, texts, "--positions", positions, "--no_score")
+    assert f"its plots are in {output}" in capsys.readouterr().out  # without scores
     assert len(losses(output)) == 2
     assert TrainingLog.read(output).data["positions"] == positions
 
@@ -295,13 +296,6 @@ def test_the_best_model_is_shown_as_what_it_is(
     card = (output / "README.md").read_text(encoding="utf-8")
     assert "after 1 step" in card
     assert "after 3 steps" not in card
-
-
-def test_a_run_without_scores_says_where_the_model_is(
-    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = run(tmp_path, texts, "--no_score")
-    assert f"its plots are in {output}" in capsys.readouterr().out
 
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {

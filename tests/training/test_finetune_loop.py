@@ -30,7 +30,7 @@ from hf_posenc.training.checkpoints import mark_complete
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts import finetune_loop
 from tests.support import zoo
-from tests.support.selection import late, quick
+from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -142,9 +142,8 @@ def test_the_losses_are_those_of_the_trainer(
     assert get_patch(from_pretrained(tmp_path / "loop")) is not None
 
 
-@pytest.mark.parametrize(
-    "patch", quick(["rerope:window=16", "dynamic_yarn", "kerple_log"], ["kerple_log"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", ["rerope:window=16", "dynamic_yarn", "kerple_log"])
 def test_mixed_precision_gives_the_result_of_the_trainer(
     patch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,9 @@ import pytest
 from hf_posenc.training.checkpoints import MANIFEST, checkpoints, complete_checkpoints
 from tests.support.file_operations import Moment
 from tests.support.killing import REFUSED, launch, losses, train
-from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LAUNCH = {1: "one_process.yaml", 2: "two_cpu_processes.yaml"}
 SIGKILLED = -signal.SIGKILL
@@ -90,14 +90,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("operation", "number", "how"),
     [
         # torn weights in checkpoint-6
-        pytest.param("safetensors", 2, "within", marks=pytest.mark.slow),
+        ("safetensors", 2, "within"),
         # checkpoint-9 has a trainer_state.json only after it
-        pytest.param("torch.save rng_state", 3, "before", marks=pytest.mark.slow),
-        pytest.param(
-            "rename", 5, "before", marks=pytest.mark.slow
-        ),  # the manifest of checkpoint-6 is not there yet
+        ("torch.save rng_state", 3, "before"),
+        ("rename", 5, "before"),  # the manifest of checkpoint-6 is not there yet
         # checkpoint-3 is half removed
-        pytest.param("remove optimizer.pt", 1, "before", marks=pytest.mark.slow),
+        ("remove optimizer.pt", 1, "before"),
         ("rename model.safetensors", 1, "before"),  # the result is half in place
     ],
 )
@@ -110,7 +108,7 @@ def test_killed_inside_a_save(
     run.check(tmp_path / "run")
 
 
-@pytest.mark.parametrize("operation", ["safetensors", *late(["torch.save optimizer", "fsync"])])
+@pytest.mark.parametrize("operation", ["safetensors", "torch.save optimizer", "fsync"])
 def test_a_full_disk_is_one_line_and_loses_nothing_older(
     whole: Any, tmp_path: Path, operation: str
 ) -> None:
@@ -127,7 +125,6 @@ def test_a_full_disk_is_one_line_and_loses_nothing_older(
     run.check(folder)
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> None:
     run, folder = whole(processes=2), tmp_path / "run"
     moment = Moment(run.after(run.place("mkdir checkpoint-6"), "torch.save optimizer"), "full")
@@ -138,7 +135,6 @@ def test_a_full_disk_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> 
     assert "nother process of the run ended" in lines[1]
 
 
-@pytest.mark.slow
 def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: torch.save reports it from C++, in words of its own."""
     run = whole()
@@ -156,8 +152,7 @@ def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
     train(folder, moment, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_killed_in_a_save_that_the_other_process_has_done(
     whole: Any, tmp_path: Path, rank: int
 ) -> None:
@@ -187,10 +182,10 @@ LOGS: dict[str, Any] = {
     ("step", "when", "processes", "saved"),
     [
         (5, "step", 1, 5),  # the last of its epoch: what is due then comes first
-        pytest.param(5, "evaluation", 1, 5, marks=pytest.mark.slow),
-        pytest.param(5, "epoch", 1, 6, marks=pytest.mark.slow),
-        pytest.param(7, "step", 2, 7, marks=pytest.mark.slow),
-        pytest.param(12, "step", 1, 12, marks=pytest.mark.slow),  # the last of all
+        (5, "evaluation", 1, 5),
+        (5, "epoch", 1, 6),
+        (7, "step", 2, 7),
+        (12, "step", 1, 12),  # the last of all
     ],
 )
 def test_told_to_stop(
@@ -217,7 +212,6 @@ def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_with_them(
     whole: Any, tmp_path: Path
 ) -> None:
@@ -232,7 +226,6 @@ SHARDED: dict[str, Any] = {"processes": 2, "kind": "sharded full"}
 """FSDP2, whose processes write a checkpoint together."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "number", "rank"),
     [
@@ -251,7 +244,6 @@ def test_killed_while_processes_write_their_shards(
     run.check(folder)
 
 
-@pytest.mark.slow
 def test_a_full_disk_under_a_shard_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> None:
     run, folder = whole(**SHARDED), tmp_path / "run"
     moment = Moment(run.after(run.place("mkdir checkpoint-6"), "open __0_0"), "full")
@@ -263,7 +255,6 @@ def test_a_full_disk_under_a_shard_is_one_line_of_each_process(whole: Any, tmp_p
     run.check(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("lora", 2), ("sharded lora", 2)])
 def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> None:
     run = whole(processes=processes, kind=kind)
@@ -288,7 +279,6 @@ def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> Non
     run.check(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_launcher_is_told_to_stop(tmp_path: Path, processes: int) -> None:
     """With one process, `accelerate launch` dies of the signal and does not pass it on; with two, it does."""

@@ -22,6 +22,7 @@ def _result(folder: Path, moment: Moment | None, *, text: str = "new") -> None:
     save_result(folder, write)
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_final_save_never_leaves_a_mixture_that_loads(tmp_path: Path) -> None:
     assert launch(tmp_path / "whole", work=_result, log=tmp_path / "operations") == [0]
     count = len((tmp_path / "operations").read_text().splitlines())

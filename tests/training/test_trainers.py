@@ -14,7 +14,7 @@ from hf_posenc import from_pretrained, get_method, get_patch, patch_model
 from hf_posenc.embedded import model_path
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.support import zoo
-from tests.support.selection import late
+from tests.support.selection import late, quick
 
 datasets: Any = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
@@ -105,7 +105,7 @@ def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) ->
     return loaded
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", quick(PATCHES, ["kerple", "list"]))
 def test_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     model = choose_parameters(patched(base, name))
     before = loss_of(model, ids)
@@ -115,7 +115,7 @@ def test_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     assert not hasattr(loaded, "peft_config")
 
 
-@pytest.mark.parametrize("name", ["rerope", "kerple", *late(["yarn"])])
+@pytest.mark.parametrize("name", ["rerope", *late(["kerple", "yarn"])])
 def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     model = patched(base, name)
     before = loss_of(model, ids)
@@ -141,7 +141,8 @@ def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) ->
     assert torch.equal(zoo.logits(loaded, ids), zoo.logits(merged, ids))
 
 
-@pytest.mark.parametrize("train", ["lora", *late(["encoding"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["lora", "encoding"])
 def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, train: Any) -> None:
     """Also of what the method trains, which lies in the adapter or among the weights."""
     rows = data(ids, labels=ids.tolist())
@@ -164,7 +165,7 @@ def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, t
         ("yarn", "lora"),
         pytest.param("kerple", "lora", marks=pytest.mark.slow),
         pytest.param("rerope", "lora", marks=pytest.mark.slow),
-        ("list", "full"),
+        pytest.param("list", "full", marks=pytest.mark.slow),
         pytest.param("kerple", "full", marks=pytest.mark.slow),
     ],
 )

@@ -19,6 +19,7 @@ from hf_posenc.training import checks, chunk_loss
 from hf_posenc.training.checks import check_run
 from hf_posenc.training.chunked_loss.loss import ChunkedLoss
 from tests.support import zoo
+from tests.support.selection import covering
 
 PLAIN = zoo.build("llama")
 
@@ -61,8 +62,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:fire starts untrained")
-@pytest.mark.parametrize("kind", ["CP", "SP", "TP"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "kind"), covering(METHODS, ["CP", "SP", "TP"]))
 def test_methods_inside_attention_in_parts_of_a_text_or_of_the_heads(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

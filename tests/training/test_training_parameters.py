@@ -14,7 +14,7 @@ from hf_posenc import PosencError, get_method, get_patch, patch_model
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import Trained, choose_parameters, lora_config, short_names
 from tests.support import zoo
-from tests.support.selection import quick
+from tests.support.selection import late, quick
 
 pytest.importorskip("peft")
 pytestmark = [
@@ -131,7 +131,7 @@ class TestLora:
         assert not [n for n in trained_names(peft_model) if "mlp" in n or "lm_head" in n]
         stepped(peft_model)
 
-    @pytest.mark.parametrize("method", ["kerple", "fire", "shaw", "rope_bias"])
+    @pytest.mark.parametrize("method", ["kerple", "shaw", *late(["fire", "rope_bias"])])
     def test_what_the_method_trains_is_trained_beside_it(
         self, model: PreTrainedModel, method: str
     ) -> None:

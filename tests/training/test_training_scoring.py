@@ -181,15 +181,18 @@ def test_after_is_what_the_saved_model_measures(tmp_path: Path) -> None:
     assert records(after, 0) == records(expected, 0)
 
 
+START = {"eval_on_start": True, "gradient_accumulation_steps": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "config"),
     [
         pytest.param({}, {}, marks=pytest.mark.slow),
         pytest.param({"gradient_checkpointing": True}, {}, marks=pytest.mark.slow),
-        ({"eval_on_start": True, "gradient_accumulation_steps": 2}, {}),
+        pytest.param(START, {}, marks=pytest.mark.slow),
         pytest.param({"bf16": True}, {}, marks=pytest.mark.slow),
         # a table that follows the longest text so far, which transformers keeps as state
-        ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
+        (START, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
     ],
     ids=["plain", "checkpointing", "start", "bf16", "dynamic"],
 )

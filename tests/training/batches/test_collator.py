@@ -203,10 +203,10 @@ def cream_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
     [
         (pose, pose_outcomes, 5, 9),
         (pose, pose_outcomes, 6, 6),
-        (pose, pose_outcomes, 6, 8),
+        pytest.param(pose, pose_outcomes, 6, 8, marks=pytest.mark.slow),
         (randomized, random_outcomes, 3, 6),
         (cream, cream_outcomes, 24, 48),  # both edges are 8
-        (cream, cream_outcomes, 72, 144),  # 24 and 8
+        pytest.param(cream, cream_outcomes, 72, 144, marks=pytest.mark.slow),  # 24 and 8
         (cream, cream_outcomes, 39, 117),  # 13 and 12, and halves
     ],
 )

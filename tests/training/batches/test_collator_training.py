@@ -26,6 +26,8 @@ datasets = pytest.importorskip("datasets")
 EXAMPLES, LENGTH, TARGET = 12, 8, 64
 EPOCHS, BATCH = 2, 2
 STEPS = EXAMPLES // BATCH
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (STEPS + 2, 2))]
+"""Steps of resumed runs, and workers."""
 
 Batch = list[tuple[list[int], list[int]]]
 """Tokens and positions of its rows."""
@@ -116,11 +118,11 @@ def test_epochs_give_an_example_other_positions(whole: tuple[Path, list[Batch]])
     assert all(epochs[0][ids] != epochs[1][ids] for ids in epochs[0])
 
 
-@pytest.mark.parametrize(("step", "workers"), [(2, 0), (STEPS, 2), (STEPS + 2, 2)])
+@pytest.mark.parametrize(("step", "workers"), [(STEPS, 2), *SLOW])
 def test_a_resumed_run_sees_what_it_would_have_seen(
     whole: tuple[Path, list[Batch]], tmp_path: Path, step: int, workers: int
 ) -> None:
-    """Within the first epoch, between epochs, within the second."""
+    """Between epochs, within the first, within the second."""
     folder, seen = whole
     options: Any = {"dataloader_num_workers": workers}
     if workers:
@@ -165,7 +167,7 @@ def test_the_range_grows_over_the_run(whole_curriculum: tuple[Path, list[Batch]]
     assert max(p for step in seen[8:] for _, positions in step for p in positions) > 16
 
 
-@pytest.mark.parametrize(("step", "workers"), [(2, 0), (4, 2), (STEPS + 2, 2)])
+@pytest.mark.parametrize(("step", "workers"), [(4, 2), *SLOW])
 def test_a_resumed_curriculum_goes_on_at_its_step(
     whole_curriculum: tuple[Path, list[Batch]], tmp_path: Path, step: int, workers: int
 ) -> None:

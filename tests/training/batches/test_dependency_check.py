@@ -33,7 +33,7 @@ from tests.support.dependency_cases import (
     tiny,
     words_of,
 )
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet
 
 pytestmark = [
@@ -42,12 +42,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=POSITIONS)
-def positions(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phimoe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "positions"),
+    covering(["llama", "gemma3_text", "phimoe", "deepseek_v3"], POSITIONS),
+)
 def test_the_check_passes_what_works(model_type: str, positions: str) -> None:
     check_dependencies(tiny(model_type, "sdpa"), PositionCollator(positions, target_length=TARGET))
 
@@ -70,6 +68,7 @@ def test_the_check_passes_patched_models(name: str, way: str) -> None:
     check_dependencies(patched(name), PositionCollator(way, target_length=target))
 
 
+@pytest.mark.parametrize("positions", quick(POSITIONS, ["packed", "pose"]))
 def test_the_check_passes_a_peft_model(positions: str) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
@@ -77,6 +76,7 @@ def test_the_check_passes_a_peft_model(positions: str) -> None:
     check_dependencies(model, PositionCollator(positions, target_length=TARGET))
 
 
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_the_check_finds_the_dependencies_that_changes_find(positions: str) -> None:
     model, batch = tiny("gemma3_text", "sdpa"), batch_of(positions)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -175,8 +175,7 @@ def test_drawn_positions_are_refused_where_parts_do_not_see_each_other(drawn: st
         check_dependencies(tiny("llama", "sdpa"), Apart(drawn, target_length=TARGET))
 
 
-@pytest.mark.parametrize("drawn", DRAWS)
-@pytest.mark.parametrize("how", ["roformer", "nope"])
+@pytest.mark.parametrize(("how", "drawn"), covering(["roformer", "nope"], DRAWS))
 def test_drawn_positions_are_refused_where_they_change_nothing(how: str, drawn: str) -> None:
     model = patched("nope") if how == "nope" else zoo.build(how, is_decoder=True)
     with pytest.raises(PosencError, match=r"does not read position_ids.*'contiguous'"):

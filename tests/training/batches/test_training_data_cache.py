@@ -120,6 +120,7 @@ def _slow(folder: Path, begun: Path) -> None:
     cached(folder, entries())
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_that_is_taken_for_complete(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     with running(_slow, tmp_path, begun) as process:
@@ -143,6 +144,7 @@ def _rank(folder: Path, rank: int) -> None:
     (folder / f"hash-{rank}").write_text(blocks.counts.sha256)
 
 
+@pytest.mark.slow
 def test_of_several_processes_one_reads_and_all_have_the_same(tmp_path: Path) -> None:
     ranks = [start(_rank, tmp_path, rank) for rank in range(3)]
     for process in ranks:
