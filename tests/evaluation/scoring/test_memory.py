@@ -20,6 +20,7 @@ from tests.support.perplexities import measured
 from tests.support.selection import covering
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
 CACHED = ("llama", "gemma2", "gpt2", "opt", "bloom", "mixtral", "deepseek_v3")
 """Every kind of cache and of positions beside it; all families are in `test_every_family.py`."""
 DOCUMENTS = [
@@ -155,7 +156,8 @@ def wide(**sizes: Any) -> Any:
 
 
 def test_mlps_that_do_not_fit_are_run_in_slices() -> None:
-    model, ids = wide(intermediate_size=2048), torch.arange(2400) % VOCABULARY
+    ids = torch.arange(2400) % VOCABULARY
+    model = wide(intermediate_size=2048, num_hidden_layers=1)
     expected = TokenScorer(model, ids)(ids)
     limited = Limited(model, down=700)
     scorer = FrugalScorer(TokenScorer(model, ids[:16]))
