@@ -31,6 +31,7 @@ def read(folder: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 def test_shares_in_several_terminals_give_what_one_process_gives(
     model: Path,  # noqa: F811
     texts: Path,  # noqa: F811
