@@ -103,6 +103,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
+def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip garbage collection after an injected lack of memory: it frees nothing here and takes a second."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that counts as large is small."""
     from hf_posenc.evaluation.documents import readers

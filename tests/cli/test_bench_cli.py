@@ -83,6 +83,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_checkpoint(folder / "model"), folder
 
 
+@pytest.mark.slow
 def test_two_shares_then_the_whole(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     model, texts = tiny
     common = (

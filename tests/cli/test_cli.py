@@ -610,7 +610,8 @@ def test_a_method_that_needs_training_says_so_once_in_one_line(
 ) -> None:
     patches = ("--patch", "none", "--patch", "shaw", "--patch", "shaw:keep_rope=true")
     result = run(
-        model, texts, tmp_path, *patches, "--patch", "yarn:scale=4+kerple_log:keep_rope=true"
+        *(model, texts, tmp_path, "--limit", 1, *patches),
+        *("--patch", "yarn:scale=4+kerple_log:keep_rope=true"),
     )
     assert result.exit_code == 0, result.output
     warned = [line for line in result.stderr.splitlines() if "untrained" in line]

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hf_posenc.cli.app import COMMANDS
 from hf_posenc.embedded import model_path
 
@@ -177,6 +179,7 @@ def said(runs: list[tuple[dict[str, str], list[str]]], folder: Path) -> list[lis
     return found
 
 
+@pytest.mark.slow
 def test_wrong_words_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "no.gguf").write_bytes(b"no header")
@@ -192,6 +195,7 @@ def test_wrong_words_are_refused_before_torch_is_imported(tmp_path: Path) -> Non
         assert error in text, line
 
 
+@pytest.mark.slow
 def test_a_shell_completes_names_without_torch(tmp_path: Path) -> None:
     runs: list[tuple[dict[str, str], list[str]]] = [
         (

@@ -81,6 +81,7 @@ def test_a_saved_recipe_beside_a_model(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "posenc_config.json").exists()
 
 
+@pytest.mark.slow
 def test_lists_methods(model: Path) -> None:
     result = invoke("export", model, "--to", "vllm", "--methods")
     assert result.exit_code == 0, result.output

@@ -108,6 +108,7 @@ def files(folder: Path) -> list[str]:
 COMPLETE = ["models/.tiny.lock", "models/tiny/LICENSE", "models/tiny/tiny.Q8_0.gguf"]
 
 
+@pytest.mark.slow
 def test_fetched_by_pip_and_used_by_its_name(cache: Path) -> None:
     before = run("inspect", "tiny")
     assert before.exit_code == 2

@@ -51,6 +51,7 @@ from hf_posenc.patch.config import parse_method
 from hf_posenc.training import PositionCollator
 from tests.support import zoo
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
+from tests.support.selection import quick
 from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(60)  # nothing waits for what never comes
@@ -678,7 +679,10 @@ def test_a_call_is_answered_by_one_line(expression: str, message: str, tmp_path:
     assert hf_posenc.get_patch(model) is None
 
 
-@pytest.mark.parametrize("length", ["1k", " 1K ", "1024", 1024.0, np.int64(1024), np.float64(1024)])
+@pytest.mark.parametrize(
+    "length",
+    quick(["1k", " 1K ", "1024", 1024.0, np.int64(1024), np.float64(1024)], [" 1K ", 1024]),
+)
 def test_every_form_of_a_length_is_the_integer(length: Any, tmp_path: Path) -> None:
     model = zoo.build("llama")
     hf_posenc.patch_model(model, "yarn", target_length=length)
@@ -925,7 +929,7 @@ def valid(ending: str) -> bytes:
     return PACK["." + packed[0]](plain) if packed else plain
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", quick(ENDINGS, ("txt.zst", "jsonl.gz", "parquet", "npy")))
 @given(data=st.data())
 def test_any_damage_is_a_reason_and_never_another_error(ending: str, data: st.DataObject) -> None:
     content = bytearray(valid(ending))
@@ -1408,7 +1412,14 @@ _ONLY_IN_COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+# transformers judges these as it judges others that are here.
+JUDGED_ALIKE = {
+    *("a misspelt knob", "a factor beside another", "a blend that ends before it begins"),
+    "a ramp that ends before it begins",
+}
+
+
+@pytest.mark.parametrize("name", quick(CHECKPOINTS, {*CHECKPOINTS} - JUDGED_ALIKE))
 def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
     damage, line, status = CHECKPOINTS[name]
     model = tiny_checkpoint(tmp_path / "model")
@@ -1544,7 +1555,11 @@ def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect {model} --patch rerope", "recommend {model} --target-length 1k --weights"]
+    "command",
+    [
+        "inspect {model} --patch rerope",
+        pytest.param("recommend {model} --target-length 1k --weights", marks=pytest.mark.slow),
+    ],
 )
 def test_commands_that_load_weights_take_missing_ones_on_demand(
     command: str, tmp_path: Path

@@ -22,6 +22,7 @@ from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
 from hf_posenc.evaluation.perplexity.longppl import key_tokens
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.cli.test_cli import invoke, model, refused, run, texts  # noqa: F401 (fixtures)
+from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
 
@@ -30,6 +31,7 @@ def read(folder: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 def test_shares_in_several_terminals_give_what_one_process_gives(
     model: Path,  # noqa: F811
     texts: Path,  # noqa: F811
@@ -100,7 +102,7 @@ SECOND_RUNS = [
     late(f"{PERPLEXITY} --patch none", f"{PERPLEXITY},48 --patch none", True),
     late(f"{PERPLEXITY},48 --patch none", f"{PERPLEXITY} --patch none", False),
     late(f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --limit 2", False),
-    (
+    late(
         "retrieval {model} --lengths 256 --samples 1 --patch none",
         "retrieval {model} --lengths 256 --samples 1 --patch pi:scale=2",
         False,
@@ -187,7 +189,7 @@ def test_a_dry_run_says_what_it_costs_and_measures_nothing(
         "bench {model} --text {texts} --suite smoke --lengths 64,128",
         "sweep {model} --text {texts} --target-length 128 --patch pi --patch self_extend",
         "search {model} --text {texts} --target-length 128 --budget 8",
-        "extend {model} --target-length 512",
+        pytest.param("extend {model} --target-length 512", marks=pytest.mark.slow),
     ],
 )
 def test_a_dry_run_reads_no_weights_and_runs_no_window(
@@ -212,7 +214,7 @@ def test_a_dry_run_reads_no_weights_and_runs_no_window(
     assert "the rate measured for one thread" in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("kind", ["yarn", "rerope", "adapter"])
+@pytest.mark.parametrize("kind", quick(["yarn", "rerope", "adapter"], ["rerope", "adapter"]))
 def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
     kind: str,
     texts: Path,  # noqa: F811
@@ -268,8 +270,8 @@ def test_the_time_left_is_that_of_the_first_window(capsys: pytest.CaptureFixture
     assert said == "about 8 min left: 2,000 tokens took 160 s, 6,000 are left."
     assert after(1, "yarn", 10_000) == ""
     assert seen == [2_000, 2_500, 3_000, 4_000, 10_000]
-    quick = _with_time(lambda *call: None, Clock())
-    quick("none", 1, 10_000)
+    short = _with_time(lambda *call: None, Clock())
+    short("none", 1, 10_000)
     assert capsys.readouterr().err == ""  # less than a minute
 
 
@@ -278,13 +280,13 @@ def test_a_preset_sets_what_its_peer_has(
     texts: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    preset = ("--preset", "longlora", "--stride", "16")
+    preset = ("--preset", "longlora", "--stride", "64")
     result = run(model, texts, tmp_path, "--patch", "none", *preset)
     assert result.exit_code == 0, result.output
     assert "Preset longlora: Every window scores all its tokens" in " ".join(result.stdout.split())
     values = read(tmp_path)
     assert values["protocols"] == {
-        "stream": "the documents as one stream, windows of L tokens 16 apart; all tokens of every window; "
+        "stream": "the documents as one stream, windows of L tokens 64 apart; all tokens of every window; "
         "every batch of 32 windows weighs the same, the last and smaller one too"
     }
     assert values["settings"]["base"] == 2.71828
@@ -327,6 +329,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
     arguments = (
         "perplexity",

@@ -58,6 +58,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> SelftestResult:
         return selftest(**SMALL, seconds=100)
 
 
+@pytest.mark.slow
 def test_every_backend_of_a_cpu_is_right(result: SelftestResult) -> None:
     assert result.passed
     assert not result.not_reached
@@ -73,6 +74,7 @@ def test_every_backend_of_a_cpu_is_right(result: SelftestResult) -> None:
     assert all(kept is True for claims in result.probes.values() for kept in claims.values())
 
 
+@pytest.mark.slow
 def test_methods_are_timed_beside_plain_attention(result: SelftestResult) -> None:
     assert result.plain["prefill"]["backend"] == "flash_attention"
     assert result.methods.keys() == {"rerope", "alibi", "fire"}
@@ -91,6 +93,7 @@ def test_methods_are_timed_beside_plain_attention(result: SelftestResult) -> Non
     assert last == "Not used, since its check failed: none."
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_in_training_counts_for_training_alone(result: SelftestResult) -> None:
     failed = {
         Case("few", kind, "float32", 16, gradients): Comparison(reason="it raises")
@@ -111,6 +114,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_posenc.evaluation.selftest.run.check_all", lambda *_: {})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_all_methods_of_the_engine_are_timed_by_default() -> None:
     everything = selftest(**{**SMALL, "methods": None, "length": 32})
@@ -118,6 +122,7 @@ def test_all_methods_of_the_engine_are_timed_by_default() -> None:
     assert not [name for name, found in everything.methods.items() if found.errors]
 
 
+@pytest.mark.slow
 def test_json_has_everything(result: SelftestResult) -> None:
     values = json.loads(json.dumps(result.to_dict()))
     assert values["environment"]["torch"] == torch.__version__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import gc
 import json
 import math
 from pathlib import Path
@@ -165,12 +164,6 @@ def hungry(model: Any, most: int) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
-
-
-@pytest.fixture
-def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip garbage collection after an injected lack of memory: it frees nothing here and takes a second."""
-    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 @pytest.mark.usefixtures("quick_collection")

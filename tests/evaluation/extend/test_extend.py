@@ -540,6 +540,7 @@ def test_a_killed_run_resumes_and_another_budget_reuses_its_records(
     assert len(result.choosing.documents) < len(expected.choosing.documents)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_measurements_and_the_first_has_the_verdict(
     job: ExtendJob, planted: Planted, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from hf_posenc.evaluation.measuring.store import (
     fingerprint_of,
 )
 from tests.evaluation.measuring.test_resume import result, work
+from tests.support.selection import late
 
 SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
 KEYS: list[Key] = [("yarn", 4, f"d{n}") for n in range(4)]
@@ -94,14 +95,16 @@ def opened(folder: Path) -> tuple[list[Key], list[str]]:
     return lacking, [str(warning.message) for warning in caught]
 
 
+@pytest.mark.parametrize("step", [3, *late([1])])
 def test_a_byte_that_flips_anywhere_is_reported_once_and_its_record_made_anew(
-    tmp_path: Path,
+    step: int, tmp_path: Path
 ) -> None:
     assert opened(tmp_path) == (KEYS[:3], [])
     (path,) = files(tmp_path)
     whole = path.read_bytes()
-    flips = [(at, whole[at] ^ 1) for at in range(len(whole) - 1)]
-    flips += [(at, new) for at in range(0, len(whole) - 1, 5) for new in b"\n\r \0\xff"]
+    feeds = [at for at in range(len(whole) - 1) if whole[at] == ord("\n")]
+    flips = [(at, whole[at] ^ 1) for at in (*range(0, len(whole) - 1, step), *feeds)]
+    flips += [(at, new) for at in range(0, len(whole) - 1, 5 * step) for new in b"\n\r \0\xff"]
     for at, new in flips:
         if whole[at] == new:
             continue

@@ -16,6 +16,7 @@ from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import peers
+from tests.support.selection import quick
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness comes with the dev extra")
 
@@ -74,7 +75,7 @@ def rolling(lm: Any, texts: list[str]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("patch", [None, YARN, SELF_EXTEND], ids=["none", "yarn", "self_extend"])
+@pytest.mark.parametrize("patch", quick([None, YARN, SELF_EXTEND], [None, SELF_EXTEND]))
 def test_rolling_log_likelihoods_are_our_sums(
     model: Any, tokenizer: Any, texts: list[str], patch: dict[str, Any] | None
 ) -> None:
@@ -119,7 +120,7 @@ def test_the_length_is_read_from_the_config(model: Any, tokenizer: Any) -> None:
         assert harness(model, tokenizer, max_length=500).max_length == 500
 
 
-@pytest.mark.parametrize("patch", [YARN, SELF_EXTEND], ids=["yarn", "self_extend"])
+@pytest.mark.parametrize("patch", quick([YARN, SELF_EXTEND], [YARN]))
 def test_generation_is_the_patched_model_s(
     model: Any, tokenizer: Any, texts: list[str], patch: dict[str, Any]
 ) -> None:

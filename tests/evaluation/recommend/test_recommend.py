@@ -40,6 +40,7 @@ from hf_posenc.evaluation.recommend.options import (
 from hf_posenc.methods import METHODS, NTKAware, RotaryBands, get_method
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
+from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
 TRAINED = 64  # what zoo's models name
@@ -115,7 +116,7 @@ def test_the_first_distance_at_which_a_random_token_may_win() -> None:
     assert rotary_limits(RopeSpec(128, 1e4, 4096), until).similar_until is None
 
 
-@pytest.mark.parametrize(("dim", "length"), [(128, 1024), (64, 2048), (32, 700)])
+@pytest.mark.parametrize(("dim", "length"), [(128, 512), (64, 900), (32, 700)])
 def test_the_least_base_is_that_of_the_models_pairs(dim: int, length: int) -> None:
     spec = RopeSpec(dim, 1e4, 512)
     spec = dataclasses.replace(spec, frequencies=spec.default_inv_freq().float())  # a live model's
@@ -124,7 +125,7 @@ def test_the_least_base_is_that_of_the_models_pairs(dim: int, length: int) -> No
     assert found == next(base for base in tried if smallest(base, dim, length) >= 0)
 
 
-@pytest.mark.parametrize("length", [1024, 4096, 16_384, 32_768])
+@pytest.mark.parametrize("length", quick([1024, 4096, 16_384, 32_768], [1024, 16_384]))
 def test_the_least_base_of_128_dimensions_is_near_the_published_fit(length: int) -> None:
     """Figure 1 of arXiv 2405.14591 fits its own least bases, of 128 dimensions, by 0.0424 L^1.628."""
     found = least_base(RopeSpec(128, 1e4, 512), length)
@@ -408,12 +409,12 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
 def test_another_base(theta: float, above: str, only: Callable[..., None]) -> None:
     parameters = {"rope_type": "default", "rope_theta": theta}
     config = LlamaConfig(
-        max_position_embeddings=4096, rope_parameters=parameters, num_hidden_layers=2
+        max_position_embeddings=1024, rope_parameters=parameters, num_hidden_layers=2
     )
     only("abf")
-    found = by_name(recommend(on_meta(config), 32_768))["abf"].options
+    found = by_name(recommend(on_meta(config), 8192))["abf"].options
     assert found is not None
-    least = least_base(RopeSpec(128, theta, 4096), 32_768)
+    least = least_base(RopeSpec(128, theta, 1024), 8192)
     bounds = {"least": least or 0, "ntk": theta * 8 ** (128 / 126)}
     assert max(bounds, key=lambda name: bounds[name]) == above
     assert bounds[above] <= found["rope_theta"] < bounds[above] * 1.1
@@ -513,7 +514,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.mark.parametrize("scaled", [{}, {"rope_type": "dynamic", "factor": 2.0}])
+@pytest.mark.parametrize("scaled", quick([{}, {"rope_type": "dynamic", "factor": 2.0}], [{}]))
 def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
@@ -544,7 +545,8 @@ def test_the_command_prints_all(folder: Path, only: Callable[..., None]) -> None
     assert "--weights" not in weights.output
 
 
-def test_json_says_the_same(folder: Path) -> None:
+def test_json_says_the_same(folder: Path, only: Callable[..., None]) -> None:
+    only("yarn", "ntk", "rerope", "alibi")
     found = json.loads(invoke(folder, "--target-length", 1024, "--json").output)
     model = AutoModelForCausalLM.from_pretrained(folder)
     expected = recommend(on_meta(model.config), 1024, name=str(folder))

@@ -30,6 +30,7 @@ from hf_posenc.evaluation.retrieval.result import (
     wilson,
 )
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
+from tests.support.selection import quick
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
@@ -301,10 +302,11 @@ def invoke(*arguments: object) -> Any:
     )
 
 
-def test_a_whole_run_by_the_command(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plot", quick([False, True], [False]))
+def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> None:
     arguments = [model, "--lengths", "350,400", "--tasks", "passkey", "--samples", 1, "--depths", 3]
     arguments += ["--patch", "none", "--patch", "yarn", "--distractors", 2]
-    made = invoke(*arguments, "--output", tmp_path / "a")
+    made = invoke(*arguments, *(() if plot else ("--no-plot",)), "--output", tmp_path / "a")
     assert made.exit_code == 0, made.output
     assert "Retrieval, passkey" in made.output
     assert "yarn (auto)" in made.output
@@ -315,7 +317,7 @@ def test_a_whole_run_by_the_command(model: Path, tmp_path: Path) -> None:
     assert len(values["records"]) == 2 * 2 * 3
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert {"retrieval.json", "retrieval.csv", "timings.json", "records"} <= names
-    if available():
+    if plot and available():
         assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
     first = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2")
     assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output

@@ -137,6 +137,7 @@ def test_a_larger_run_keeps_what_a_smaller_one_has_measured(tmp_path: Path) -> N
     assert other.fingerprint != small.fingerprint == large.fingerprint
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_what_fails_is_a_cell_and_no_crash(tmp_path: Path) -> None:
     model = Copier(most=900, error=torch.OutOfMemoryError("CUDA out of memory"))
     result = whole(run_of(model), tmp_path / "a")

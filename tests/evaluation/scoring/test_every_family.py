@@ -77,8 +77,8 @@ PIECES = (7, 20)
 """Below and above the tiny windows of 8; four pieces of 7 leave one of 29 tokens alone."""
 IDS = zoo.tokens(29)[0]
 # One for each kind of cache, and each way from the decoder to the logits.
-FAST = {*zoo.ATTENDING, "bamba", "bert", "granite4_vision_text", "mamba", "mamba2", "rwkv"}
-FAST |= {"prophetnet", "qwen3_next", "unlimited_ocr_text"}
+FAST = {"llama", "gemma3", "gpt_oss", "gpt_neox", "deepseek_v2", "bert", "granite4_vision_text"}
+FAST |= {"mamba", "rwkv", "qwen3_next", "prophetnet"}
 
 
 class Wrapped(nn.Module):
@@ -258,7 +258,7 @@ def test_a_forward_that_cannot_be_asked_for_few_logits_is_replayed(model_type: s
     "model_type",
     quick(
         ("llama", "gemma2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next", "bamba", "mamba"),
-        always=("llama", "gpt_oss", "deepseek_v3", "bamba", "mamba"),
+        always=("llama", "bamba", "mamba"),
     ),
 )
 def test_half_precision(model_type: str) -> None:

@@ -17,17 +17,21 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
 from tests.support import zoo
 from tests.support.perplexities import measured
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
-CACHED = ("llama", "gemma2", "gpt2", "opt", "bloom", "mixtral", "deepseek_v3")
-"""Every kind of cache and of positions beside it; all families are in `test_every_family.py`."""
+pytestmark = pytest.mark.usefixtures("quick_collection")
+CACHED = ("llama", "gemma2", "bloom", "deepseek_v3")
+"""The kinds of caches and of positions beside them; all families are in `test_every_family.py`."""
 DOCUMENTS = [
     tokenize(Document(f"d{n}", prose(300 + 41 * n, n)), byte_tokenizer()) for n in range(2)
 ]
 
 
-@pytest.mark.parametrize(("model_type", "piece"), covering(CACHED, (7, 16, 64)))
+@pytest.mark.parametrize(
+    ("model_type", "piece"),
+    [*covering(CACHED, (7, 16, 64)), *late(["gpt2", "opt", "mixtral"], (7, 16, 64))],
+)
 def test_a_prefill_in_pieces_gives_the_same_losses(model_type: str, piece: int) -> None:
     model = zoo.build(model_type)
     ids = zoo.tokens(57)[0]
@@ -155,7 +159,8 @@ def wide(**sizes: Any) -> Any:
 
 
 def test_mlps_that_do_not_fit_are_run_in_slices() -> None:
-    model, ids = wide(intermediate_size=2048), torch.arange(2400) % VOCABULARY
+    ids = torch.arange(2400) % VOCABULARY
+    model = wide(intermediate_size=2048, num_hidden_layers=1)
     expected = TokenScorer(model, ids)(ids)
     limited = Limited(model, down=700)
     scorer = FrugalScorer(TokenScorer(model, ids[:16]))

@@ -33,7 +33,17 @@ LIMITS: dict[str, int | None] = {
 }
 
 
-@pytest.mark.parametrize(("family", "limit"), LIMITS.items())
+# One for each of the lines above, and two without a limit.
+FAST = ("gpt2", "roberta", "gptj", "mpt", "bloom", "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"),
+    [
+        pytest.param(family, limit, marks=() if family in FAST else pytest.mark.slow)
+        for family, limit in LIMITS.items()
+    ],
+)
 def test_the_limit_is_found_and_is_the_model_s_own(family: str, limit: int | None) -> None:
     lengths = {
         "n_positions": 64,

@@ -18,7 +18,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
 from hf_posenc.model import masks
 from tests.support import zoo
-from tests.support.selection import covering
+from tests.support.selection import covering, late
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,8 @@ def test_trying_pieces_takes_no_more_at_a_time_than_they_do(window: int | None) 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "size"), covering(["llama", "gemma3_text", "falcon"], [64, 700])
+    ("model_type", "size"),
+    [*covering(["gemma3_text", "falcon"], [64, 700]), *late(["llama"], [64, 700])],
 )
 def test_the_engine_computes_pieces_where_it_can(model_type: str, size: int) -> None:
     """Falcon calls sdpa in its own code, which fails on a mask that is no matrix: it keeps its matrices."""
@@ -176,10 +177,11 @@ def limited(layer: Any, most: int) -> None:
     layer.register_forward_pre_hook(check)
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_a_lack_of_memory_stays_one() -> None:
     model: Any = zoo.build("mamba")
-    limited(model.backbone.layers[0], 1500)
-    ids = zoo.tokens(2100)[0]
+    limited(model.backbone.layers[0], 750)
+    ids = zoo.tokens(1050)[0]
     with pytest.raises(torch.OutOfMemoryError):
         FrugalScorer(TokenScorer(model, ids[:16], chunk=64))([ids], 1)
 

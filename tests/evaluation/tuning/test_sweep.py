@@ -180,8 +180,14 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def swept() -> SweepResult:
-    return run(tiny())
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `swept`."""
+    return tmp_path_factory.mktemp("swept")
+
+
+@pytest.fixture(scope="module")
+def swept(kept: Path) -> SweepResult:
+    return run(tiny(), folder=kept)
 
 
 def test_every_number_is_what_full_logits_give(swept: SweepResult) -> None:
@@ -435,6 +441,7 @@ def test_failures_are_cells() -> None:
     assert "none gave no number to compare with." in list(everywhere.notes())
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -463,14 +470,10 @@ def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
 
 
 def test_nothing_is_measured_twice(
-    swept: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swept: SweepResult, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny()
-    first = run(model, folder=tmp_path)
-    assert first.to_dict() == swept.to_dict()
     monkeypatch.setattr(SweepJob, "score", None)  # anything measured now fails
-    again = run(model, folder=tmp_path)
-    assert again.to_dict() == first.to_dict()
+    assert run(tiny(), folder=kept).to_dict() == swept.to_dict()
 
 
 def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:

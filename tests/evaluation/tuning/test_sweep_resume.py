@@ -186,6 +186,7 @@ def test_refusals_are_one_line(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_without_a_winner_the_exit_status_is_1(
     model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
