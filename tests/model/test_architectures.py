@@ -1,6 +1,6 @@
 """Every rotary architecture of transformers: a patched live model against a freshly built native one.
 
-The types come from transformers' registry (``tests/support/zoo.py``). Those of ``zoo.representative`` run always; all
+The types come from transformers' registry (``tests/support/zoo.py``). Those of ``zoo.HELD`` run always; all
 others with ``-m slow``.
 """
 

@@ -87,7 +87,7 @@ def every(turn: int) -> list[Any]:
     ]
 
 
-# Every way, and each with one kind of checkpointing.
+# Every case of its turn, with one kind of checkpointing.
 AGAIN = [
     pytest.param(
         *case.values,
