@@ -120,7 +120,7 @@ def check_split(
 
 
 @given(data=st.data(), count=st.integers(1, 4), case=CASE, rows=st.sampled_from([1, 64]))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_packed_documents_are_read_one_by_one(
     data: st.DataObject, count: int, case: Case, rows: int
 ) -> None:

@@ -30,7 +30,7 @@ from tests.support.attention_llama import (
     reference,
 )
 from tests.support.families import build_text_model
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -71,7 +71,17 @@ def slope(model: PreTrainedModel, name: str, ids: Tensor, moved: dict[str, Tenso
     return float(losses[0] - losses[1]) / (2 * step)
 
 
-@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS))
+TRAINED = ("fire", "shaw", "transformer_xl_shared", "temperature_ssmax", "kerple_power")
+"""Cases whose parameters are of other kinds than those of `FORMS`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *covering([*FORMS, *TRAINED], PATHS),
+        *late([name for name in ALIKE if name not in TRAINED], PATHS),
+    ],
+)
 def test_gradients_equal_those_of_the_reference(
     name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +130,9 @@ def test_the_parameters_are_the_models(model: PreTrainedModel, name: str) -> Non
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize(
+    "name", quick(TRAINABLE, ("kerple_log", "t5", "fire", "shaw", "rope_bias"))
+)
 def test_training_the_method_alone_lowers_the_loss(model: PreTrainedModel, name: str) -> None:
     """By 0.005 at least: over ten seeds, the least is 0.020 (`fire`); after 8 steps it was 0.008."""
     torch.manual_seed(0)  # some methods start from random parameters
@@ -143,8 +155,13 @@ def test_training_the_method_alone_lowers_the_loss(model: PreTrainedModel, name:
     assert all(".posenc." in key for key in changed)
 
 
-@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi", "t5", "fire", "rope_bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    covering(
+        ["rerope", "dual_chunk", "alibi", "t5", "fire", "rope_bias"],
+        [torch.float32, torch.bfloat16],
+    ),
+)
 def test_gradients_are_finite_also_under_padding(
     model: PreTrainedModel, name: str, dtype: torch.dtype
 ) -> None:
@@ -162,7 +179,13 @@ def test_gradients_are_finite_also_under_padding(
         assert value.grad.isfinite().all(), key
 
 
-@pytest.mark.parametrize(("name", "path"), [*covering(FORMS, PATHS), *late(ALIKE, PATHS)])
+AGAIN = "rerope", "dual_chunk", "kerple_log", "rope_bias", "dynamic_ntk_row"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [*covering(AGAIN, PATHS), *late([name for name in CASES if name not in AGAIN], PATHS)],
+)
 def test_gradient_checkpointing_gives_the_same_gradients(
     name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -101,6 +101,7 @@ GAPS = st.sampled_from([0, 3])
 
 
 @given(SEQUENCES, GAPS)
+@settings(max_examples=30)
 def test_causal(sequences: Sequences, gap: int) -> None:
     check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap, count=1)
 
@@ -113,6 +114,7 @@ def test_causal(sequences: Sequences, gap: int) -> None:
 @example([(14, 30)], 0, 7, None)
 @example([(40, 3)], 0, 7, 4)
 @given(SEQUENCES, GAPS, st.integers(1, 60), st.none() | st.integers(0, 100))
+@settings(max_examples=30)
 def test_two_bands(sequences: Sequences, gap: int, window: int, far_keys: int | None) -> None:
     def plan(rows: int, offset: int) -> Rectangles:
         return windowed.two_bands(rows, offset, window, far_keys=far_keys)
@@ -125,6 +127,7 @@ def test_two_bands(sequences: Sequences, gap: int, window: int, far_keys: int | 
 
 
 @given(SEQUENCES, GAPS, st.integers(1, 60))
+@settings(max_examples=30)
 def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
     def naive(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         return (m // chunk - n // chunk).clamp(0, 2), n <= m
@@ -260,7 +263,7 @@ def test_equals_the_float64_reference(name: str, used: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "turn"),
-    [*covering(FORMS, range(3)), *late([name for name in NAMES if name not in FORMS], range(3))],
+    [*covering(FORMS[:3], range(3)), *late([n for n in NAMES if n not in FORMS[:3]], range(3))],
 )
 def test_every_way_to_run_a_text_gives_the_same(name: str, turn: int, used: list[str]) -> None:
     """Padding, packing, pieces and steps; only a static cache, whose last keys are empty, goes elsewhere."""
@@ -272,8 +275,10 @@ def test_every_way_to_run_a_text_gives_the_same(name: str, turn: int, used: list
         assert "emulated flash" in used or "static" in way.__name__, way.__name__
 
 
-@pytest.mark.parametrize("layout", HEADS)
-@pytest.mark.parametrize("name", ["rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    covering(["rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row"], HEADS),
+)
 def test_every_layout_of_heads(name: str, layout: str, used: list[str]) -> None:
     heads, key_heads = HEADS[layout]
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}

@@ -29,7 +29,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.model.masks import CausalMask
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
-from tests.support.selection import covering
+from tests.support.selection import covering, late, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -145,36 +145,48 @@ def assert_precise(name: str, run: Run, dtype: torch.dtype, model: Any = None) -
     assert mine <= MOST * theirs, f"{mine:.2e} beside {theirs:.2e}: {mine / theirs:.2f} times"
 
 
+RUNS = [prefill, steps, training], [torch.bfloat16, torch.float16]
+MAIN = (
+    *("rerope", "dual_chunk", "attention_sinks", "alibi", "kerple_log", "t5", "shaw", "rope_bias"),
+    *("xpos", "dynamic_ntk_row"),
+)
+"""A method for each path through the engine."""
+
+
 @pytest.mark.parametrize(
     ("name", "run", "dtype"),
-    covering(METHODS, [prefill, steps, training], [torch.bfloat16, torch.float16]),
+    [*covering(MAIN, *RUNS), *late([name for name in METHODS if name not in MAIN], *RUNS)],
 )
 def test_as_precise_as_the_unpatched_model(name: str, run: Run, dtype: torch.dtype) -> None:
     assert_precise(name, run, dtype)
 
 
-@pytest.mark.parametrize("backend", ["exact", "emulated flash"])
-@pytest.mark.parametrize("run", [prefill, training])
-@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "dynamic_yarn_row", "alibi"])
+@pytest.mark.parametrize(
+    ("name", "run", "backend"),
+    covering(
+        ["rerope", "dual_chunk", "dynamic_yarn_row", "alibi"],
+        [prefill, training],
+        ["exact", "emulated flash"],
+    ),
+)
 def test_every_backend(name: str, run: Run, backend: str) -> None:
     with forced(backend):
         assert_precise(name, run, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", quick(FEW, ("rerope", "kerple_log")))
 def test_a_backward_inside_of_the_region(name: str) -> None:
     assert_precise(name, inside, torch.bfloat16)
 
 
-@HALVES
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "dtype"), covering(FEW, [torch.bfloat16, torch.float16]))
 def test_steps_that_leave_the_region_and_enter_it(name: str, dtype: torch.dtype) -> None:
     for first, after in ((dtype, None), (None, dtype)):
         error = zoo_error(steps(shared(name), first, after=after), truth(name, steps))
         assert error <= MOST * unpatched(steps, dtype)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", quick(FEW, ("rerope", "kerple_log")))
 def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     model = build(name)
     want = training(model, torch.bfloat16)
@@ -212,12 +224,17 @@ def test_a_gradient_scaler(name: str) -> None:
     ("kind", "method"),
     [
         ("gptj", "rerope"),
-        ("gptj", "dynamic_yarn"),
-        ("codegen", "alibi"),
         ("bloom", "alibi"),
         ("falcon", "t5"),
-        ("gemma2", "rerope"),
-        ("t5", "t5"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gptj", "dynamic_yarn"),
+                ("codegen", "alibi"),
+                ("gemma2", "rerope"),
+                ("t5", "t5"),
+            )
+        ),
     ],
 )
 def test_models_that_compute_attention_in_their_own_way(kind: str, method: str) -> None:
@@ -289,16 +306,21 @@ def in_float64(call: Call) -> Call:
     return dataclasses.replace(call, **wide)
 
 
-@HALVES
-@pytest.mark.parametrize("spread", [1, 9])
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        *itertools.product((None, "rerope", "dual_chunk"), ("prefill", "exact", "emulated flash")),
-        *((None, "few"), ("rerope", "few")),
-    ],
+    ("case", "spread", "dtype"),
+    covering(
+        [
+            *itertools.product(
+                (None, "rerope", "dual_chunk"), ("prefill", "exact", "emulated flash")
+            ),
+            *((None, "few"), ("rerope", "few")),
+        ],
+        [1, 9],
+        [torch.bfloat16, torch.float16],
+    ),
 )
-def test_one_call(name: str | None, backend: str, spread: float, dtype: torch.dtype) -> None:
+def test_one_call(case: tuple[str | None, str], spread: float, dtype: torch.dtype) -> None:
+    name, backend = case
     method = None if name is None else get_method(name)()
     encoding = encoding_of(method, FEATURES, torch.device("cpu"), 256, (HEADS, HEADS))
     call = call_of(4 if backend == "few" else 512, spread)

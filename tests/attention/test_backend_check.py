@@ -177,6 +177,7 @@ def test_the_general_path_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.count(80) == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_uses_what_was_checked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = apply(build(num_hidden_layers=1), "rerope"), zoo.tokens(80)
     rows = unproven(monkeypatch)

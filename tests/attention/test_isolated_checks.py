@@ -96,6 +96,7 @@ def test_one_that_is_broken_is_struck_and_results_stay_right(
     assert len(started) == 2
 
 
+@pytest.mark.slow
 def test_one_that_is_right_is_compared_here_too_and_the_rest_is_known(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
@@ -264,6 +264,7 @@ def test_only_length_dependent_methods_look_at_the_length(name: str) -> None:
 
 @pytest.mark.parametrize("name", promising("only_lowers_frequencies"))
 @given(scale=st.floats(1.01, 64.0), theta=thetas, dim=dims)
+@settings(max_examples=30)
 def test_frequencies_stay_in_order_and_are_only_lowered(
     name: str, scale: float, theta: float, dim: int
 ) -> None:

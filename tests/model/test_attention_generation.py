@@ -17,7 +17,7 @@ from tests.attention.test_attention import apply, assert_close, build
 from tests.attention.test_attention import patched as shared
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
-from tests.support.selection import covering, late
+from tests.support.selection import covering, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -26,6 +26,7 @@ FEW = (
     *("transformer_xl_keep_rope", "xpos", "rope_bias", "dynamic_ntk_row"),
 )
 """A case for every way in which the engine differs."""
+FEWER = quick(FEW, ("dual_chunk", "alibi", "rope_bias", "dynamic_ntk_row"))
 NEW = 9
 """Tokens to generate."""
 TOKENS = {"eos_token_id": None, "pad_token_id": 0}
@@ -136,7 +137,7 @@ QUANTISED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEWER)
 def test_beam_search(name: str) -> None:
     model = patched_by(name)
     kwargs = {**prompts(), "num_beams": 3, "num_return_sequences": 2, "output_scores": True}
@@ -145,7 +146,7 @@ def test_beam_search(name: str) -> None:
     torch.testing.assert_close(cached.sequences_scores, plain.sequences_scores)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEWER)
 def test_drafts_that_are_taken_back(name: str) -> None:
     """Prompt lookup and assisted decoding crop the cache wherever a draft was wrong."""
     model = patched_by(name)
@@ -223,9 +224,8 @@ def decoded(model: PreTrainedModel, step: Any, ids: Tensor) -> Tensor:
     return torch.cat(parts, 1).double()
 
 
-@pytest.mark.parametrize(
-    "name", ["dynamic_ntk_row", *late([n for n in FEW if n != "dynamic_ntk_row"])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
 def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None:
     model = apply(layer, name)
     torch._dynamo.reset()
@@ -234,6 +234,7 @@ def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_not_one_for_export(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +254,8 @@ def test_a_compiled_step_is_not_one_for_export(
     decoded(model, torch.compile(model, backend="eager", fullgraph=True), zoo.tokens(22))
 
 
-@pytest.mark.parametrize("bucket", [pytest.param(1, marks=pytest.mark.slow), 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", [1, 16])
 def test_compiled_steps_with_a_pinned_length(layer: PreTrainedModel, bucket: int) -> None:
     """The pin is the cache's, which a graph would keep as it was: the step leaves the graph there."""
     model = layer

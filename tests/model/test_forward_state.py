@@ -21,6 +21,7 @@ from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
 from tests.support.families import build_text_model, text_types
+from tests.support.selection import late
 from tests.support.ways_to_run import at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -65,18 +66,28 @@ ALIKE = {("llama", "log_n"), ("gptj", "alibi"), ("roformer", "alibi"), ("gpt2", 
     (kind, "alibi")
     for kind in ("gpt_bigcode", "biogpt", "xglm", "rembert", "marian", "m2m_100", "mvp", "pegasus")
 }
-EVERY = [
-    *(
-        pytest.param(
-            *case,
-            id="-".join(map(str, (*case[:2], *case[2].values()))),
-            marks=pytest.mark.slow if case[:2] in ALIKE else (),
-        )
-        for case in CASES
-    ),
-    *OTHERS,
-]
-# Every way, and each with one kind of checkpointing.
+# These in each test; the others take turns.
+ALWAYS = {("llama", "rerope"), ("gptj", "rerope"), ("bloom", "alibi"), ("gpt2", "interpolate")}
+
+
+def every(turn: int) -> list[Any]:
+    """Every case; all but `ALWAYS` and a third of the others are slow."""
+    one = [case for case in CASES if case[:2] not in ALIKE | ALWAYS]
+    fast = [*(case for case in CASES if case[:2] in ALWAYS), *one[turn::3]]
+    return [
+        *(
+            pytest.param(
+                *case,
+                id="-".join(map(str, (*case[:2], *case[2].values()))),
+                marks=() if case in fast else pytest.mark.slow,
+            )
+            for case in CASES
+        ),
+        *OTHERS,
+    ]
+
+
+# Every case of its turn, with one kind of checkpointing.
 AGAIN = [
     pytest.param(
         *case.values,
@@ -84,7 +95,7 @@ AGAIN = [
         id=f"{case.id or case.values[0]}-{reentrant}",
         marks=case.marks if turn % 2 == reentrant else pytest.mark.slow,
     )
-    for turn, case in enumerate(EVERY)
+    for turn, case in enumerate(every(2))
     for reentrant in (False, True)
 ]
 LENGTHS = 20, 36
@@ -199,7 +210,7 @@ def snapshot(model: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "name", "options"), EVERY)
+@pytest.mark.parametrize(("kind", "name", "options"), every(1))
 def test_a_forward_writes_nothing_that_another_one_reads(
     kind: str, name: str, options: dict[str, Any]
 ) -> None:
@@ -253,7 +264,7 @@ def test_a_forward_that_raises_leaves_nothing() -> None:
 # Threads
 
 
-@pytest.mark.parametrize(("kind", "name", "options"), EVERY)
+@pytest.mark.parametrize(("kind", "name", "options"), every(0))
 def test_threads_get_positions_of_their_own(kind: str, name: str, options: dict[str, Any]) -> None:
     model = built(kind, name, options)
     texts = [arguments(model, length) for length in LENGTHS]
@@ -268,7 +279,7 @@ def test_threads_get_positions_of_their_own(kind: str, name: str, options: dict[
         assert max(zoo.relative_difference(got.double(), want.double()) for got in results) < 1e-6
 
 
-@pytest.mark.parametrize("update", ["row", "request", "sequence"])
+@pytest.mark.parametrize("update", ["sequence", *late(["row", "request"])])
 def test_generations_in_threads_are_those_of_one_thread(update: str) -> None:
     options = {"update": update, "original_max_position_embeddings": 16}
     model: Any = built("llama", "dynamic_ntk", options)

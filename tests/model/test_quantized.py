@@ -24,6 +24,7 @@ from hf_posenc.model.unwrapping import trial
 from hf_posenc.model.weights import damaged_weights, is_quantized, plain_parts
 from hf_posenc.verification import verify_export
 from tests.support import zoo
+from tests.support.selection import covering, quick
 
 METHODS: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 16}, "fire": {}}
 IDS = zoo.tokens(40)
@@ -225,7 +226,9 @@ def off_by_steps(model: Any) -> float:
 
 
 @pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
-@pytest.mark.parametrize("kind", [*LOADED, *CHANGED])
+@pytest.mark.parametrize(
+    "kind", quick([*LOADED, *CHANGED], ("torch dynamic int8", "GPTQ", "cpu_offload", "device_map"))
+)
 def test_they_are_patched_run_undone_saved_and_loaded(
     kind: str, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -251,8 +254,7 @@ def test_they_are_patched_run_undone_saved_and_loaded(
         unpatch_model(model)
 
 
-@pytest.mark.parametrize("method", ["yarn", "rerope"])
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize(("kind", "method"), covering(PLAIN, ["yarn", "rerope"]))
 def test_where_weights_are_changes_no_logits(
     kind: str, method: str, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -263,8 +265,7 @@ def test_where_weights_are_changes_no_logits(
     assert torch.equal(whole, elsewhere)
 
 
-@pytest.mark.parametrize("method", ["yarn", "rerope"])
-@pytest.mark.parametrize("kind", LOADED)
+@pytest.mark.parametrize(("kind", "method"), covering(LOADED, ["yarn", "rerope"]))
 def test_a_saved_patch_is_quantized_when_it_is_loaded(
     kind: str, method: str, checkpoint: Path, tmp_path: Path
 ) -> None:

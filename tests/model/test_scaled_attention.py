@@ -24,7 +24,7 @@ from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, reference
 from tests.support.attention_ways import in_steps
-from tests.support.selection import covering
+from tests.support.selection import covering, quick
 
 IDS = zoo.tokens(50)
 
@@ -208,7 +208,7 @@ OWN: dict[str, tuple[int, dict[str, Any]]] = {
 """Types that scale their queries: L, and the law in `temperature`'s words."""
 
 
-@pytest.mark.parametrize("model_type", OWN)
+@pytest.mark.parametrize("model_type", quick(OWN, ("ministral3", "llama4_text")))
 def test_a_model_that_scales_its_queries_keeps_one_factor(model_type: str) -> None:
     original, law = OWN[model_type]
     model, ids = zoo.build(model_type), zoo.tokens(150)

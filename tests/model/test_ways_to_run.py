@@ -83,13 +83,20 @@ def error(values: Tensor, expected: Tensor) -> float:
 CELLS = [(way, kind) for way in WAYS for kind in KINDS if WAYS[way].pairs(KINDS[kind])]
 
 
+# Each graph is traced for many seconds; tests/patch/test_torch_export.py has the latter. The others have tests of their
+# own (ELSEWHERE, test_quantized.py), or are a numeric type or a place of weights that is like another one here.
+ONLY_SLOW = (
+    *("torch.compile", "torch.export", "threads", "pickle", "float32", "float64", "float16"),
+    *("autocast bfloat16", "deterministic", "disk offload", "offload after", "meta device"),
+)
+
+
 def cells() -> list[Any]:
-    """Every cell; each way runs with one kind in the fast suite, and each kind with several ways."""
+    """Every cell; a way runs with one kind in the fast suite or with none, and each kind with several ways."""
     fast, count = set[tuple[str, str]](), dict.fromkeys(KINDS, 0)
     for way in WAYS:
         kinds = sorted((kind for name, kind in CELLS if name == way), key=lambda kind: count[kind])
-        # Each graph is traced for many seconds; tests/patch/test_torch_export.py has the latter.
-        for kind in kinds[: 0 if way in ("torch.compile", "torch.export") else 1]:
+        for kind in kinds[: 0 if way in ONLY_SLOW else 1]:
             count[kind] += 1
             fast.add((way, kind))
     return [

@@ -32,6 +32,7 @@ from tests.patch.test_attention_patching import IDS, everything
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, parameters_of, reference
 from tests.support.attention_ways import token_by_token
+from tests.support.selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -78,7 +79,7 @@ LISTS: dict[str, tuple[list[Any], Case]] = {
 }
 
 
-@pytest.mark.parametrize("which", LISTS)
+@pytest.mark.parametrize("which", quick(LISTS, ("rerope, alibi", "yarn, rerope", "yarn, log_n")))
 def test_lists_compute_all_of_their_methods(
     model: PreTrainedModel, which: str, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tests.support.selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 FEW = ("rerope", "dual_chunk", "alibi", "fire", "transformer_xl", "rope_bias", "dynamic_ntk_row")
+MAIN = ("rerope", "dual_chunk", "alibi_keep_rope", "fire", "rope_bias", "dynamic_ntk_row")
 IDS = zoo.tokens(40)
 
 
@@ -51,7 +52,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", quick(CASES, FORMS))
+@pytest.mark.parametrize("name", quick(CASES, MAIN))
 def test_unpatching_restores_everything(model: PreTrainedModel, name: str) -> None:
     model.train()
     before, logits = copy.deepcopy(everything(model)), zoo.logits(model, IDS)
@@ -125,7 +126,7 @@ def test_a_warning_that_is_an_error_leaves_no_trace(model: PreTrainedModel) -> N
     assert torch.equal(zoo.logits(model, IDS), logits)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", quick(FEW, ("rerope", "alibi", "rope_bias", "dynamic_ntk_row")))
 def test_other_models_are_untouched(model: PreTrainedModel, name: str) -> None:
     apart, sharing = zoo.twin(model), zoo.twin(model, share_config=True)
     before = [(zoo.logits(other, IDS), everything(other)) for other in (apart, sharing)]
@@ -139,9 +140,7 @@ def test_other_models_are_untouched(model: PreTrainedModel, name: str) -> None:
     assert torch.equal(zoo.logits(model, IDS), expected)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "fire" else ()) for n in FEW]
-)
+@pytest.mark.parametrize("name", quick(FEW, ("rerope", "alibi", "rope_bias")))
 def test_copies_and_pickles(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
     before = zoo.logits(model, IDS)
     expected = zoo.logits(apply(model, name), IDS)
@@ -199,7 +198,7 @@ def test_peft_before_and_after(model: PreTrainedModel, name: str) -> None:
 # On disk
 
 
-@pytest.mark.parametrize("name", quick(CASES, (*FORMS, "fire", "transformer_xl_shared")))
+@pytest.mark.parametrize("name", quick(CASES, (*MAIN, "transformer_xl_shared")))
 def test_saved_and_loaded(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
     """Trained parameters are included."""
     before = zoo.logits(model, IDS)

@@ -40,7 +40,7 @@ from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
 from tests.support.attention_ways import WAYS, in_steps
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 DEVICES = "cpu", "meta"
@@ -93,7 +93,9 @@ def patched(which: str) -> tuple[Any, Mapping[int, Case]]:
     return model, cases
 
 
-@pytest.mark.parametrize("which", REQUESTS)
+@pytest.mark.parametrize(
+    "which", quick(REQUESTS, ("yarn, rerope", "bias, bands", "trained", "nope, temperature"))
+)
 def test_every_layer_has_its_own_methods(which: str, tmp_path: Path) -> None:
     model, cases = patched(which)
     want = reference(model, cases, IDS)

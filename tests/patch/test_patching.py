@@ -33,7 +33,7 @@ from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.patch import patching
 from hf_posenc.patch.report import COLUMNS
 from tests.support import zoo
-from tests.support.selection import late
+from tests.support.selection import covering, late
 
 LENGTH = 96  # half as many again as the tiny models' 64
 
@@ -495,8 +495,10 @@ class TestRotaryAttributes:
             assert torch.equal(getattr(rotary, f"{prefix}inv_freq"), table.inv_freq)
             assert getattr(rotary, f"{prefix}attention_scaling") == table.attention_factor
 
-    @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3"])
-    @pytest.mark.parametrize("method", ["yarn", "pi", "dynamic_ntk", "longrope"])
+    @pytest.mark.parametrize(
+        ("model_type", "method"),
+        covering(["llama", "gemma3_text", "phi3"], ["yarn", "pi", "dynamic_ntk", "longrope"]),
+    )
     def test_are_those_in_force(self, model_type: str, method: str) -> None:
         model = zoo.build(model_type)
         names = [name for name, _ in model.named_buffers()]

@@ -20,6 +20,7 @@ from hf_posenc.seams.hidden import refuse_hidden
 from scripts.positions_coverage import rotary_encoders
 from tests.support import zoo
 from tests.support.families import build_text_model
+from tests.support.selection import quick
 
 METHODS: dict[str, dict[str, Any]] = {
     "pi": {"scale": 4},
@@ -198,7 +199,19 @@ def _llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("source", HIDDEN)
+@pytest.mark.parametrize(
+    "source",
+    quick(
+        HIDDEN,
+        (
+            "learned table",
+            "bias in the mask",
+            "positions in values",
+            "second rotation",
+            "before the head",
+        ),
+    ),
+)
 def test_a_hidden_source_is_refused_by_every_method(source: str) -> None:
     model, (hide, words) = _llama(), HIDDEN[source]
     hide(model)

@@ -18,6 +18,7 @@ from hf_posenc.seams.inspection import Positions
 from hf_posenc.seams.native import advice_on
 from hf_posenc.seams.probes import absolute, relative
 from tests.support.families import build_text_model, text_types
+from tests.support.selection import covering, late, quick
 from tests.support.zoo import logits, tokens
 
 # Kinds and places of the sources by model type, as its modelling code has them; the certificate must be rounding.
@@ -53,7 +54,7 @@ def inspected(model_type: str) -> Positions:
     return inspect_positions(build_text_model(model_type))
 
 
-@pytest.mark.parametrize("model_type", COMPLETE)
+@pytest.mark.parametrize("model_type", quick(COMPLETE, ("llama", "gptj", "gpt2", "bloom", "t5")))
 def test_every_source_is_found(model_type: str) -> None:
     positions = inspected(model_type)
     found = {source.kind: source.where for source in reversed(positions.sources)}
@@ -62,7 +63,7 @@ def test_every_source_is_found(model_type: str) -> None:
     assert positions.certificate < 5e-6
 
 
-@pytest.mark.parametrize("model_type", LEFT)
+@pytest.mark.parametrize("model_type", quick(LEFT, ("mamba", "ministral3")))
 def test_what_cannot_be_silenced_is_named(model_type: str) -> None:
     positions = inspected(model_type)
     assert not positions.complete
@@ -175,7 +176,7 @@ def _with_hidden(source: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("source", ["table", "bias", "shift", "factor"])
+@pytest.mark.parametrize("source", ["table", "bias", *late(["shift", "factor"])])
 def test_a_hidden_source_leaves_the_certificate_open(source: str) -> None:
     positions = inspect_positions(_with_hidden(source))
     assert not positions.complete
@@ -183,8 +184,9 @@ def test_a_hidden_source_leaves_the_certificate_open(source: str) -> None:
     assert positions.of_kind(kinds.LEARNED)  # the one that is not hidden
 
 
-@pytest.mark.parametrize("source", ["table", "bias", "factor"])
-@pytest.mark.parametrize("method", ["interpolate", "nope"])
+@pytest.mark.parametrize(
+    ("method", "source"), covering(["interpolate", "nope"], ["table", "bias", "factor"])
+)
 def test_a_model_with_a_hidden_source_is_refused(method: str, source: str) -> None:
     model = _with_hidden(source)
     before = logits(model, tokens(9))

@@ -26,7 +26,7 @@ from hf_posenc.errors import UntrainedWarning
 from hf_posenc.methods import ALiBi
 from hf_posenc.seams.inspection import inspect
 from tests.support.families import build_text_model
-from tests.support.selection import covering
+from tests.support.selection import covering, late, quick
 from tests.support.zoo import relative_difference, tokens
 
 LENGTH, LONG = 40, 150  # the tables have about 64 rows
@@ -40,6 +40,7 @@ TABLES = {
     "ctrl": (("transformer.pos_encoding",), 0),
     "gpt_neo": (("transformer.wpe.weight",), 0),
 }
+FEW_TABLES = ("gpt2", "roberta", "ctrl")  # at the start, after rows for padding, and a buffer
 CAUSAL = ("gpt2", "opt")
 REGISTERED = [kind for kind in TABLES if kind != "gpt_neo"]  # which computes attention itself
 
@@ -109,7 +110,13 @@ def _reference(model: PreTrainedModel, model_type: str, ids: Tensor, scale: floa
     return _run(other, ids)
 
 
-@pytest.mark.parametrize(("model_type", "length"), covering(TABLES, [LENGTH, LONG]))
+@pytest.mark.parametrize(
+    ("model_type", "length"),
+    [
+        *covering(FEW_TABLES, [LENGTH, LONG]),
+        *late([t for t in TABLES if t not in FEW_TABLES], [LENGTH, LONG]),
+    ],
+)
 def test_nope_reads_the_mean_row_everywhere(model_type: str, length: int) -> None:
     model, ids = build_text_model(model_type), tokens(length)
     expected = _run(_with_mean_rows(model, model_type, length), ids)
@@ -120,7 +127,7 @@ def test_nope_reads_the_mean_row_everywhere(model_type: str, length: int) -> Non
     assert positions.complete
 
 
-@pytest.mark.parametrize("model_type", REGISTERED)
+@pytest.mark.parametrize("model_type", quick(REGISTERED, ("gpt2", "bert", "bart")))
 def test_alibi_equals_a_float64_reference(model_type: str) -> None:
     """Also past the rows of the table, with the slopes of the paper, or divided by the scale."""
     model = build_text_model(model_type)
@@ -186,7 +193,7 @@ class _AddedBeforeSoftmax(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(
-    "model_type", [*OWN_CODE, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE_OWN_CODE)]
+    "model_type", quick([*OWN_CODE, *MORE_OWN_CODE], ("openai-gpt", "mvp", "deberta"))
 )
 def test_alibi_in_any_code_equals_a_float64_reference(model_type: str) -> None:
     model = build_text_model(model_type, **OWN_CODE.get(model_type, {}))

@@ -27,6 +27,7 @@ from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import get_method
 from hf_posenc.model.masks import CausalMask
 from tests.support.kernel_cases import Case, Written
+from tests.support.selection import late
 
 BANDS = (
     *("rerope", "leaky_rerope", "self_extend", "dual_chunk", "string"),
@@ -316,13 +317,14 @@ def test_without_triton_or_off_cuda_nothing_is_accepted(monkeypatch: pytest.Monk
     assert not device.available(torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_the_engine_does_not_import_triton() -> None:
     code = "import sys, hf_posenc.attention.engine as _; print('triton' in sys.modules, end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False"
 
 
-@pytest.mark.parametrize("name", ["rerope", "alibi", "t5", "sandwich"])
+@pytest.mark.parametrize("name", ["rerope", "alibi", *late(["t5", "sandwich"])])
 def test_a_step_is_traced_in_one_graph(name: str) -> None:
     prefill, encoding = on_meta(Case(name, queries=70, slots=10))
     assert not decode.accepts(prefill, encoding)  # the first eager call prepares the steps
@@ -343,7 +345,7 @@ def test_a_step_is_traced_in_one_graph(name: str) -> None:
     assert "hf_posenc.decode" in str(graphs[0].graph)
 
 
-@pytest.mark.parametrize("name", ["alibi", "kerple_log"])
+@pytest.mark.parametrize("name", ["kerple_log", *late(["alibi"])])
 def test_training_is_traced_in_one_graph_each_way(name: str) -> None:
     call, encoding, leaves = in_training(name)
     graphs: list[torch.fx.GraphModule] = []
