@@ -44,18 +44,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let every second worker of xdist begin with the last folder: what one has rewritten, the other one reads."""
-    report = yield
-    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
-    if isinstance(collector, pytest.Dir) and int(worker[2:]) % 2:
-        report.result.reverse()
-    return report
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make no case that is left out by its own mark: half of all are slow."""
@@ -72,12 +60,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize = parametrize  # type: ignore[assignment]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path)  # workers have to agree on the order
     if torch.cuda.is_available():
         return
     for item in items:

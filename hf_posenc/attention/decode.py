@@ -217,14 +217,14 @@ def _moved(
     alike: bool,
 ) -> Tensor:
     """Rotate queries or keys for a length in force; if all rows have it, by tables that all layers share."""
+    if not alike:
+        return (plan.key if of_keys else plan.query)(x, positions, length)
     moved, factor = plan.table(length, x.device)
     if moved is None:
         return x
     assert isinstance(factor, float)
     factor = 1.0 if of_keys else factor
     rotation = plan.rotation.of_keys if of_keys else plan.rotation
-    if not alike:
-        return rotation.turn(x, positions, moved, factor)
     # The last so many positions; one method object serves all layers.
     which = rotation, of_keys, x.dtype, x.shape[2], id(plan.method), plan.original
     tables = call.mask.decided(

@@ -28,7 +28,7 @@ is_transformed: Callable[[], bool] = getattr(
 def is_exporting() -> bool:
     """Return whether `torch.export` traces; an older PyTorch does not tell.
 
-    Before PyTorch 2.13, `torch.compiler.is_exporting()` is true in any compiled graph.
+    `torch.compiler.is_exporting()` is no help: in PyTorch 2.11 it is true in any compiled graph, in 2.13 no longer.
     """
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 

@@ -295,9 +295,8 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
         model = build_empty(name, config, causal=True, **trust)
     if model is None:
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # torch warns of every weight of an adapter that it does not copy
+            with warnings.catch_warnings():
+                # torch warns of every weight of an adapter that it does not copy
                 warnings.simplefilter("ignore")
                 model = load_model(
                     name, dtype=dtype, device_map="meta", attention=options.attn, **origin

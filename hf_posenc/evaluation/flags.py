@@ -87,7 +87,7 @@ def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> 
 
 
 def refuse_others(options: Any, used: Collection[str]) -> None:
-    """Raise if an option was given that the suite does not use."""
+    """Raise if an option was given that the suite gpu does not use."""
     for field in dataclasses.fields(options):
         if field.name not in used and getattr(options, field.name) != field.default:
             flag = field.metadata.get("flag")

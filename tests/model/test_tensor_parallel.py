@@ -276,7 +276,7 @@ def built() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pair of processes left. It runs once, also where the tests are shared out over several workers."""
+    """The folder with the results of both processes, which all workers of xdist share."""
     root = tmp_path_factory.getbasetemp()
     made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "processes"
     with FileLock(f"{made}.lock"):

@@ -83,8 +83,8 @@ def error(values: Tensor, expected: Tensor) -> float:
 CELLS = [(way, kind) for way in WAYS for kind in KINDS if WAYS[way].pairs(KINDS[kind])]
 
 
-# Each graph is traced for many seconds; tests/patch/test_torch_export.py has the latter. The others have tests of their
-# own (ELSEWHERE, test_quantized.py), or are a numeric type or a place of weights that is like another one here.
+# Left out of the fast suite; CI runs every cell. Graphs are traced for seconds, and the others are a numeric type or a
+# place of weights that is like another one here.
 ONLY_SLOW = (
     *("torch.compile", "torch.export", "threads", "pickle", "float32", "float64", "float16"),
     *("autocast bfloat16", "deterministic", "disk offload", "offload after", "meta device"),

@@ -50,7 +50,7 @@ LEFT = {
 
 @functools.cache
 def inspected(model_type: str) -> Positions:
-    """What is found in a type's model, which no test changes."""
+    """The sources of positions in a model of this type; all tests read one copy."""
     return inspect_positions(build_text_model(model_type))
 
 

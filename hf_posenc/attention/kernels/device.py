@@ -55,8 +55,8 @@ def trains(call: Call, encoding: Encoding) -> bool:
 def unwatched(x: Tensor) -> bool:
     """True if no compiler, mode or gradient has to see an operator on a tensor of a GPU.
 
-    Its function is then called as it is: PyTorch takes 0.1 ms of the host to call an operator that is written in
-    Python, as long as plain attention takes for a step.
+    Its function is then called as it is: PyTorch's wrapper of an operator that is written in Python costs the host
+    about as much as the function.
     """
     return (
         x.is_cuda

@@ -180,14 +180,14 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             self.items += _items(GENERATION, whole, length, self._generation)
             self.items += _items(PERPLEXITY, whole, length, self._forward)
             self.items += self._layers(
-                length, lambda name: specs is not None or name in (*WHOLE, PLAIN)
+                length, lambda name: specs is not None or name in (PLAIN, *WHOLE)
             )
             if on_gpu and length == lengths[0]:
                 work = partial(self._generation, compiled=True)
                 self.items += _items(COMPILED, compiled, length, work)
         if specs is None:
             for length in lengths:
-                self.items += self._layers(length, lambda name: name not in (*WHOLE, PLAIN))
+                self.items += self._layers(length, lambda name: name not in (PLAIN, *WHOLE))
         if options.budget is not None:
             self.until = time.monotonic() + options.budget
 
@@ -197,7 +197,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             if chosen(PLAIN):
                 yield _item(phase, PLAIN, length, measured)
             for name, method in self.methods.items():
-                if not chosen(name):
+                if not chosen(method.name):
                     continue
                 yield _item(phase, name, length, partial(measured, method))
                 if method.name in PEERS:

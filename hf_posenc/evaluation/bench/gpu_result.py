@@ -237,8 +237,7 @@ class GpuResult(Result):
         yield (
             "Generation: the time of one new token after a prompt of so many, the median of the later half of "
             "`generate`'s, in up to three rounds in which the unpatched model alternates; compiled, one of each. Times "
-            "unpatched: how much longer the same takes than in the unpatched model. An eager step keeps the host busy "
-            "longer than the GPU."
+            "unpatched: how much longer the same takes than in the unpatched model."
         )
         if self.missing:
             yield (

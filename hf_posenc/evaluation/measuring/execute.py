@@ -124,7 +124,7 @@ class Measurement(Generic[ItemT, ResultT]):
         items: All the work in a deterministic order, items of one candidate side by side.
         metadata: Description of model, source and command, which the result stores.
         fingerprint: Hash of `decisive`, once the records are in files.
-        missing: Once `run` has returned `None`: items that other processes have not stored yet.
+        missing: Once `run` has returned: items that are not stored yet, by this process or by others.
         until: The `time.monotonic()` after which no item begins; the result then has what was measured so far.
     """
 
@@ -186,10 +186,9 @@ class Measurement(Generic[ItemT, ResultT]):
         with self.open(folder, shard) as store:
             execute(self, store, shard, progress)
             self.missing = wait_for_all(self, store, shard, waiting)
-            late = self.until is not None
-            if (self.missing and not late) or (
-                shard.launched and shard.index
-            ):  # the first one returns the result
+            if shard.launched and shard.index:  # the first one returns the result
+                return None
+            if self.missing and self.until is None:
                 return None
             write_timings(self, store, folder / "timings.json")
             return collected(self, store)

@@ -240,8 +240,8 @@ def _affordable(cache: Any, count: int) -> int:
     """Return how many copies of a cache, at most so many, fit into memory to spare; 1 if it is not known."""
     layers = getattr(cache, "layers", ())
     tensors: list[Any] = [getattr(layer, x, None) for layer in layers for x in ("keys", "values")]
-    kept = not any(getattr(layer, "record_past", False) for layer in layers)
-    if not tensors or not kept or not all(isinstance(x, Tensor) for x in tensors):
+    records = any(getattr(layer, "record_past", False) for layer in layers)
+    if not tensors or records or not all(isinstance(x, Tensor) for x in tensors):
         return 1
     size, device = sum(x.nbytes for x in tensors), tensors[0].device
     spare = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else SPARE

@@ -339,6 +339,11 @@ def test_the_sizes_of_a_gpu_run_are_those_of_llama_3_8b() -> None:
     assert run.metadata["model"]["parameters"] == 8_030_261_248
     assert (run.heads, run.head_dim) == ((32, 8), 128)
     assert sorted(gpu.LENGTHS) == [8192, 32768, 131072]
+    layers = [item.name for item in run.items if item.phase == "prefill"]
+    names = [name.partition(" (")[0].partition(",")[0] for name in layers]
+    first = [name in (PLAIN, *gpu.WHOLE) for name in names]
+    assert first == sorted(first, reverse=True)
+    assert not all(first)
 
 
 @pytest.mark.parametrize(
