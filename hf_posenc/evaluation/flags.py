@@ -93,7 +93,7 @@ def refuse_others(options: Any, used: Collection[str]) -> None:
             flag = field.metadata.get("flag")
             given = ((flag and flag.name) or field.name).replace("_", "-")
             raise PosencError(
-                f"{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --budget, "
+                f"--{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --budget, "
                 "--device, --dtype and a MODEL for its sizes: leave it out."
             )
 
@@ -128,7 +128,9 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     from hf_posenc.evaluation.retrieval.tasks import TASKS
 
     names = parse_names(text)
-    return tuple(TASKS) if names == ("all",) else names
+    return tuple(
+        dict.fromkeys(task for name in names for task in (TASKS if name == "all" else [name]))
+    )
 
 
 def parse_tasks_or_none(text: str) -> tuple[str, ...]:

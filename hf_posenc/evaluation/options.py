@@ -146,7 +146,7 @@ class CommonOptions:
     bos: str | None = option(
         "auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
         metavar="POLICY",
-        shown="auto; as the preset says where there is one",
+        shown="auto",
         rank=1,
     )
 

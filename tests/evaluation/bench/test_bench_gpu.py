@@ -351,8 +351,8 @@ def test_the_sizes_of_a_gpu_run_are_those_of_llama_3_8b() -> None:
     [
         ({"lengths": None}, "takes a CPU days: give shorter lengths, such as --lengths 256,512"),
         ({"rounds": 0}, "give --rounds 1 or more"),
-        ({"tail_tokens": 8}, "tail-tokens has no meaning for --suite gpu"),
-        ({"protocols": ("prefix",)}, "protocol has no meaning for --suite gpu"),
+        ({"tail_tokens": 8}, "--tail-tokens has no meaning for --suite gpu"),
+        ({"protocols": ("prefix",)}, "--protocol has no meaning for --suite gpu"),
         ({"methods": ("truncation",)}, "--patch truncation: the suite gpu measures"),
     ],
 )
@@ -363,8 +363,8 @@ def test_what_it_refuses(options: dict[str, Any], said: str) -> None:
 
 def test_arguments_that_it_refuses(command: tuple[Path, Callable[..., Any]]) -> None:
     for given, said in (
-        (("--text", "books/"), "text has no meaning for --suite gpu"),
-        (("--attn", "eager"), "attn has no meaning for --suite gpu"),
+        (("--text", "books/"), "--text has no meaning for --suite gpu"),
+        (("--attn", "eager"), "--attn has no meaning for --suite gpu"),
         (("--dtype", "float64"), "Unknown dtype 'float64'"),
     ):
         result = command[1](*given)
