@@ -29,6 +29,7 @@ from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import to_csv, to_json, write_atomically
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
 MARKS = {
@@ -357,12 +358,12 @@ def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -
 class Result(abc.ABC):
     """Data of a finished measurement, and everything that can be shown of it.
 
-    A subclass sets its kind, which names its files; the columns of its CSV file, if it has one; the formats of its
-    figures; and the width of its tables in a notebook, in characters.
+    A subclass sets its kind, which names its files; the columns of `frame` and of its CSV file, each with its unit and
+    meaning, if it has them; the formats of its figures; and the width of its tables in a notebook, in characters.
     """
 
     kind: ClassVar[str]
-    columns: ClassVar[Sequence[str]] = ()
+    columns: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
 
@@ -400,14 +401,21 @@ class Result(abc.ABC):
         return iter(())
 
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
-        """Return the rows of the CSV file."""
+        """Return the rows of `frame` and of the CSV file."""
         return ()
+
+    @property
+    def frame(self) -> pandas.DataFrame:
+        """The numbers as a table of pandas, a row for each; `columns` has the unit and the meaning of every column."""
+        import pandas
+
+        return pandas.DataFrame(self.csv_rows(), columns=list(self.columns))
 
     def files(self) -> dict[str, str]:
         """Return the text files of the result, by their names."""
         files = {f"{self.kind}.json": to_json(self.to_dict())}
         if self.columns:
-            files[f"{self.kind}.csv"] = to_csv(self.columns, self.csv_rows())
+            files[f"{self.kind}.csv"] = to_csv(list(self.columns), self.csv_rows())
         return files
 
     def write_json(self, path: Path) -> None:
@@ -416,7 +424,7 @@ class Result(abc.ABC):
 
     def write_csv(self, path: Path) -> None:
         """Write the rows of the CSV file; a number that could not be measured has a `status` and no value."""
-        write_atomically(path, to_csv(self.columns, self.csv_rows()))
+        write_atomically(path, to_csv(list(self.columns), self.csv_rows()))
 
     def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
         """Write the files to a folder, and the figures if `plots`, each whole or not at all; return the files' names.

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.evaluation.grid import (
     Field,
@@ -105,10 +105,18 @@ class GpuResult(Result):
     """
 
     kind = "gpu"
-    columns = (
-        *("phase", "method", "length", "backend", "milliseconds", "ratio"),
-        *("tokens_per_second", "peak_bytes", "estimate_bytes", "status"),
-    )
+    columns: ClassVar[Mapping[str, str]] = {
+        "phase": "what was timed",
+        "method": "label of the method",
+        "length": "tokens of the text",
+        "backend": "what computed the attention",
+        "milliseconds": "median time",
+        "ratio": "times as long as plain attention",
+        "tokens_per_second": "tokens by that time",
+        "peak_bytes": "most memory, in bytes",
+        "estimate_bytes": "the memory that was estimated before, in bytes",
+        "status": "ok, or the reason why there is no number",
+    }
 
     records: Sequence[Row]
     model: Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,16 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
+from hf_posenc.evaluation.retrieval.result import (
+    COLUMNS,
+    Failure,
+    Record,
+    RetrievalResult,
+    summarize,
+)
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
-from hf_posenc.evaluation.retrieval.result import Failure, Record, RetrievalResult, summarize
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
-from hf_posenc.files import finite, to_csv
+from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,15 +51,30 @@ _PARTS: dict[str, Any] = {
     "retrieval": RetrievalResult,
     "speed": SpeedResult,
 }
-_OF_PROTOCOL = (
-    *("perplexity", "perplexity_low", "perplexity_high"),
-    *("difference", "difference_low", "difference_high", "status"),
-)
-_OF_RETRIEVAL = (
-    *("samples", "accuracy", "accuracy_low", "accuracy_high", "first", "first_low", "first_high"),
-    *("chance", "status"),
-)
-_OF_SPEED = ("tokens_per_second", "lowest", "highest", "ratio", "peak_bytes", "status")
+_OF_PROTOCOL = {
+    "perplexity": "exp of the mean loss over all documents",
+    "perplexity_low": "lower end of its 95 % interval over documents",
+    "perplexity_high": "upper end",
+    "difference": "log-perplexity less the first method's, in nats per token",
+    "difference_low": "lower end of its interval, paired by document",
+    "difference_high": "upper end",
+    "status": "ok, not finite, or the reason why there is no number",
+}
+_OF_RETRIEVAL = {
+    name: COLUMNS[name]
+    for name in (
+        *("samples", "accuracy", "accuracy_low", "accuracy_high"),
+        *("first", "first_low", "first_high", "chance", "status"),
+    )
+}
+_OF_SPEED = {
+    "tokens_per_second": "tokens of a prefill by its median time",
+    "lowest": "the same by the longest time",
+    "highest": "the same by the shortest time",
+    "ratio": "times as fast as the first method, median over the rounds",
+    "peak_bytes": "most memory of the timed forward, in bytes",
+    "status": "ok, or the reason why there is no number",
+}
 
 
 def pooled(
@@ -125,29 +146,33 @@ class BenchResult(Result):
         return cls(**parts, **{name: values[name] for name in ("suite", "compare", "remarks")})
 
     def files(self) -> dict[str, str]:
-        return {**super().files(), "bench.csv": self._csv(), "table.md": self._repr_markdown_()}
+        return {**super().files(), "table.md": self._repr_markdown_()}
 
-    def _csv(self) -> str:
-        """A row per method and length: perplexity by protocol, retrieval, and speed at the longest length."""
-        columns: dict[str, Sequence[str]] = dict.fromkeys(
-            self.perplexity.settings.protocols, _OF_PROTOCOL
-        )
-        columns |= {"retrieval": _OF_RETRIEVAL, "speed": _OF_SPEED}
+    @property
+    def columns(self) -> dict[str, str]:  # type: ignore[override]
+        """The columns of the CSV file and of `frame`: perplexity by protocol, retrieval, and speed."""
+        first = {name: COLUMNS[name] for name in ("method", "length", "scale")}
+        parts = dict.fromkeys(self.perplexity.settings.protocols, _OF_PROTOCOL)
+        parts |= {"retrieval": _OF_RETRIEVAL, "speed": _OF_SPEED}
+        return first | {
+            f"{part}_{name}": text for part, own in parts.items() for name, text in own.items()
+        }
+
+    def csv_rows(self) -> Iterable[Mapping[str, Any]]:
+        """Return a row per method and length; the longest has the speed too."""
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for cell in self.perplexity.csv_rows():
             method, length = key = cell["method"], cell["length"]
             row = rows.setdefault(key, {"method": method, "length": length, "scale": cell["scale"]})
             ends = ("", "_low", "_high")
             logs = {f"difference{end}": log_ratio(cell.get(f"ratio{end}")) for end in ends}
-            parts = {
-                cell["protocol"]: {**cell, **logs},
-                "retrieval": self._of_retrieval(*key),
-                "speed": self._of_speed(*key),
-            }
-            for name, part in parts.items():
-                row |= {f"{name}_{column}": part.get(column) for column in columns[name]}
-        names = [f"{name}_{column}" for name, own in columns.items() for column in own]
-        return to_csv(["method", "length", "scale", *names], rows.values())
+            for part, columns, values in (
+                (cell["protocol"], _OF_PROTOCOL, {**cell, **logs}),
+                ("retrieval", _OF_RETRIEVAL, self._of_retrieval(*key)),
+                ("speed", _OF_SPEED, self._of_speed(*key)),
+            ):
+                row |= {f"{part}_{name}": values.get(name) for name in columns}
+        return rows.values()
 
     def _of_retrieval(self, method: str, length: int) -> dict[str, Any]:
         if self.retrieval is None:
@@ -163,7 +188,7 @@ class BenchResult(Result):
         if self.speed is None or length != self.speed.length:
             return {}
         cell = self.speed.cell(method)
-        values = {name: getattr(cell, name) for name in _OF_SPEED[:-1]}
+        values = {name: getattr(cell, name) for name in _OF_SPEED if name != "status"}
         return {**values, "status": cell.failed or "ok"}
 
     def _repr_markdown_(self) -> str:

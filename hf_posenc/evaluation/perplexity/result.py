@@ -35,13 +35,27 @@ from hf_posenc.evaluation.plots import figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = (
-    *("method", "protocol", "length", "scale"),
-    *("perplexity", "perplexity_low", "perplexity_high", "ratio", "ratio_low", "ratio_high"),
-    *("bits_per_byte", "word_perplexity", "nats", "tokens", "bytes", "words", "documents"),
-    "status",
-)
-"""The columns of the CSV."""
+COLUMNS = {
+    "method": "label of the method",
+    "protocol": "definition of the perplexity",
+    "length": "tokens of context, special tokens included",
+    "scale": "scale in force at this length",
+    "perplexity": "exp of the mean loss over all documents",
+    "perplexity_low": "lower end of its 95 % interval over documents",
+    "perplexity_high": "upper end",
+    "ratio": "perplexity divided by the first method's",
+    "ratio_low": "lower end of its interval, paired by document; all of a column hold together in 95 % of samples",
+    "ratio_high": "upper end",
+    "bits_per_byte": "loss in bits per UTF-8 byte of the scored text",
+    "word_perplexity": "exp of the loss per word of the scored text",
+    "nats": "sum of the negative log-likelihoods, in nats",
+    "tokens": "tokens that were scored",
+    "bytes": "their UTF-8 bytes",
+    "words": "words that begin in them",
+    "documents": "documents with scored tokens",
+    "status": "ok, not finite, or the reason why there is no number",
+}
+"""The columns of the CSV file and of `frame`, with unit and meaning."""
 SAME_RATIO = 0.0005
 """Ratios that are closer to 1 differ by less than what is shown: 0.1 %."""
 PROTOCOL_NOTES = {

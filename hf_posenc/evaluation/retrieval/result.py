@@ -29,12 +29,28 @@ if TYPE_CHECKING:
 Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 PI_SUCCESS = 0.2
 YARN_SUCCESS = 0.8
-COLUMNS = (
-    *("method", "task", "length", "depth", "scale", "samples"),
-    *("accuracy", "accuracy_low", "accuracy_high", "score"),
-    *("first", "first_low", "first_high", "chance", "rank", "beaten", "nats", "distance", "status"),
-)
-"""The columns of the CSV; `depth` is empty in the rows over all depths."""
+COLUMNS = {
+    "method": "label of the method",
+    "task": "name of the task",
+    "length": "tokens of prompt and answer",
+    "depth": "depth of the needle, from 0 to 1; empty in the rows over all depths",
+    "scale": "scale in force at this length",
+    "samples": "prompts that were answered",
+    "accuracy": "share of answers that are right, all of them",
+    "accuracy_low": "lower end of its 95 % interval (Wilson)",
+    "accuracy_high": "upper end",
+    "score": "mean share of the answer's parts that are right",
+    "first": "share of answers that are the most probable candidate",
+    "first_low": "lower end of its 95 % interval (Wilson)",
+    "first_high": "upper end",
+    "chance": "`first` of random ranks",
+    "rank": "mean rank of the answer among the candidates, from 1",
+    "beaten": "mean share of the distractors that are less probable than the answer",
+    "nats": "mean negative log-likelihood of the answer, in nats",
+    "distance": "tokens from the farthest needle to the end of the prompt",
+    "status": "ok, not finite, or the reason why there is no number",
+}
+"""The columns of the CSV file and of `frame`, with unit and meaning."""
 VALUES = {
     "accuracy": "answers right",
     "beaten": "distractors less probable\nthan the answer (chance: 50 %)",
