@@ -206,9 +206,12 @@ def score_bias(
     every = torch.arange(span, device=query.device, dtype=dtype)
     head_dim = query.shape[-1]
     relative = encoding.own(method.relative(every, encoding.all_heads, head_dim, parameters))
-    # The embeddings meet the query as it was before the rotation, and u is rotated as the query is.
+    # The embeddings meet the query as it was before the rotation, and u is rotated as the query is: both with the factor
+    # on cos and sin.
     rotation = encoding.rotation if encoding.rotates else None
-    unrotated = query.to(dtype) if rotation is None else rotation.turn(query.to(dtype), -m)
+    unrotated = query.to(dtype)
+    if rotation is not None:
+        unrotated = rotation.turn(unrotated, -m, factor=1 / rotation.factor)
     position_bias = method.position_bias(parameters)
     if position_bias is not None:
         unrotated = unrotated + encoding.own(position_bias)[None, :, None].to(dtype)
@@ -219,7 +222,7 @@ def score_bias(
     if content_bias is not None:
         u = encoding.own(content_bias)[None, :, None].to(dtype)
         u = u.expand(len(query), -1, query.shape[2], -1)
-        u = u if rotation is None else rotation.turn(u, m)
+        u = u if rotation is None else rotation.turn(u, m, factor=rotation.factor)
         bias = bias + grouped_scores(u, call.key.to(dtype), scaling)
     return bias
 

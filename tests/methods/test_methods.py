@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc.methods as methods
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import RopeScaling, available_methods, bucket_length, get_method
+from hf_posenc.methods import Growing, RopeScaling, available_methods, bucket_length, get_method
 from hf_posenc.rope import RopeSpec
 from tests.support.references import DYNAMIC, KNOBS, REFERENCES, REQUIRED, default
 from tests.support.zoo import frequency_methods, promising
@@ -436,11 +436,26 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("abf", {"rope_theta": 1.0}, "rope_theta"),
         ("abf", {"rope_theta": 1e6, "scale": 4}, "scale"),
         ("nope", {"scale": 4}, "scale"),
+        ("rerope", {"window": 0}, "window is a whole number of at least 1"),
+        ("rerope", {"window": 2**31}, "window is at most 2,147,483,647"),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], named: str) -> None:
     with pytest.raises(PosencError, match=named):
         get_method(name).from_options(**options)
+
+
+def test_values_at_their_limits_are_taken() -> None:
+    for name, options in (("rerope", {"window": 2**31 - 1}), ("pi", {"scale": 1.0})):
+        assert get_method(name).from_options(**options).options() == options
+
+
+def test_defaults_of_base_classes() -> None:
+    rope = RopeSpec(64, 1e4, 64)
+    assert build("abf", rope_theta=1e6).scale_at(rope, 99) == 1.0
+    growing = build("dynamic_ntk", update="row")
+    assert isinstance(growing, Growing)
+    assert growing.bucket_size(64) == 32
 
 
 @pytest.mark.parametrize("name", [name for name in FREQUENCY if get_method(name).length_dependent])

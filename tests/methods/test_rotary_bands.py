@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_posenc.errors import PosencError
 from hf_posenc.methods import RotaryBands, get_method
 from tests.support import attention_references as naive
 from tests.support.attention_methods import (
@@ -192,6 +193,19 @@ def test_examples_in_the_papers() -> None:
     row = last_row(bands("lm_infinite", sinks=2, window=3), 7, 3)
     assert row == [3, 3, None, None, 2, 1, 0]
     assert last_row(bands("rerope", window=3), 6, 6) == [3, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in BANDS if get_method(name).bidirectional])
+def test_an_encoder_reads_a_later_key_as_the_opposite_of_the_mirrored_pair(name: str) -> None:
+    method = bands(name)
+    causal = position_map(method, 150, 64)
+    later = torch.ones(150, 150, dtype=torch.bool).triu(1)
+    want = torch.where(later, -causal.T, causal)
+    if any(band.keys is not None for band in method.bands(64)):  # sinks are the first keys alone
+        want[torch.ones(150, 150, dtype=torch.bool).triu(method.near_window(64))] = math.nan
+    assert_same(position_map(method, 150, 64, bidirectional=True), want)
+    with pytest.raises(PosencError, match="log_n counts the keys before a query"):
+        bands(name, log_n=True).bidirectional_bands(64)
 
 
 @pytest.mark.parametrize("name", BANDS)

@@ -24,13 +24,22 @@ from hf_posenc.methods import (
     LogN,
     ReRoPE,
     RotaryBands,
+    Shaw,
     Temperature,
+    TransformerXL,
     YaRN,
 )
 from tests.attention.test_attention import assert_close, build
 from tests.patch.test_attention_patching import IDS, everything
 from tests.support import zoo
-from tests.support.attention_llama import CASES, ORIGINAL, Case, parameters_of, reference
+from tests.support.attention_llama import (
+    CASES,
+    ORIGINAL,
+    Case,
+    parameters_of,
+    randomise,
+    reference,
+)
 from tests.support.attention_ways import token_by_token
 from tests.support.selection import quick
 
@@ -72,6 +81,14 @@ LISTS: dict[str, tuple[list[Any], Case]] = {
         [YaRN(scale=4), ALiBi(keep_rope=True)],
         Case("alibi", {"keep_rope": True}, bias={}, table=YARN),
     ),
+    "yarn, shaw": (
+        [YaRN(scale=4), Shaw(max_distance=6, keep_rope=True)],
+        replace(CASES["shaw_keep_rope"], table=YARN),
+    ),
+    "yarn, transformer_xl": (
+        [YaRN(scale=4), TransformerXL(keep_rope=True)],
+        replace(CASES["transformer_xl_keep_rope"], table=YARN),
+    ),
     "rerope, alibi": (
         [ReRoPE(window=8), ALiBi(keep_rope=True)],
         replace(CASES["rerope"], bias={}, bias_of="alibi"),
@@ -79,21 +96,24 @@ LISTS: dict[str, tuple[list[Any], Case]] = {
 }
 
 
-@pytest.mark.parametrize("which", quick(LISTS, ("rerope, alibi", "yarn, rerope", "yarn, log_n")))
+@pytest.mark.parametrize(
+    "which", quick(LISTS, ("rerope, alibi", "yarn, rerope", "yarn, log_n", "yarn, transformer_xl"))
+)
 def test_lists_compute_all_of_their_methods(
     model: PreTrainedModel, which: str, tmp_path: Path
 ) -> None:
     methods, case = LISTS[which]
     before = zoo.logits(model, IDS)
     patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
-    got = zoo.logits(model, IDS)
+    randomise(model)
+    got, want = zoo.logits(model, IDS), reference(model, case, IDS)
     model.save_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path)
     assert_close(zoo.logits(loaded, IDS), got, tolerance=1e-6)
     assert_close(token_by_token(model, IDS), got)
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, IDS), before)
-    assert_close(got, reference(model, case, IDS))
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +125,7 @@ def test_lists_compute_all_of_their_methods(
         ([ReRoPE(window=8), ALiBi()], "drops the rotation.*keep_rope=True"),
         (["alibi", "rope_bias"], "drops the rotation"),
         (["xpos", "rerope"], "one seam"),
+        ([Shaw(keep_rope=True), "log_n"], "beside the model's own rotation or none"),
     ],
 )
 def test_lists_that_mean_nothing_are_refused(

@@ -33,15 +33,18 @@ def distance_bias(name: str, **knobs: Any) -> DistanceBias:
     return method
 
 
-def position_map(method: RotaryBands, length: int, original: int) -> Tensor:
+def position_map(
+    method: RotaryBands, length: int, original: int, *, bidirectional: bool = False
+) -> Tensor:
     """`P[m, n]` by the method's bands, NaN where no band has the pair."""
     m, n = torch.arange(length)[:, None], torch.arange(length)[None]
     relative = torch.full((length, length), math.nan, dtype=torch.float64)
     times = torch.zeros(length, length, dtype=torch.int64)
-    for band in method.bands(original):
+    own = method.bidirectional_bands if bidirectional else method.bands
+    for band in own(original):
         query, key = band.query_position(m[:, 0]), band.key_position(n[0])
         assert all(p.dtype in (torch.int64, torch.float64) for p in (query, key))
-        inside = band.contains(m, n) & (n <= m)  # a causal mask hides the rest
+        inside = band.contains(m, n) & (bidirectional | (n <= m))  # a causal mask hides the rest
         times += inside
         relative[inside] = (query[:, None] - key[None]).double()[inside]
     assert times.max() <= 1, "a pair is in two bands"
