@@ -206,8 +206,7 @@ def score_bias(
     every = torch.arange(span, device=query.device, dtype=dtype)
     head_dim = query.shape[-1]
     relative = encoding.own(method.relative(every, encoding.all_heads, head_dim, parameters))
-    # The embeddings meet the query as it was before the rotation, and u is rotated as the query is: both with the factor
-    # on cos and sin.
+    # The embeddings meet the query as it was before the rotation and its factor; u is turned as the query is.
     rotation = encoding.rotation if encoding.rotates else None
     unrotated = query.to(dtype)
     if rotation is not None:
