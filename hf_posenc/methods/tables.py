@@ -73,7 +73,7 @@ def _between(table: Tensor, places: Tensor, *, beyond: bool = False) -> Tensor:
     import torch
 
     low = (places + _WHOLE).floor().long().clamp(max=len(table) - 1)
-    weight = (places - low).clamp(min=0)[:, None]
+    weight = (places - low)[:, None]
     high = (low + 1).clamp(max=len(table) - 1)
     steps = table[high] - table[low]
     if beyond and len(table) > 1:

@@ -110,6 +110,7 @@ def test_options_travel_as_json(name: str, options: dict[str, Any]) -> None:
         ("attention_sinks", {"sinks": "4"}, "sinks"),
         ("alibi", {"scale": 0.0}, "scale"),
         ("sandwich", {"dim": 7}, "dim"),
+        ("sandwich", {"first": 2}, "first"),
         ("t5", {"buckets": 1}, "buckets"),
         ("t5", {"max_distance": 16}, "max_distance"),
         ("fire", {"hidden": 0}, "hidden"),
@@ -118,6 +119,10 @@ def test_options_travel_as_json(name: str, options: dict[str, Any]) -> None:
         ("shaw", {"max_distance": 0}, "max_distance"),
         ("xpos", {"scale_base": 0}, "scale_base"),
         ("log_n", {"original": 64}, "original"),
+        ("temperature", {"law": "log_n", "beta": 0.2}, "log_n reads no beta"),
+        ("temperature", {"law": "constant"}, "needs factor"),
+        *(("dpe", {"factors": bad}, "factors") for bad in ([], [0], [True], [1.5], 8)),
+        *(("hierarchical", {"scale": 2, "alpha": bad}, "alpha") for bad in (0, 0.5, 1.0, 1.5)),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], named: str) -> None:

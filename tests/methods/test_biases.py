@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +15,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.kernels.biases import Operands, operands_of
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import T5, ALiBi
+from hf_posenc.methods import T5, ALiBi, get_method
+from hf_posenc.methods.temperature import log_n_factor
 from tests.support import attention_references as naive
 from tests.support.attention_methods import BIASES, distance_bias
 
@@ -200,6 +202,7 @@ def test_initial_values_are_the_papers() -> None:
     fire = distance_bias("fire").initial(1000, 64)
     assert float(fire["c"]) == pytest.approx(0.1)
     linear = torch.nn.Linear(32, 1000)
+    assert all(0.9 < float(fire[key].abs().max()) <= 1 for key in ("weight_in", "bias_in"))
     for key, like in (("weight_out", linear.weight), ("bias_out", linear.bias)):
         assert fire[key].shape == like.shape
         assert float(fire[key].abs().max()) == pytest.approx(
@@ -223,3 +226,45 @@ def test_fire_reads_distances_as_fractions_and_survives_odd_parameters() -> None
     for odd in ({"c": zero}, {"c": zero - 0.3}, {"multiplier": zero}, {"multiplier": zero - 1}):
         bias = method.bias(torch.arange(9.0).double(), 2, parameters | odd, torch.arange(9))
         assert torch.isfinite(bias).all()
+    # The authors' code takes the absolute of the trained threshold.
+    one = torch.ones((), dtype=torch.float64)
+    both = (
+        method.bias(
+            torch.arange(9.0).double(), 2, parameters | {"multiplier": value}, torch.arange(9)
+        )
+        for value in (-one, one)
+    )
+    assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("name", ["t5", "kerple_log", "kerple_power", "transformer_xl"])
+def test_shared_parameters_are_those_of_the_option(name: str) -> None:
+    own, shared = (get_method(name).from_options(shared=value) for value in (False, True))
+    assert own.shared_parameters == ()
+    assert set(shared.shared_parameters) <= {*shared.parameters_for(4, 4, 8, 64)}
+    assert shared.shared_parameters
+
+
+@pytest.mark.parametrize("law", naive.TEMPERATURES)
+def test_temperatures_equal_the_papers(law: str) -> None:
+    method = get_method("temperature").from_options(law=law, **naive.LAW_KNOBS.get(law, {}))
+    m = torch.arange(300)
+    want = [naive.TEMPERATURES[law](int(i), 64, **naive.LAW_KNOBS.get(law, {})) for i in m]
+    got = method.query_factor(m, 64)
+    assert got is not None
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_defaults_of_temperatures() -> None:
+    m = torch.tensor([5])
+    scaled = get_method("temperature").from_options(scale=4.0).query_factor(m, 64)
+    assert scaled is not None
+    assert float(scaled) == pytest.approx(0.1 * math.log(4) + 1, rel=1e-12)
+    unnamed = get_method("temperature").from_options().query_factor(m + 1000, 64)
+    assert unnamed is not None
+    assert float(unnamed) == pytest.approx(math.log(1006) / math.log(64), rel=1e-12)
+    started = get_method("temperature").from_options(law="ssmax").parameters_for(2, 2, 8, 1024)
+    mean = sum(math.log(n) for n in range(1, 1025)) / 1024
+    assert started["query_scale"].tolist() == pytest.approx([1 / mean] * 2, rel=1e-6)
+    # A trained length of one token has no logarithm to divide by.
+    assert torch.isfinite(log_n_factor(m, 1)).all()

@@ -445,6 +445,44 @@ def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], name
         get_method(name).from_options(**options)
 
 
+@pytest.mark.parametrize("pairs", range(2, 65))
+def test_clip_stops_the_authors_share_of_any_number_of_pairs(pairs: int) -> None:
+    frequencies, _ = REFERENCES["clip"](2 * pairs, 1e4, 64, None)
+    assert_close(build("clip").inv_freq(RopeSpec(2 * pairs, 1e4, 64)), frequencies)
+
+
+def test_truncated_keeps_a_pair_at_the_cutoff() -> None:
+    method = build("truncated_basis", wavelength=2 * math.pi)
+    assert float(method.inv_freq(RopeSpec(64, 1e4, 64))[0]) == 1.0
+
+
+def test_a_ramp_ends_within_the_head_where_few_pairs_turn_little() -> None:
+    """L / (2 pi) is above theta squared: both ends of YaRN's ramp lie past the last feature."""
+    knobs: dict[str, Any] = {"scale": 4.0, "beta_fast": 600.0, "beta_slow": 1.0}
+    frequencies, _ = REFERENCES["yarn"](8, 10.0, 4096, None, **knobs)
+    assert_close(build("yarn", **knobs).inv_freq(RopeSpec(8, 10.0, 4096)), frequencies)
+
+
+def test_longrope_depends_on_the_length_by_a_list_or_a_factor() -> None:
+    same: dict[str, Any] = {"short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}
+    assert not build("longrope", **same).length_dependent
+    assert build("longrope", **same, long_mscale=1.2).length_dependent
+    assert build("longrope", **{**same, "long_factor": [1.0, 3.0]}).length_dependent
+
+
+@pytest.mark.parametrize("name", FREQUENCY)
+def test_a_method_can_be_a_key_of_a_dictionary(name: str) -> None:
+    assert {example(name): name}[example(name)] == name
+
+
+def test_angles_of_sinusoids_are_float64_from_a_list() -> None:
+    w, m = [1.0, 0.3, 0.07], torch.arange(5, dtype=torch.float64)[:, None]
+    for by, slowing in (("position", (4, 4, 4)), ("base", (1, 2, 4))):
+        method = methods.Sinusoidal(scale=4.0, by=by)
+        slowed = torch.tensor([a / s for a, s in zip(w, slowing, strict=True)], dtype=torch.float64)
+        torch.testing.assert_close(method.angles(w, 5, 0.0), m * slowed, rtol=1e-14, atol=0)
+
+
 def test_values_at_their_limits_are_taken() -> None:
     for name, options in (("rerope", {"window": 2**31 - 1}), ("pi", {"scale": 1.0})):
         assert get_method(name).from_options(**options).options() == options

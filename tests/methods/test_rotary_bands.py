@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import RotaryBands, get_method
+from hf_posenc.methods import LaMPE, RotaryBands, get_method
 from tests.support import attention_references as naive
 from tests.support.attention_methods import (
     BANDS,
@@ -48,6 +49,19 @@ def test_what_follows_the_text_reads_trained_distances_however_long_it_is(name: 
         if (inside := band.contains(query, keys)).any()
     )
     assert method.follows_text == bool(farthest <= original)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"tail": 0}, {"tail": 30}, {"capacity": 24.0}])
+def test_lampe_gives_every_pair_one_position(knobs: dict[str, Any]) -> None:
+    given = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4} | knobs
+    method, plain = LaMPE(**given), LaMPE(**given | {"shift": -50.0})  # nowhere to map to
+    for length in (n for n in (11, 12, 13, 19, 20, 21, 30, 60, 150) if n > given["tail"]):
+        of_text: Any = SimpleNamespace(bands=lambda original, n=length: method.bands(original, n))
+        want = naive.lampe(length, length, **given)
+        want[torch.ones(length, length, dtype=torch.bool).triu(1)] = math.nan
+        assert_same(position_map(of_text, length, 8), want)
+        assert [band.below for band in method.bands(length, length)] == [None]
+        assert [band.below for band in plain.bands(8, length)] == [None]
 
 
 DEFAULTS = [

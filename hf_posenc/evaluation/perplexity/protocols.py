@@ -125,7 +125,7 @@ class Settings:
             )
         slides = "sliding" in self.protocols
         if self.stride == 0:
-            half = max(1, self.lengths[0] // 2)
+            half = self.lengths[0] // 2
             object.__setattr__(self, "stride", min(STRIDE, half) if slides else STRIDE)
         if slides and self.stride > self.lengths[0]:
             raise PosencError(

@@ -17,6 +17,7 @@ from hf_posenc.evaluation.perplexity.protocols import (
     Span,
     Window,
     default_lengths,
+    make_settings,
     plan,
     special_tokens,
 )
@@ -260,6 +261,11 @@ def test_settings_at_their_limits(options: dict[str, Any], shortest: int) -> Non
     settings = make(**options)
     assert settings.shortest_document == shortest
     assert Settings.from_dict({**dataclasses.asdict(settings), "former": 1}) == settings
+
+
+def test_a_tail_of_zero_tokens_is_the_default() -> None:
+    settings, policy = make_settings({"lengths": (64, 128), "tail_tokens": 0}, None)
+    assert (settings.tail_tokens, policy) == (32, "auto")
 
 
 def test_a_window_is_scored_from_its_first_span() -> None:
