@@ -138,8 +138,6 @@ class TruncatedBasis(TableFilter):
         import torch
 
         cutoff = 2 * math.pi / self.wavelength
-        return torch.where(
-            frequencies >= cutoff,
-            frequencies,
-            torch.where(frequencies < cutoff / 8, 0.0, cutoff / 16),
-        )
+        slowed = torch.full_like(frequencies, cutoff / 16)
+        slowed = torch.where(frequencies < cutoff / 8, 0.0, slowed)
+        return torch.where(frequencies >= cutoff, frequencies, slowed)

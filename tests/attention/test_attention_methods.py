@@ -121,6 +121,9 @@ def test_options_travel_as_json(name: str, options: dict[str, Any]) -> None:
         ("log_n", {"original": 64}, "original"),
         ("temperature", {"law": "log_n", "beta": 0.2}, "log_n reads no beta"),
         ("temperature", {"law": "constant"}, "needs factor"),
+        ("temperature", {"law": "cubic"}, "law of temperature"),
+        ("sinusoidal", {"scale": 2, "by": "rows"}, "by of sinusoidal"),
+        ("clip", {"pairs": 2, "share": 0.5}, "clip"),
         *(("dpe", {"factors": bad}, "factors") for bad in ([], [0], [True], [1.5], 8)),
         *(("hierarchical", {"scale": 2, "alpha": bad}, "alpha") for bad in (0, 0.5, 1.0, 1.5)),
     ],
@@ -148,6 +151,10 @@ def test_knobs_that_do_not_fit_the_model_are_refused(
     method = bands(name, **options)
     with pytest.raises(PosencError, match=named):
         [band.query_position(torch.arange(3)) for band in method.bands(64)]
+
+
+def test_the_shortest_longest_distance_of_t5_is_taken() -> None:
+    assert get_method("t5").from_options(max_distance=17).options() == {"max_distance": 17}
 
 
 def test_a_method_of_ones_own_from_the_page() -> None:

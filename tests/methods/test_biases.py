@@ -248,6 +248,7 @@ def test_shared_parameters_are_those_of_the_option(name: str) -> None:
 @pytest.mark.parametrize("law", naive.TEMPERATURES)
 def test_temperatures_equal_the_papers(law: str) -> None:
     method = get_method("temperature").from_options(law=law, **naive.LAW_KNOBS.get(law, {}))
+    assert method.trainable == (law == "ssmax")
     m = torch.arange(300)
     want = [naive.TEMPERATURES[law](int(i), 64, **naive.LAW_KNOBS.get(law, {})) for i in m]
     got = method.query_factor(m, 64)

@@ -53,7 +53,7 @@ def example(name: str, dim: int = 64, scale: float = 8.0) -> RopeScaling:
 
 def assert_close(got: Tensor, want: list[float]) -> None:
     assert got.dtype == torch.float64
-    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 CLIPS: tuple[dict[str, Any], ...] = (
@@ -467,7 +467,11 @@ def test_longrope_depends_on_the_length_by_a_list_or_a_factor() -> None:
     same: dict[str, Any] = {"short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}
     assert not build("longrope", **same).length_dependent
     assert build("longrope", **same, long_mscale=1.2).length_dependent
-    assert build("longrope", **{**same, "long_factor": [1.0, 3.0]}).length_dependent
+    other = build("longrope", **{**same, "long_factor": [1.0, 3.0]}, attention_factor=1.19)
+    assert other.length_dependent
+    native = other.rope_parameters(RopeSpec(4, 1e4, 64))
+    assert native is not None
+    assert native["attention_factor"] == 1.19
 
 
 @pytest.mark.parametrize("name", FREQUENCY)
@@ -477,8 +481,8 @@ def test_a_method_can_be_a_key_of_a_dictionary(name: str) -> None:
 
 def test_angles_of_sinusoids_are_float64_from_a_list() -> None:
     w, m = [1.0, 0.3, 0.07], torch.arange(5, dtype=torch.float64)[:, None]
-    for by, slowing in (("position", (4, 4, 4)), ("base", (1, 2, 4))):
-        method = methods.Sinusoidal(scale=4.0, by=by)
+    for by, slowing in (("position", (9, 9, 9)), ("base", (1, 3, 9))):
+        method = methods.Sinusoidal(scale=9.0, by=by)
         slowed = torch.tensor([a / s for a, s in zip(w, slowing, strict=True)], dtype=torch.float64)
         torch.testing.assert_close(method.angles(w, 5, 0.0), m * slowed, rtol=1e-14, atol=0)
 
@@ -491,6 +495,10 @@ def test_values_at_their_limits_are_taken() -> None:
 def test_defaults_of_base_classes() -> None:
     rope = RopeSpec(64, 1e4, 64)
     assert build("abf", rope_theta=1e6).scale_at(rope, 99) == 1.0
+    hierarchical = methods.Hierarchical(scale=4.0)
+    hierarchical.check(4, 16)
+    with pytest.raises(PosencError, match="which reach 16 tokens, not 17"):
+        hierarchical.check(4, 17)
     growing = build("dynamic_ntk", update="row")
     assert isinstance(growing, Growing)
     assert growing.bucket_size(64) == 32
