@@ -463,6 +463,14 @@ def test_a_ramp_ends_within_the_head_where_few_pairs_turn_little() -> None:
     assert_close(build("yarn", **knobs).inv_freq(RopeSpec(8, 10.0, 4096)), frequencies)
 
 
+def test_transformers_yarn_has_the_ramp_by_index_alone() -> None:
+    rope = RopeSpec(64, 1e4, 2048)
+    native = [
+        build("yarn", scale=4.0, ramp=ramp).rope_parameters(rope) for ramp in ("index", "rotations")
+    ]
+    assert [parameters is not None for parameters in native] == [True, False]
+
+
 def test_longrope_depends_on_the_length_by_a_list_or_a_factor() -> None:
     same: dict[str, Any] = {"short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}
     assert not build("longrope", **same).length_dependent
