@@ -31,7 +31,6 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.cudnn import CudnnAttention
-from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused
 from hf_posenc.attention.kernels import biased as triton_biased
@@ -42,16 +41,19 @@ from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
 
 
-def _windowed(name: str, fused: Fused, *, proven: bool, kernel: bool = False) -> Backend:
-    """A fused operator; with `kernel`, kernels turn queries and keys and merge the parts."""
+def windowed_backend(name: str, fused: Fused, *, kernel: bool = False, **options: Any) -> Backend:
+    """Return a fused operator's backend; with `kernel`, kernels turn queries and keys and merge the parts."""
     turns, turned = (turning.accepts, turning.turned) if kernel else (None, Rotation.turned)
     accepts = functools.partial(windowed.accepts, fused=fused, turns=turns)
     run = functools.partial(windowed.attend, fused=fused, turned=turned)
-    return Backend(name, accepts, run, proven, may_crash=not proven, fused=True)
+    return Backend(name, accepts, run, fused=True, **options)
+
+
+_UNPROVEN = {"proven": False, "may_crash": True}
 
 
 def _kernels(name: str, module: Any) -> Backend:
-    return Backend(name, module.accepts, module.run, proven=False, may_crash=True, fused=True)
+    return Backend(name, module.accepts, module.run, fused=True, **_UNPROVEN)
 
 
 BACKENDS: tuple[Backend, ...] = (
@@ -60,22 +62,14 @@ BACKENDS: tuple[Backend, ...] = (
     _kernels("triton biased", triton_biased),
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("moving", decode.accepts_moving, decode.moving),
-    _windowed("flash attention 4", Flash4(merging.merge), proven=False, kernel=True),
-    _windowed("cudnn", CudnnAttention(CudaFlash(merging.merge)), proven=False, kernel=True),
-    _windowed("cuda flash, triton", CudaFlash(merging.merge), proven=False, kernel=True),
-    _windowed("cuda flash", CudaFlash(), proven=False),
+    windowed_backend("flash attention 4", Flash4(merging.merge), kernel=True, **_UNPROVEN),
+    windowed_backend("cudnn", CudnnAttention(CudaFlash(merging.merge)), kernel=True, **_UNPROVEN),
+    windowed_backend("cuda flash, triton", CudaFlash(merging.merge), kernel=True, **_UNPROVEN),
+    windowed_backend("cuda flash", CudaFlash(), **_UNPROVEN),
     Backend("few", decode.accepts_few, decode.few),
     Backend("exact", lambda call, encoding: True, exact),
 )
 """Tried in this order; a faster kernel joins ahead of the general path."""
-
-ON_REQUEST: tuple[Backend, ...] = (
-    _windowed("emulated cudnn, triton", EmulatedCudnn(merging.merge), proven=True, kernel=True),
-    _windowed("emulated cudnn", EmulatedCudnn(), proven=True),
-    _windowed("emulated flash, triton", EmulatedFlash(merging.merge), proven=True, kernel=True),
-    _windowed("emulated flash", EmulatedFlash(), proven=True),
-)
-"""Tried only where `set_backend` names them."""
 SECONDS = 20.0
 """Time for a process that checks the case at hand to check others that may follow too."""
 
@@ -141,7 +135,7 @@ def backend_of(name: str) -> Backend:
     Raises:
         PosencError: An unknown one.
     """
-    backends = {backend.name: backend for backend in (*BACKENDS, *ON_REQUEST)}
+    backends = {backend.name: backend for backend in BACKENDS}
     if name not in backends:
         raise unknown("backend", name, backends)
     return backends[name]

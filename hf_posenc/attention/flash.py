@@ -104,8 +104,7 @@ class _Parts(torch.autograd.Function):
                 part.ordered(part.of_rows(queries[part.query])),
                 part.ordered_keys(part.of_keys(keys[part.key], group, part.first_key)),
                 part.ordered_keys(part.of_keys(value, group)),
-                scaling,
-                part.shape,
+                part.shape(scaling),
             )
             states.append(state)
             whole = part.rows == (0, length) and part.heads is None
@@ -156,7 +155,7 @@ class _Parts(torch.autograd.Function):
                 part.ordered(part.of_rows(lse)),
             )
             rows = part.ordered(part.of_rows(grad))
-            gradients = ctx.fused.backward(rows, saved, ctx.scaling, part.shape, state)
+            gradients = ctx.fused.backward(rows, saved, part.shape(ctx.scaling), state)
             own, seen = part.of_rows(grad_queries[part.query]), grad_keys[part.key]
             own.add_(part.ordered(gradients[0]))
             part.of_keys(seen, group, part.first_key).add_(part.ordered_keys(gradients[1]))

@@ -47,10 +47,9 @@ class Part:
     chunk: int | None = None
     mirrored: bool = False
 
-    @property
-    def shape(self) -> Shape:
-        """The pairs that it sees."""
-        return Shape(self.causal, self.window, self.mask, self.segments)
+    def shape(self, scaling: float) -> Shape:
+        """Return the pairs that it sees, with the factor on their scores."""
+        return Shape(self.causal, self.window, self.mask, self.segments, scaling)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Return the part of a tensor of queries, outputs or log-sum-exps; a view, of chunks as a batch."""

@@ -23,6 +23,7 @@ from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import Method, get_method
 from hf_posenc.model.masks import CausalMask
 from hf_posenc.rope import RopeSpec
+from tests.support.emulated import EmulatedFlash
 
 HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 640
 VIEWS = {
@@ -61,9 +62,8 @@ STEP = {
     "dual_chunk": 81,
 }
 """Launches of a layer in a step, where neither flash attention nor a kernel serves (float32, older devices)."""
-FLASH = "emulated flash"
-TURNED = "emulated flash, triton"
-CUDNN = "emulated cudnn, triton"
+FLASH = EmulatedFlash.name
+TURNED, CUDNN = f"{FLASH}, triton", "emulated cudnn, triton"
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 

@@ -19,7 +19,6 @@ from hf_posenc.attention import engine, windowed
 from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused import cuda
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
 from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
@@ -30,6 +29,7 @@ from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
 from tests.support.attention_llama import CASES, Case, reference
 from tests.support.attention_ways import WAYS
+from tests.support.emulated import EmulatedCudnn, EmulatedFlash
 from tests.support.selection import covering, late
 
 EMULATED = EmulatedFlash()
@@ -184,11 +184,11 @@ def test_rows_without_keys() -> None:
     assert segments.keys[-1] == 4
     assert segments.longest == (2, 2)
     assert Segments.of([((0, 1), (0, 2))], 2, 2).longest == (2, 2)  # an upper bound, never 1
-    out, lse, _ = EMULATED.forward(query, key, key, 1.0, Shape(segments=segments))
+    out, lse, _ = EMULATED.forward(query, key, key, Shape(segments=segments))
     empty = [0, 4]
     assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))
     assert (lse[:, :, empty] == EMPTY).all()
-    alone, _, _ = EMULATED.forward(query[:, :, 1:3], key[:, :, :2], key[:, :, :2], 1.0, Shape())
+    alone, _, _ = EMULATED.forward(query[:, :, 1:3], key[:, :, :2], key[:, :, :2], Shape())
     torch.testing.assert_close(out[:, :, 1:3], alone)
 
 
@@ -197,7 +197,7 @@ def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int
     query, key = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
     value = torch.eye(4)[None, None]
     value = torch.cat((value, torch.zeros(1, 1, 4, 4)), -1)
-    out, lse, _ = EMULATED.forward(query, key, value, 1.0, Shape(causal=True, window=window))
+    out, lse, _ = EMULATED.forward(query, key, value, Shape(causal=True, window=window))
     assert lse[0, 0, 0] == pytest.approx(math.log(expected))
     assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
 
@@ -214,11 +214,11 @@ def test_the_operators_of_cuda_take_these_calls(
     flash, half = CudaFlash(), functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
     query = half(1, 24, 4, 16).transpose(1, 2)
     key = half(1, 30, 2, 16).transpose(1, 2)
-    out, lse, state = flash.forward(query, key, key, 0.3, shape)
+    out, lse, state = flash.forward(query, key, key, shape)
     assert out.shape == query.shape
     assert lse.shape == query.shape[:3]
     assert lse.dtype == torch.float32
-    grads = flash.backward(out, Saved(query, key, key, out, lse), 0.3, shape, state)
+    grads = flash.backward(out, Saved(query, key, key, out, lse), shape, state)
     assert [x.shape for x in grads] == [x.shape for x in (query, key, key)]
 
 
@@ -244,7 +244,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(engine, "choose", noted)
     monkeypatch.setattr(masks, "DENSE", 1)
-    with engine.forced("emulated flash"):
+    with engine.forced(EmulatedFlash.name):
         yield names
 
 
@@ -258,7 +258,7 @@ def test_equals_the_float64_reference(name: str, used: list[str]) -> None:
     model = patched(name)
     used.clear()
     assert_close(zoo.logits(model, zoo.tokens(90)), expected(name, 90))
-    assert set(used) == {"emulated flash"}
+    assert set(used) == {EmulatedFlash.name}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_every_way_to_run_a_text_gives_the_same(name: str, turn: int, used: list
     for way in WAYS[turn::3]:
         used.clear()
         assert_close(way(model, ids), full, way.__name__)
-        assert "emulated flash" in used or "static" in way.__name__, way.__name__
+        assert EmulatedFlash.name in used or "static" in way.__name__, way.__name__
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_every_layout_of_heads(name: str, layout: str, used: list[str]) -> None:
 def test_gradients(name: str, used: list[str]) -> None:
     model, ids = patched(name), zoo.tokens(40)
     found = gradients(model, ids)
-    assert set(used) == {"emulated flash"}
+    assert set(used) == {EmulatedFlash.name}
     with engine.forced("exact"):
         exact = gradients(model, ids)
     for key, value in exact.items():
@@ -345,7 +345,7 @@ def test_backends_are_forced_and_struck_by_name(
     keys: list[engine.Key] = []
     monkeypatch.setattr(engine, "choose", noted)
     expected = zoo.logits(model, ids)
-    for name in ("exact", "emulated flash", "prefill"):
+    for name in ("exact", EmulatedFlash.name, "prefill"):
         names.clear()
         with engine.forced(name):
             assert_close(zoo.logits(model, ids), expected)

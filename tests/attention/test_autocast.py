@@ -29,6 +29,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.model.masks import CausalMask
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
+from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
@@ -166,7 +167,7 @@ def test_as_precise_as_the_unpatched_model(name: str, run: Run, dtype: torch.dty
     covering(
         ["rerope", "dual_chunk", "dynamic_yarn_row", "alibi"],
         [prefill, training],
-        ["exact", "emulated flash"],
+        ["exact", EmulatedFlash.name],
     ),
 )
 def test_every_backend(name: str, run: Run, backend: str) -> None:
@@ -311,7 +312,7 @@ def in_float64(call: Call) -> Call:
     covering(
         [
             *itertools.product(
-                (None, "rerope", "dual_chunk"), ("prefill", "exact", "emulated flash")
+                (None, "rerope", "dual_chunk"), ("prefill", "exact", EmulatedFlash.name)
             ),
             *((None, "few"), ("rerope", "few")),
         ],

@@ -44,5 +44,5 @@ def merge(
     reverse: bool = False,
     last: bool = False,
 ) -> None:
-    """Merge by the operator, as `fused.merging.Merge`; the log-sum-exp is written in any case."""
+    """Merge by the operator, as `fused.protocol.merge`; the log-sum-exp is written in any case."""
     (_merge if unwatched(out) else _operator)(out, lse, part_out, part_lse, reverse)

@@ -17,7 +17,6 @@ from hf_posenc.attention.checks.comparison import Comparison, check, offers
 from hf_posenc.attention.checks.samples import Case, kinds
 from hf_posenc.attention.flash import CPU
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
 
@@ -28,14 +27,13 @@ Findings = dict[Case, Comparison | None]
 """`None`: the backend does not compute such calls."""
 
 
-def cases(dtypes: Sequence[str], head_dims: Sequence[int], *, emulated: bool = True) -> list[Case]:
-    """Return all cases, the most telling ones first; `emulated`: those of emulated operators too.
+def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Case]:
+    """Return all cases, the most telling ones first.
 
     First every backend and kind in the first dtype and head dimension, with a backward last. Then kind by kind the
     other dtypes and head dimensions, so that a short test has seen each backend in all of them.
     """
-    backends = (*engine.BACKENDS, *(engine.ON_REQUEST if emulated else ()))
-    names = [backend.name for backend in backends]
+    names = [backend.name for backend in engine.BACKENDS]
     first, *others = itertools.product(head_dims, dtypes)
     ordered = [(*first, gradients, kind) for gradients in (False, True) for kind in kinds()]
     ordered += [
@@ -115,7 +113,7 @@ def probes(fused: Fused, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 def operators(device: torch.device, dtype: torch.dtype) -> list[Fused]:
     """Return the fused operators that serve a device."""
-    every: tuple[Fused, ...] = (CPU, Flash4(), CudaFlash(), EmulatedFlash())
+    every: tuple[Fused, ...] = (CPU, Flash4(), CudaFlash())
     return [fused for fused in every if fused.serves(device, dtype, FEATURES)]
 
 
@@ -130,7 +128,7 @@ def _windowed_probes(
     value = torch.eye(KEYS, FEATURES, dtype=dtype, device=device)[None, None]
 
     def seen(shape: Shape) -> tuple[list[list[int]], list[float]]:
-        out, lse, _ = fused.forward(query, key, value, 1.0, shape)
+        out, lse, _ = fused.forward(query, key, value, shape)
         rows = [row.nonzero()[:, 0].tolist() for row in out[0, 0]]
         return rows, lse[0, 0].double().tolist()
 
@@ -143,7 +141,7 @@ def _windowed_probes(
 
     last = KEYS - ROWS
     empty = Segments.of([((0, 1), (0, 3))], ROWS, KEYS)
-    out, lse, _ = fused.forward(query, key, value, 1.0, Shape(segments=empty))
+    out, lse, _ = fused.forward(query, key, value, Shape(segments=empty))
     return {
         "all keys without a mask": agrees(Shape(), [[*range(KEYS)]] * ROWS),
         "causal, aligned to the bottom right": agrees(
@@ -166,7 +164,7 @@ def _probes(fused: Fused, device: torch.device) -> dict[str, bool | str]:
     query = torch.zeros(1, 2, ROWS, FEATURES, device=device)
     key = query.new_zeros(1, 1, KEYS, FEATURES)
     value = torch.eye(KEYS, FEATURES, device=device)[None, None]
-    out, lse, _ = fused.forward(query, key, value, 1.0, Shape(causal=True))
+    out, lse, _ = fused.forward(query, key, value, Shape(causal=True))
     rows = [row.nonzero()[:, 0].tolist() for row in out[0, 0]]
     sizes = [math.log(row + 1) for row in range(ROWS)]
     near = all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(lse[0, 0].tolist(), sizes, strict=True))  # fmt: skip

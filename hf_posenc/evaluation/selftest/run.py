@@ -47,7 +47,7 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> SelftestR
 
 def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str]) -> SelftestResult:
     began = time.monotonic()
-    every = cases(dtypes, options.head_dims, emulated=device.type == "cpu")
+    every = cases(dtypes, options.head_dims)
     found = check_all(every, device, options.seconds)
     checks = {case: result for case in every if (result := found.get(case)) is not None}
     decided = {
