@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +17,10 @@ from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused import cuda
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
 from hf_posenc.model import masks
@@ -52,7 +53,9 @@ Sequences = list[tuple[int, int]]
 """Rows and cached keys of each."""
 
 
-def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: int) -> None:
+def check(
+    plan: Any, naive: Any, sequences: Sequences, gap: int, queries: int = 1, keys: int = 1
+) -> None:
     """All sequences in one call, with `gap` rows and keys of padding before each, against each alone."""
     torch.manual_seed(0)
     places, spans = [], []
@@ -62,27 +65,25 @@ def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: 
         places.append((Place(row, key, rows, offset + rows, None), plan(rows, offset)))
         spans.append((slice(row, row + rows), slice(key, key + offset + rows), offset))
         row, key = row + rows, key + offset + rows
-    queries = [leaf(1, 4, row, 8) for _ in range(count)]
-    keys = [leaf(1, 2, key, 8) for _ in range(count)]
+    of_queries = [leaf(1, 4, row, 8) for _ in range(queries)]
+    of_keys = [leaf(1, 2, key, 8) for _ in range(keys)]
     value = leaf(1, 2, key, 8)
-    tensors = [*queries, *keys, value]
+    tensors = [*of_queries, *of_keys, value]
     expected = torch.zeros(1, row, 4, 8).double().transpose(1, 2)
     for own, seen, offset in spans:
         m = torch.arange(offset, offset + own.stop - own.start)[:, None]
         n = torch.arange(seen.stop - seen.start)
-        kind, visible = naive_visible(m, n)
-        every = torch.stack(
-            [scores_of(q[:, :, own], k[:, :, seen]) for q, k in zip(queries, keys, strict=True)]
-        )
-        index = kind.expand(1, *every.shape[1:]).long()
-        scores = every.gather(0, index)[0]
+        kind, visible = naive(m, n)
+        pairs = zip(of_queries, itertools.cycle(of_keys), strict=False)
+        every = torch.stack([scores_of(q[:, :, own], k[:, :, seen]) for q, k in pairs])
+        scores = every.gather(0, kind.expand(1, *every.shape[1:]).long())[0]
         part = attend_naively(scores, visible, value[:, :, seen])
         expected = torch.cat((expected[:, :, : own.start], part, expected[:, :, own.stop :]), 2)
     grad = torch.randn_like(expected)
     parts = joined(places, row, key)
     wanted = _gradients(expected, tensors, grad)
     for fused in OPERATORS:
-        out = attend_parts(parts, queries, keys, value, SCALING, fused=fused)
+        out = attend_parts(parts, of_queries, of_keys, value, SCALING, fused=fused)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-13, msg=fused.name)
         for mine, theirs in zip(_gradients(out, tensors, grad), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=fused.name)
@@ -103,7 +104,7 @@ GAPS = st.sampled_from([0, 3])
 @given(SEQUENCES, GAPS)
 @settings(max_examples=30)
 def test_causal(sequences: Sequences, gap: int) -> None:
-    check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap, count=1)
+    check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap)
 
 
 @example(
@@ -123,7 +124,7 @@ def test_two_bands(sequences: Sequences, gap: int, window: int, far_keys: int | 
         far = m - n >= window
         return far, (n <= m) & (~far | (n < (far_keys if far_keys is not None else 1000)))
 
-    check(plan, naive, sequences, gap, count=2)
+    check(plan, naive, sequences, gap, 2, 2)
 
 
 @given(SEQUENCES, GAPS, st.integers(1, 60))
@@ -135,29 +136,7 @@ def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
     def plan(rows: int, offset: int) -> Rectangles:
         return windowed.three_chunks(rows, offset, chunk)
 
-    torch.manual_seed(0)
-    places, spans, row, key = [], [], 0, 0
-    for rows, offset in sequences:
-        row, key = row + gap, key + gap
-        places.append((Place(row, key, rows, offset + rows, None), plan(rows, offset)))
-        spans.append((slice(row, row + rows), slice(key, key + offset + rows), offset))
-        row, key = row + rows, key + offset + rows
-    queries, keys, value = (
-        [leaf(1, 4, row, 8) for _ in range(3)],
-        leaf(1, 2, key, 8),
-        leaf(1, 2, key, 8),
-    )
-    parts = joined(places, row, key)
-    outs = [attend_parts(parts, queries, (keys,), value, SCALING, fused=x) for x in OPERATORS]
-    for own, seen, offset in spans:
-        m = torch.arange(offset, offset + own.stop - own.start)[:, None]
-        n = torch.arange(seen.stop - seen.start)
-        kind, visible = naive(m, n)
-        every = torch.stack([scores_of(q[:, :, own], keys[:, :, seen]) for q in queries])
-        scores = every.gather(0, kind.expand(1, *every.shape[1:]))[0]
-        want = attend_naively(scores, visible, value[:, :, seen])
-        for out in outs:
-            torch.testing.assert_close(out[:, :, own], want, rtol=0, atol=1e-13)
+    check(plan, naive, sequences, gap, 3)
 
 
 def test_the_number_of_calls() -> None:
@@ -202,15 +181,9 @@ def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int
     assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
 
 
-@pytest.mark.parametrize("public", [True, False], ids=["public", "operator"])
 @pytest.mark.parametrize("shape", [Shape(), Shape(causal=True), Shape(causal=True, window=7)])
-def test_the_operators_of_cuda_take_these_calls(
-    shape: Shape, public: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
     """Names, order and shapes of arguments and results; nothing is computed."""
-    if not public:
-        monkeypatch.setattr(cuda, "varlen_attention", lambda: None)
-    assert cuda.varlen_attention() or not public
     flash, half = CudaFlash(), functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
     query = half(1, 24, 4, 16).transpose(1, 2)
     key = half(1, 30, 2, 16).transpose(1, 2)
@@ -338,11 +311,11 @@ def test_backends_are_forced_and_struck_by_name(
     choose = engine.choose
 
     def noted(call: Any, encoding: Any) -> engine.Backend:
-        keys.append(engine.key_of(call, encoding))
+        cases.append(engine.case_of(engine.backend_of("prefill"), call, encoding))
         names.append(choose(call, encoding).name)
         return choose(call, encoding)
 
-    keys: list[engine.Key] = []
+    cases: list[engine.Case] = []
     monkeypatch.setattr(engine, "choose", noted)
     expected = zoo.logits(model, ids)
     for name in ("exact", EmulatedFlash.name, "prefill"):
@@ -350,9 +323,9 @@ def test_backends_are_forced_and_struck_by_name(
         with engine.forced(name):
             assert_close(zoo.logits(model, ids), expected)
         assert set(names) == {name}
-    assert keys[0] == engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
+    assert cases[0] == engine.Case("prefill", "bands", "float32", 16)
     try:
-        engine.strike("prefill", keys[0])
+        engine.strike(cases[0], torch.device("cpu"))
         names.clear()
         assert_close(zoo.logits(model, ids), expected)
         assert set(names) == {"exact"}
@@ -364,8 +337,5 @@ def test_backends_are_forced_and_struck_by_name(
 
 
 def test_unknown_backends_are_refused() -> None:
-    key = engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
     with pytest.raises(PosencError, match=r"cuda flsh.*cuda flash"):
         engine.set_backend("cuda flsh")
-    with pytest.raises(PosencError, match="keep it"):
-        engine.strike("exact", key)

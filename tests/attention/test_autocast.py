@@ -24,7 +24,7 @@ from hf_posenc import available_methods, get_method, patch_model
 from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.checks.samples import encoding_of
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.engine import attend, forced, key_of
+from hf_posenc.attention.engine import attend, backend_of, case_of, forced
 from hf_posenc.attention.exact import exact
 from hf_posenc.model.masks import CausalMask
 from tests.support import zoo
@@ -363,7 +363,8 @@ def test_soft_caps_sinks_and_weights(
 def test_a_backend_is_checked_for_the_dtype_that_it_computes_in(dtype: torch.dtype) -> None:
     call = call_of(4, 1)
     mixed = dataclasses.replace(call, value=call.value.to(dtype))
-    assert key_of(mixed, Encoding(1, HEADS)).dtype == dtype
+    case = case_of(backend_of("exact"), mixed, Encoding(1, HEADS))
+    assert case.dtype == str(dtype).removeprefix("torch.")
     # The same call without a region, as of a model whose rotation gives float32.
     assert attend(mixed, Encoding(1, HEADS))[0].dtype == dtype
 

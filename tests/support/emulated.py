@@ -18,7 +18,7 @@ from hf_posenc.attention import engine
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.cudnn import CudnnAttention
 from hf_posenc.attention.fused.protocol import Attended, Gradients, Merge, Saved, Shape, merge
-from hf_posenc.attention.kernels import merging
+from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.softmax import accumulation_dtype
 
 
@@ -66,9 +66,9 @@ class EmulatedCudnn(CudnnAttention):
 
 
 engine.BACKENDS += (
-    engine.windowed_backend("emulated cudnn, triton", EmulatedCudnn(merging.merge), kernel=True),
+    engine.windowed_backend("emulated cudnn, triton", EmulatedCudnn(parts.merge), kernel=True),
     engine.windowed_backend("emulated cudnn", EmulatedCudnn()),
-    engine.windowed_backend("emulated flash, triton", EmulatedFlash(merging.merge), kernel=True),
+    engine.windowed_backend("emulated flash, triton", EmulatedFlash(parts.merge), kernel=True),
     engine.windowed_backend("emulated flash", EmulatedFlash()),
 )
 

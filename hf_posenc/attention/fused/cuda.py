@@ -1,8 +1,7 @@
 """PyTorch's flash attention for CUDA, in its variable-length form.
 
-Forward by the public `torch.nn.attention.varlen` where the installed PyTorch has windows, grouped heads and the
-log-sum-exp there, else by the operator below it; backward by the operator, since the public function has none that
-takes another output and log-sum-exp than its own.
+By the operators below the public `torch.nn.attention.varlen`, which has no backward that takes another output and
+log-sum-exp than its own.
 
 Read in PyTorch's and flash-attention's source, and seen on an H200: float16 and bfloat16, compute capability 8.0 and
 later, at most 256 features, a multiple of 8; causal calls and windows are aligned to the BOTTOM RIGHT of every
@@ -15,7 +14,6 @@ docs/gpu.md has the contracts of the other fused operators of PyTorch 2.13, and 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -66,17 +64,10 @@ class CudaFlash:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         """Call the operator on tensors (length, heads, features); the log-sum-exp is (heads, rows)."""
-        segments, window = shape.sequences(query, key), shape.limits
+        segments, (left, right) = shape.sequences(query, key), shape.limits
         given = (query, key, value, *segments.on(query.device), *segments.longest)
-        public = varlen_attention()
-        if public is not None:
-            attend, aux = public
-            options = {"scale": shape.scaling, "window_size": window, "enable_gqa": True}
-            return *attend(*given, return_aux=aux(lse=True), **options), None
-        # The operator has "no window" as is_causal or not, as the public function translates it.
-        causal, sizes = window == (-1, 0), {}
-        if window != (-1, -1) and not causal:
-            sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+        sizes = {"window_size_left": left, "window_size_right": right}
+        causal = (left, right) == (-1, 0)
         out, lse, *state = _FORWARD(*given, 0.0, causal, False, scale=shape.scaling, **sizes)
         return out, lse, state
 
@@ -85,8 +76,7 @@ class CudaFlash:
         query, key, value, out, lse = saved
         segments, (left, right) = shape.sequences(query, key), shape.limits
         sizes = {} if left < 0 else {"window_size_left": left, "window_size_right": right}
-        # Without dropout, no random numbers are read.
-        seed, unused = state[:2] if state else (_no_seed(query.device), query.new_empty(0))
+        seed, unused, *_ = state  # without dropout, no random numbers are read
         gradients: Gradients = _BACKWARD(
             *(grad.contiguous(), query, key, value, out.contiguous(), lse.contiguous()),
             *(*segments.on(query.device), *segments.longest),
@@ -100,26 +90,6 @@ class CudaFlash:
 def _flattened(x: Tensor) -> Tensor:
     """From (1, heads, length, features) to (length, heads, features), a view."""
     return x[0].transpose(0, 1)
-
-
-@functools.cache
-def _no_seed(device: torch.device) -> Tensor:
-    return torch.zeros(2, dtype=torch.uint64, device=device)
-
-
-@functools.cache
-def varlen_attention() -> tuple[Any, Any] | None:
-    """Return PyTorch's public variable-length attention and its `AuxRequest`; `None` where it lacks an argument."""
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:  # before 2.10
-        return None
-    needed = {"return_aux", "scale", "window_size", "enable_gqa"}
-    return (
-        (varlen_attn, AuxRequest)
-        if needed <= {*inspect.signature(varlen_attn).parameters}
-        else None
-    )
 
 
 @functools.cache

@@ -55,17 +55,8 @@ class Scored(NamedTuple):
         start, slope, step, group, top = self.shift or Shift(0.0)
         bounds = (-1 if bound is None else bound for bound in (self.below, self.keys))
         turned = int(self.shift is not None), int(self.turns_keys)
-        return (
-            self.least,
-            *bounds,
-            *turned,
-            start,
-            slope,
-            step,
-            group,
-            int(top is not None),
-            top or 0.0,
-        )
+        shift = start, slope, step, group, int(top is not None), top or 0.0
+        return self.least, *bounds, *turned, *shift
 
 
 FIELDS = 11
