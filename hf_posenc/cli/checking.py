@@ -14,7 +14,7 @@ from hf_posenc.evaluation.options import SelftestOptions
 from hf_posenc.files import to_json, write_atomically
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.device.result import DeviceResult
+    from hf_posenc.evaluation.device.result import GpuResult
 
 
 def selftest(
@@ -47,7 +47,7 @@ def selftest(
         raise typer.Exit(1)
 
 
-def _print(result: DeviceResult) -> None:
+def _print(result: GpuResult) -> None:
     from hf_posenc.evaluation.grid import to_rich
 
     console = out()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
@@ -23,26 +21,13 @@ from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
-from hf_posenc.model import masks
-from tests.attention.test_attention import HEADS, apply, assert_close, build, expected, patched
-from tests.attention.test_attention_training import gradients
+from tests.attention.test_attention import FLASH, apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
-from tests.support.attention_llama import CASES, Case, reference
-from tests.support.attention_ways import WAYS
 from tests.support.emulated import EmulatedCudnn, EmulatedFlash
-from tests.support.selection import covering, late
 
 EMULATED = EmulatedFlash()
 OPERATORS = EMULATED, EmulatedCudnn()
-NAMES = [
-    *("rerope", "rerope_log_n", "leaky_rerope", "self_extend", "string", "lm_infinite"),
-    *("attention_sinks", "sliding_window", "dual_chunk"),
-    *("dynamic_ntk_row", "dynamic_yarn_row", "longrope_row"),
-]
-"""Every case of kind bands, chunks or buckets."""
-FORMS = "rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row", "rerope_log_n", "string"
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
 
@@ -204,74 +189,8 @@ def test_no_other_device_has_the_operator() -> None:
 # Whole models
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Forces the operator, with masks of size O(length); the backends of all calls."""
-    names: list[str] = []
-    choose = engine.choose
-
-    def noted(*arguments: Any) -> engine.Backend:
-        backend = choose(*arguments)
-        names.append(backend.name)
-        return backend
-
-    monkeypatch.setattr(engine, "choose", noted)
-    monkeypatch.setattr(masks, "DENSE", 1)
-    with engine.forced(EmulatedFlash.name):
-        yield names
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_the_float64_reference(name: str, used: list[str]) -> None:
-    model = patched(name)
-    used.clear()
-    assert_close(zoo.logits(model, zoo.tokens(90)), expected(name, 90))
-    assert set(used) == {EmulatedFlash.name}
-
-
-@pytest.mark.parametrize(
-    ("name", "turn"),
-    [*covering(FORMS[:3], range(3)), *late([n for n in NAMES if n not in FORMS[:3]], range(3))],
-)
-def test_every_way_to_run_a_text_gives_the_same(name: str, turn: int, used: list[str]) -> None:
-    """Padding, packing, pieces and steps; only a static cache, whose last keys are empty, goes elsewhere."""
-    model, ids = patched(name), zoo.tokens(34)
-    full = zoo.logits(model, ids)
-    for way in WAYS[turn::3]:
-        used.clear()
-        assert_close(way(model, ids), full, way.__name__)
-        assert EmulatedFlash.name in used or "static" in way.__name__, way.__name__
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    covering(["rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row"], HEADS),
-)
-def test_every_layout_of_heads(name: str, layout: str, used: list[str]) -> None:
-    heads, key_heads = HEADS[layout]
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    sizes["hidden_size"] = 16 * heads
-    got = zoo.logits(patched(name, **sizes), zoo.tokens(40))
-    assert_close(got, expected(name, 40, **sizes))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients(name: str, used: list[str]) -> None:
-    model, ids = patched(name), zoo.tokens(40)
-    found = gradients(model, ids)
-    assert set(used) == {EmulatedFlash.name}
-    with engine.forced("exact"):
-        exact = gradients(model, ids)
-    for key, value in exact.items():
-        assert_close(found[key], value, key, tolerance=1e-4)
-
-
-def test_layers_that_are_not_patched_and_sliding_windows(used: list[str]) -> None:
+@pytest.mark.parametrize("path", FLASH, indirect=True)
+def test_layers_that_are_not_patched_and_sliding_windows(path: str) -> None:
     """A layer that shares its table with patched ones, and one with the model's own window."""
     model = build(num_hidden_layers=2)
     before = zoo.logits(model, zoo.tokens(40))
@@ -280,33 +199,17 @@ def test_layers_that_are_not_patched_and_sliding_windows(used: list[str]) -> Non
     mistral = zoo.build("mistral", sliding_window=11, initializer_range=0.1)
     ids = zoo.tokens(60)
     patch_model(mistral, "dual_chunk", chunk=9, window=3, layers="all")
-    used.clear()
     got = zoo.logits(mistral, ids)
     with engine.forced("exact"):
         assert_close(got, zoo.logits(mistral, ids))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "attention_sinks"])
-def test_half_precision(
-    model: PreTrainedModel, name: str, dtype: torch.dtype, used: list[str]
-) -> None:
-    ids = zoo.tokens(50)
-    moved: Any = model
-    moved.to(dtype)
-    native = zoo.relative_difference(zoo.logits(model, ids), reference(model, Case("none"), ids))
-    apply(model, name)
-    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids), tolerance=3 * native)
 
 
 # ------------------------------------------------------------------------------------------
 # The table
 
 
-def test_backends_are_forced_and_struck_by_name(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply(model, "rerope")
+def test_backends_are_forced_and_struck_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply(build(), "rerope")
     ids, names = zoo.tokens(80), []
     choose = engine.choose
 

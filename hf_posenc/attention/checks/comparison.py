@@ -71,7 +71,9 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             torch.set_grad_enabled(gradients),
             torch.autocast(device.type, enabled=False),
         ):
-            encoding = _with_leaves(encoding, gradients)
+            if trained := encoding.parameters:  # copies, so that no gradient reaches the model
+                copies = {name: _leaf(trained[name].clone(), gradients) for name in trained}
+                encoding = encoding.with_parameters(copies)
             rows = rows_of(backend, call, encoding, gradients=gradients)
             if not rows:
                 return Comparison(reason="it does not compute the problem of its check")
@@ -170,16 +172,6 @@ def problem(
 
 def _leaf(x: Tensor, gradients: bool) -> Tensor:
     return x.detach().requires_grad_(gradients)
-
-
-def _with_leaves(encoding: Encoding, gradients: bool) -> Encoding:
-    """The same encoding with copies of its trained parameters, so that no gradient reaches the model."""
-    parameters = encoding.parameters
-    if not parameters:
-        return encoding
-    return encoding.with_parameters(
-        {name: _leaf(parameters[name].clone(), gradients) for name in parameters}
-    )
 
 
 def _results(

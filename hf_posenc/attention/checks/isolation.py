@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from hf_posenc.attention.checks.backend import Case
+from hf_posenc.attention.checks.backend import Backend, Case
 from hf_posenc.attention.checks.comparison import Comparison, check
 
 STARTING, HANGING = 120.0, 180.0
@@ -25,7 +25,8 @@ compilation, which takes FlashAttention-4 a minute on a slow core."""
 _CHILD = (
     "import faulthandler, json, sys; task = json.load(sys.stdin); sys.path[:] = task['path']; "
     "faulthandler.dump_traceback_later(task['starting'], exit=True); "
-    "from hf_posenc.attention.checks.isolation import main; main(task)"
+    "from hf_posenc.attention.checks.isolation import main; "
+    "from hf_posenc.attention.engine import backend_of; main(task, backend_of)"
 )
 
 
@@ -90,10 +91,8 @@ def _ended(code: int, seconds: float) -> str:
     return f"it ends the process with status {code}"
 
 
-def main(task: Mapping[str, Any]) -> None:
+def main(task: Mapping[str, Any], backend_of: Callable[[str], Backend]) -> None:
     """Check cases one by one, in the other process: print a line before each, and one with the findings after it."""
-    from hf_posenc.attention import engine
-
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # libraries print there
         device = torch.device(task["device"])
@@ -106,7 +105,7 @@ def main(task: Mapping[str, Any]) -> None:
             print(json.dumps({"case": index}), file=out, flush=True)
             faulthandler.dump_traceback_later(task["hanging"], exit=True)
             case = Case(**values)
-            found = check(engine.backend_of(case.backend), case, device)
+            found = check(backend_of(case.backend), case, device)
             print(
                 json.dumps({"case": index, "found": found and asdict(found)}), file=out, flush=True
             )

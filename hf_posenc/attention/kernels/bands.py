@@ -91,7 +91,8 @@ def scheme_of(plan: Plan) -> Scheme | None:
     if isinstance(plan, BandPlan):
         bands, cached = plan.bands, plan.cached_position
     elif isinstance(plan, SharedTablePlan):
-        bands, cached = (Band(query_position=_same, key_position=_same),), plan.cached
+        own = Band(query_position=lambda m: m, key_position=lambda n: n)
+        bands, cached = (own,), plan.cached
     else:
         return None
     if cached(torch.zeros(1, dtype=torch.long)).dim() > 1:
@@ -109,10 +110,6 @@ def scheme_of(plan: Plan) -> Scheme | None:
         layout = plan.rotation.layout
         features = layout.start, layout.dim, int(layout.interleaved), layout.sign
     return Scheme(found, chunks.pop(), features)
-
-
-def _same(position: Tensor) -> Tensor:
-    return position
 
 
 def _scored(band: Band, cached: PositionMap) -> Scored | None:

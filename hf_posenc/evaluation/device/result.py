@@ -104,7 +104,7 @@ class Row:
 
 
 @dataclass(repr=False, kw_only=True)
-class DeviceResult(Result):
+class GpuResult(Result):
     """Result of `hf-posenc bench --suite gpu` and of `hf-posenc selftest`.
 
     Attributes:
@@ -144,7 +144,7 @@ class DeviceResult(Result):
     seconds: float | None = None
 
     def __repr__(self) -> str:
-        return f"DeviceResult({self.machine['device']}, {len(self.records)} rows)"
+        return f"GpuResult({self.machine['device']}, {len(self.records)} rows)"
 
     @property
     def device(self) -> str:
@@ -211,7 +211,7 @@ class DeviceResult(Result):
         return ready
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DeviceResult:
+    def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
         """Read the values of `to_dict`, also those of a self-test before it shared this form."""
         values = _of_old_selftest(values) if "methods" in values else values
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
@@ -391,9 +391,8 @@ class DeviceResult(Result):
         return "\n".join(lines) + "\n"
 
 
-# The names of the two results that this one was.
-GpuResult = DeviceResult
-SelftestResult = DeviceResult
+# The name of a self-test's result before it was this one.
+SelftestResult = GpuResult
 
 
 def _times(row: Row | None) -> Iterator[Field]:

@@ -35,7 +35,7 @@ from hf_posenc.evaluation.device.result import (
     PERPLEXITY,
     PHASES,
     PLAIN,
-    DeviceResult,
+    GpuResult,
     Row,
 )
 from hf_posenc.evaluation.device.speed import SpeedRun
@@ -94,7 +94,7 @@ class GpuItem(Item):
         return {"phase": self.phase, "name": self.name, "length": self.length}
 
 
-class GpuRun(Measurement[GpuItem, DeviceResult]):
+class GpuRun(Measurement[GpuItem, GpuResult]):
     """Times by length: a whole model that generates, and that scores every token; then layers by phase and method.
 
     Args:
@@ -221,13 +221,13 @@ class GpuRun(Measurement[GpuItem, DeviceResult]):
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
             return {"row": attempt(partial(_released, item.work)) or {}}
 
-    def collect(self, values: Mapping[Key, Value]) -> DeviceResult:
+    def collect(self, values: Mapping[Key, Value]) -> GpuResult:
         rows = []
         for item in self.items:
             if item.key in values:
                 row, failed = values[item.key]["row"], values[item.key].get("failed")
                 rows.append(Row(item.phase, item.name, item.length, failed=failed, **row))
-        return DeviceResult(
+        return GpuResult(
             records=rows,
             missing=self.total - len(rows),
             sizes=self.layers.sizes,

@@ -18,7 +18,7 @@ from hf_posenc.errors import unknown
 from hf_posenc.evaluation.device.checks import cases, check_all, operators, probes
 from hf_posenc.evaluation.device.clock import Clock, device_of
 from hf_posenc.evaluation.device.layer import Layers
-from hf_posenc.evaluation.device.result import PHASES, PLAIN, DeviceResult, Row
+from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.flags import with_fields
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.options import SelftestOptions
@@ -28,7 +28,7 @@ ROUNDS, ENOUGH = 7, 0.1
 """The most rounds of a timing, and the seconds after which no further round begins."""
 
 
-def selftest(options: SelftestOptions | None = None, **fields: Any) -> DeviceResult:
+def selftest(options: SelftestOptions | None = None, **fields: Any) -> GpuResult:
     """Check every backend of the attention engine on a device against float64, and time every method there.
 
     The verdicts replace those that were kept of this device. Backends that may crash run in other processes.
@@ -49,7 +49,7 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> DeviceRes
         return _selftest(options, device, dtypes)
 
 
-def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str]) -> DeviceResult:
+def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str]) -> GpuResult:
     began = time.monotonic()
     every = cases(dtypes, options.head_dims)
     found = check_all(every, device, options.seconds)
@@ -77,7 +77,7 @@ def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str])
         warnings.simplefilter("ignore")  # of backends that are struck, which the result names
         records = list(_rows(layers, options))
     engine.restore()
-    return DeviceResult(
+    return GpuResult(
         records=records,
         model={"name": "layers alone", "dtype": dtypes[0], "device": str(device)},
         sizes=layers.sizes,

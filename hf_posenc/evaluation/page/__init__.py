@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation import published
-from hf_posenc.evaluation.device.result import DeviceResult
+from hf_posenc.evaluation.device.result import GpuResult
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import Field, Grid, Span, listed, number, percent
 from hf_posenc.evaluation.measuring.identity import version_of
@@ -111,7 +111,7 @@ def _page(collection: Collection, title: str, figures: bool) -> str:
         perplexity=perplexity.sections(sources, figures=figures and available()),
         retrieval=_retrieval(sources),
         bench=_bench(sources),
-        gpu=[(s, DeviceResult.from_dict(s.data)) for s in sources if s.kind == DeviceResult.kind],
+        gpu=[(s, GpuResult.from_dict(s.data)) for s in sources if s.kind == GpuResult.kind],
         tuning=_tuning_sections(sources),
         extending=[(s, ExtendResult.from_dict(s.data)) for s in sources if s.kind == "extend"],
     )
