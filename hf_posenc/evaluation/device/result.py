@@ -361,7 +361,7 @@ class GpuResult(Result):
             )
         for name, claims in self.probes.items():
             if all(kept is True for kept in claims.values()):
-                yield f"{name}: keeps its contract, {len(claims)} claims."
+                yield f"{name}: keeps its contract: {', '.join(claims)}."
         if self.missing:
             yield (
                 f"{self.missing} of {self.missing + len(self.records)} measurements were not begun in time: the same "
