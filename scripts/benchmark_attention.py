@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_posenc.attention.banded import two_bands
 from hf_posenc.attention.decode import decode
 from hf_posenc.attention.toeplitz import provable_windows, toeplitz
-from hf_posenc.evaluation.bench.peers import two_matrices
+from scripts.peers import two_matrices
 
 WINDOW = 512
 EPS = 1e-8

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_posenc.attention.fused.flash4 import Flash4
-from hf_posenc.attention.fused.protocol import Saved, Segments
+from hf_posenc.attention.fused.protocol import Saved, Segments, Shape
 from hf_posenc.attention.kernels.biased_flash4 import tabled
 
 TARGET = {
@@ -27,7 +28,11 @@ TARGET = {
 """Read by the library when it is imported, which the first call does."""
 HEADS, KEY_HEADS, FEATURES = 32, 8, 128
 ROWS, KEYS = 1024, 1200
-WINDOWS = {"all keys": (-1, -1), "causal": (-1, 0), "a window": (127, 0)}
+SHAPES = {
+    "all keys": Shape(),
+    "causal": Shape(causal=True),
+    "a window": Shape(causal=True, window=128),
+}
 
 
 def empty(*sizes: int) -> Tensor:
@@ -35,15 +40,15 @@ def empty(*sizes: int) -> Tensor:
     return torch.empty(*sizes, device="cuda", dtype=torch.bfloat16)
 
 
-def check(segments: Segments, window: tuple[int, int]) -> None:
+def check(shape: Shape) -> None:
     """Compile a forward and a backward, and compare the shapes of what they return."""
     query, key = empty(ROWS, HEADS, FEATURES), empty(KEYS, KEY_HEADS, FEATURES)
     flash = Flash4()
-    out, lse, state = flash.attend(query, key, key, segments, 0.1, window)
+    out, lse, state = flash.attend(query, key, key, shape)
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert (lse.shape, lse.dtype) == ((HEADS, ROWS), torch.float32)
     saved = Saved(query, key, key, out, lse)
-    gradients = flash.attend_backward(out, saved, segments, 0.1, window, state)
+    gradients = flash.attend_backward(out, saved, shape, state)
     assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]
 
 
@@ -56,9 +61,9 @@ def main() -> None:
         starts = (torch.empty(4, dtype=torch.int32, device="cuda") for _ in range(2))
         several._tensors[torch.device("cuda", 0)] = tuple(starts)  # type: ignore[assignment]
         for what, segments in (("one text", Segments((0, ROWS), (0, KEYS))), ("several", several)):
-            for name, window in WINDOWS.items():
+            for name, shape in SHAPES.items():
                 if (what, name) != ("several", "all keys"):  # no method calls it so
-                    check(segments, window)
+                    check(replace(shape, segments=segments))
                     print(f"{what}, {name}: {time.monotonic() - began:.0f} s", flush=True)
         batch = [empty(2, n, h, FEATURES).transpose(1, 2) for n, h in ((ROWS, HEADS), (KEYS, KEY_HEADS))]  # fmt: skip
         table = torch.empty(HEADS, KEYS, device="cuda")

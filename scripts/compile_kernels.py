@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from hf_posenc.attention.kernels import biased, decode, merging, turning
+from hf_posenc.attention.kernels import biased, decode, parts
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.rotation import Layout
 from tests.support.kernel_cases import Case
@@ -58,16 +58,14 @@ class Offline:
 
 def step(case: Case) -> Callable[[], object]:
     """Return a call of the decode operator, with the shapes of an 8B model unless the case has others."""
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     return lambda: decode.run(call, encoding)
 
 
 def text(case: Case, *, training: bool = False) -> Callable[[], object]:
     """Return a call of the operator for whole texts; with `training`, and one of its backward."""
     case = replace(case, queries=case.length)
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     bias = operands_of(encoding, 0, case.length, call.query.device)
     assert bias is not None
     tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
@@ -84,11 +82,11 @@ def text(case: Case, *, training: bool = False) -> Callable[[], object]:
 def turned(case: Case) -> Callable[[], object]:
     """Return a call of the operator that turns the queries of two bands."""
     case = replace(case, queries=case.length)
-    encoding = case.encoding()
-    call, rotation = case.call(encoding), encoding.rotation
+    call, encoding = case.made()
+    rotation = encoding.rotation
     assert rotation is not None
     tables = rotation.tables(torch.stack((call.query_position,) * 2), case.dtype)
-    return lambda: turning.turned(rotation, call.query, tables)
+    return lambda: parts.turned(rotation, call.query, tables)
 
 
 def merged(case: Case) -> Callable[[], object]:
@@ -96,7 +94,7 @@ def merged(case: Case) -> Callable[[], object]:
     case = replace(case, queries=case.length)
     query = case.call(case.encoding()).query
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return lambda: merging.merge(query, lse, query, lse, reverse=True)
+    return lambda: parts.merge(query, lse, query, lse, reverse=True)
 
 
 LLAMA = Case(

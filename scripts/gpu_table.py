@@ -82,7 +82,7 @@ def backends(method: Method) -> tuple[str, ...]:
     """Return the backend of each phase, chosen as if tensors without values were on a GPU with Triton."""
     chosen = []
     with ExitStack() as stack:
-        for module in ("decode", "biased", "turning"):
+        for module in ("decode", "biased", "parts"):
             name = f"hf_posenc.attention.kernels.{module}.available"
             stack.enter_context(patch(name, lambda device: True))
         stack.enter_context(

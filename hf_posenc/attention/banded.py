@@ -9,13 +9,14 @@ multiple of HK. `offset` counts the tokens in the cache: row i has position offs
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.flash import attend_parts, check_shapes
-from hf_posenc.attention.parts import Part
+from hf_posenc.attention import windowed
+from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.softmax import accumulation_dtype
-from hf_posenc.errors import PosencError
 
 NEAR_ROWS = (64, 256)
 """Rows of one block of the near band, for narrow and for wide windows. In a block of C rows each computes C keys too
@@ -24,7 +25,6 @@ many, but tall blocks are faster matrix products."""
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, offset: int = 0) -> Tensor:
     """Compute plain causal attention, exact."""
-    check_shapes(query, key, value, offset)
     parts = _causal_parts((0, query.shape[2]), 0, offset)
     return attend_parts(parts, (query,), (key,), value, scaling)
 
@@ -44,12 +44,6 @@ def two_bands(
     `near` is the query and key of pairs less than `window` tokens apart, `far` those of the others; their keys may be
     one tensor. Of the far pairs, only those with the first `far_keys` keys count; 0: a sliding window alone.
     """
-    if window < 1:
-        raise PosencError(
-            f"A window of {window} tokens leaves a query without itself; give 1 or more."
-        )
-    for query, key in (near, far):
-        check_shapes(query, key, value, offset)
     rows = near[0].shape[2]
     keys = (near[1],) if near[1] is far[1] else (near[1], far[1])
     start = min(rows, max(0, window - offset))  # the rows before it have near keys only
@@ -92,23 +86,13 @@ def three_chunks(
     The pair of positions (m, n) uses `queries[min(m // chunk - n // chunk, 2)]`. Between two chunks every pair is
     visible, so no part needs a mask.
     """
-    if chunk < 1:
-        raise PosencError(f"A chunk has 1 token or more, not {chunk}.")
-    for query in queries:
-        check_shapes(query, key, value, offset)
-    rows = queries[0].shape[2]
     parts: list[Part] = []
-    first = 0
-    while first < rows:
-        border = (offset + first) // chunk * chunk
-        end = min(rows, border + chunk - offset)
-        parts += _causal_parts((first, end), border, offset + first)
-        if border:
-            before = (border - chunk, border)
-            parts.append(Part((first, end), before, query=1, merge=True))
-        if border > chunk:
-            parts.append(Part((first, end), (0, border - chunk), query=2, merge=True))
-        first = end
+    for part in windowed.three_chunks(queries[0].shape[2], offset, chunk).values():
+        if part.causal:  # aligned to the bottom right
+            (first, end), (least, stop) = part.rows, part.keys
+            parts += _causal_parts((first, end), least, stop - (end - first))
+        else:
+            parts.append(replace(part, merge=True))
     return attend_parts(parts, queries, (key,), value, scaling)
 
 

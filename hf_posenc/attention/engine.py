@@ -22,36 +22,38 @@ from hf_posenc.attention import decode, prefill, windowed
 from hf_posenc.attention.call import Call, outside_autocast, product_dtype
 from hf_posenc.attention.checks import isolation, verdicts
 from hf_posenc.attention.checks.backend import Backend as Backend
-from hf_posenc.attention.checks.backend import Key as Key
+from hf_posenc.attention.checks.backend import Case as Case
 from hf_posenc.attention.checks.backend import Result as Result
-from hf_posenc.attention.checks.backend import key_of as key_of
+from hf_posenc.attention.checks.backend import case_of as case_of
 from hf_posenc.attention.checks.comparison import compare
-from hf_posenc.attention.checks.samples import DTYPES, HEAD_DIMS, Case, kinds
+from hf_posenc.attention.checks.samples import DTYPES, HEAD_DIMS, kinds
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.cudnn import CudnnAttention
-from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused
 from hf_posenc.attention.kernels import biased as triton_biased
-from hf_posenc.attention.kernels import biased_flash4, merging, turning
+from hf_posenc.attention.kernels import biased_flash4, parts
 from hf_posenc.attention.kernels import decode as triton_decode
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
 
 
-def _windowed(name: str, fused: Fused, *, proven: bool, kernel: bool = False) -> Backend:
-    """A fused operator; with `kernel`, kernels turn queries and keys and merge the parts."""
-    turns, turned = (turning.accepts, turning.turned) if kernel else (None, Rotation.turned)
+def windowed_backend(name: str, fused: Fused, *, kernel: bool = False, **options: Any) -> Backend:
+    """Return a fused operator's backend; with `kernel`, kernels turn queries and keys and merge the parts."""
+    turns, turned = (parts.accepts, parts.turned) if kernel else (None, Rotation.turned)
     accepts = functools.partial(windowed.accepts, fused=fused, turns=turns)
     run = functools.partial(windowed.attend, fused=fused, turned=turned)
-    return Backend(name, accepts, run, proven, may_crash=not proven, fused=True)
+    return Backend(name, accepts, run, fused=True, **options)
+
+
+_UNPROVEN = {"proven": False, "may_crash": True}
 
 
 def _kernels(name: str, module: Any) -> Backend:
-    return Backend(name, module.accepts, module.run, proven=False, may_crash=True, fused=True)
+    return Backend(name, module.accepts, module.run, fused=True, **_UNPROVEN)
 
 
 BACKENDS: tuple[Backend, ...] = (
@@ -60,40 +62,26 @@ BACKENDS: tuple[Backend, ...] = (
     _kernels("triton biased", triton_biased),
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("moving", decode.accepts_moving, decode.moving),
-    _windowed("flash attention 4", Flash4(merging.merge), proven=False, kernel=True),
-    _windowed("cudnn", CudnnAttention(CudaFlash(merging.merge)), proven=False, kernel=True),
-    _windowed("cuda flash, triton", CudaFlash(merging.merge), proven=False, kernel=True),
-    _windowed("cuda flash", CudaFlash(), proven=False),
+    windowed_backend("flash attention 4", Flash4(parts.merge), kernel=True, **_UNPROVEN),
+    windowed_backend("cudnn", CudnnAttention(CudaFlash(parts.merge)), kernel=True, **_UNPROVEN),
+    windowed_backend("cuda flash, triton", CudaFlash(parts.merge), kernel=True, **_UNPROVEN),
+    windowed_backend("cuda flash", CudaFlash(), **_UNPROVEN),
     Backend("few", decode.accepts_few, decode.few),
     Backend("exact", lambda call, encoding: True, exact),
 )
 """Tried in this order; a faster kernel joins ahead of the general path."""
-
-ON_REQUEST: tuple[Backend, ...] = (
-    _windowed("emulated cudnn, triton", EmulatedCudnn(merging.merge), proven=True, kernel=True),
-    _windowed("emulated cudnn", EmulatedCudnn(), proven=True),
-    _windowed("emulated flash, triton", EmulatedFlash(merging.merge), proven=True, kernel=True),
-    _windowed("emulated flash", EmulatedFlash(), proven=True),
-)
-"""Tried only where `set_backend` names them."""
 SECONDS = 20.0
 """Time for a process that checks the case at hand to check others that may follow too."""
 
-_struck: set[tuple[str, Key]] = set()
-_checked: set[tuple[str, Key]] = set()
+_struck: set[tuple[Case, torch.device]] = set()
+_checked: set[tuple[Case, torch.device]] = set()
 _warned: set[tuple[str, torch.device]] = set()
 _forced: str | None = os.environ.get("HF_POSENC_BACKEND") or None
 
 
-def strike(name: str, key: Key) -> None:
-    """Leave a backend out for all calls of a key, until `restore`.
-
-    Raises:
-        PosencError: An unknown backend, or the general path, which has no substitute.
-    """
-    if backend_of(name).name == "exact":
-        raise PosencError("The general path 'exact' computes what no other backend does; keep it.")
-    _struck.add((name, key))
+def strike(case: Case, device: torch.device) -> None:
+    """Leave a backend out for all calls of a case, until `restore`; the general path has no substitute."""
+    _struck.add((case, device))
 
 
 def restore() -> None:
@@ -141,7 +129,7 @@ def backend_of(name: str) -> Backend:
     Raises:
         PosencError: An unknown one.
     """
-    backends = {backend.name: backend for backend in (*BACKENDS, *ON_REQUEST)}
+    backends = {backend.name: backend for backend in BACKENDS}
     if name not in backends:
         raise unknown("backend", name, backends)
     return backends[name]
@@ -154,11 +142,11 @@ def _table() -> tuple[Backend, ...]:
 
 def choose(call: Call, encoding: Encoding) -> Backend:
     """Return the first backend that computes a call, and passes its check."""
-    key = key_of(call, encoding) if _struck else None
+    device = call.query.device
     return next(
         backend
         for backend in _table()
-        if (key is None or (backend.name, key) not in _struck)
+        if not (_struck and (case_of(backend, call, encoding), device) in _struck)
         and backend.accepts(call, encoding)
         and (backend.proven or _passes(backend, call, encoding))
     )
@@ -166,15 +154,14 @@ def choose(call: Call, encoding: Encoding) -> Backend:
 
 def candidate(call: Call, encoding: Encoding) -> tuple[Backend, bool]:
     """Return the first backend that would compute a call, and whether it was shown to work; nothing is tried."""
-    key = key_of(call, encoding)
-    dtype = str(key.dtype).removeprefix("torch.")
+    device = call.query.device
     for backend in _table():
-        if (backend.name, key) in _struck or not backend.accepts(call, encoding):
+        case = case_of(backend, call, encoding)
+        if (case, device) in _struck or not backend.accepts(call, encoding):
             continue
-        if backend.proven or (backend.name, key) in _checked:
+        if backend.proven or (case, device) in _checked:
             return backend, True
-        case = Case(backend.name, key.kind, dtype, key.head_dim, key.gradients)
-        known = verdicts.read(key.device)
+        known = verdicts.read(device)
         if known.get(case) is None:
             return backend, case in known
     return backend_of("exact"), True
@@ -182,50 +169,49 @@ def candidate(call: Call, encoding: Encoding) -> tuple[Backend, bool]:
 
 def _passes(backend: Backend, call: Call, encoding: Encoding) -> bool:
     """Return whether a backend passed its check for such calls; the first of them makes it."""
-    key = key_of(call, encoding)
-    if (backend.name, key) in _checked or key.device.type == "meta":  # there, nothing is computed
+    case, device = case_of(backend, call, encoding), call.query.device
+    if (case, device) in _checked or device.type == "meta":  # there, nothing is computed
         return True
-    if torch.compiler.is_compiling() or _is_captured(key.device):
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing:
         return False  # nothing may be tried in here
-    reason = _elsewhere(backend, key) if backend.may_crash else None
+    reason = _elsewhere(case, device) if backend.may_crash else None
     if reason is None:
-        reason = compare(backend, call, encoding, gradients=key.gradients).reason
+        reason = compare(backend, call, encoding, gradients=case.gradients).reason
     if reason is None:
-        _checked.add((backend.name, key))
+        _checked.add((case, device))
         return True
-    strike(backend.name, key)
-    if (backend.name, key.device) not in _warned:  # one warning, for all its kinds
-        _warned.add((backend.name, key.device))
+    strike(case, device)
+    if (backend.name, device) not in _warned:  # one warning, for all its kinds
+        _warned.add((backend.name, device))
         warnings.warn(
-            f"The attention backend {backend.name!r} is not used for {key.dtype} on {key.device}: {reason}. Another "
+            f"The attention backend {backend.name!r} is not used for {call.dtype} on {device}: {reason}. Another "
             "one computes instead, and results stay right. Its other failures give no warning; "
-            f"`hf-posenc selftest --device {key.device.type}` shows what works here. HF_POSENC_BACKEND=exact in the "
+            f"`hf-posenc selftest --device {device.type}` shows what works here. HF_POSENC_BACKEND=exact in the "
             "environment avoids all such backends.",
             stacklevel=2,
         )
     return False
 
 
-def _elsewhere(backend: Backend, key: Key) -> str | None:
+def _elsewhere(case: Case, device: torch.device) -> str | None:
     """Return the reason not to try a backend in this process, from the cache or from another process that tries it.
 
     `None` too where that process cannot decide: it did not start, had no memory, or does not know the kind.
     """
-    dtype = str(key.dtype).removeprefix("torch.")
-    case = Case(backend.name, key.kind, dtype, key.head_dim, key.gradients)
-    if key.kind not in kinds():
+    if case.kind not in kinds():
         return None
-    known = verdicts.read(key.device)
+    known = verdicts.read(device)
     if case not in known:
         cases = dict.fromkeys((case, *_likely(case)))
         new = [each for each in cases if each not in known]
         decided: verdicts.Verdicts = {}
-        for each, found in isolation.compared(new, key.device, SECONDS):
+        for each, found in isolation.compared(new, device, SECONDS):
             if found is not None and found.decided:
                 decided[each] = found.reason
             elif found is None and each == case:
                 decided[each] = None  # nothing to ask another process again
-        verdicts.write(key.device, decided)
+        verdicts.write(device, decided)
         known.update(decided)
     return known.get(case)
 
@@ -238,10 +224,6 @@ def _likely(case: Case) -> Iterator[Case]:
         for gradients in (case.gradients, not case.gradients):
             for kind in kinds():
                 yield from (Case(name, kind, dtype, head_dim, gradients) for name in names)
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def attend(call: Call, encoding: Encoding) -> Result:

@@ -11,6 +11,7 @@ from hf_posenc.attention.banded import causal, three_chunks, two_bands
 from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.encoding import BandPlan, Encoding
 from hf_posenc.attention.toeplitz import provable_windows, toeplitz
+from hf_posenc.attention.windowed import in_runs
 from hf_posenc.methods import DistanceBias
 
 ROWS = 64
@@ -21,23 +22,11 @@ DROPPED = 1e-8
 
 def accepts(call: Call, encoding: Encoding) -> bool:
     """True if the kernels compute this call."""
-    bias, plan = encoding.bias, encoding.plan
-    if (
-        call.query.device.type != "cpu"
-        or call.query.shape[2] < ROWS
-        or torch.compiler.is_compiling()
-        or not call.plain
-        or plan.kernel is None
-    ):
+    bias = encoding.bias
+    if call.query.device.type != "cpu" or call.query.shape[2] < ROWS:
         return False
-    if bias is not None and (
-        encoding.method is not None or not isinstance(bias, DistanceBias) or bias.of_query
-    ):
-        return False
-    runs = call.runs()
-    if runs is None or encoding.plain:
-        return runs is not None
-    return all(run.window is None for run in runs) and call.count_up(plan.counts_from_zero)
+    by_distance = isinstance(bias, DistanceBias) and not bias.of_query and encoding.method is None
+    return (bias is None or by_distance) and in_runs(call, encoding)
 
 
 def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.flash import attend_parts, check_shapes
-from hf_posenc.attention.parts import Part
+from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
@@ -46,7 +45,6 @@ def toeplitz(
     Shapes and `offset` are those of `banded`. The table, (H, at least offset + Q), float32 or float64, gets a gradient
     too where it requires one. `windows`, (H,), integers, are distances beyond which keys may be left out (not: must).
     """
-    check_shapes(query, key, value, offset)
     heads, rows = query.shape[1:3]
     key_count = offset + rows
     key, value = key[:, :, :key_count], value[:, :, :key_count]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding, MovingPlan
-from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused.protocol import Fused, Segments
-from hf_posenc.attention.parts import Part
+from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.rotation import Rotation
 
 Label = tuple[str, int]
@@ -36,16 +35,19 @@ def accepts(
     turns: Callable[[Call, Encoding], bool] | None = None,
 ) -> bool:
     """True if the operator computes this call; `turns`: if a kernel turns its queries and keys."""
-    plan = encoding.plan
     features = max(call.query.shape[-1], call.value.shape[-1])
-    if (
-        encoding.bias is not None
-        or plan.kernel is None
-        or not call.plain
-        or torch.compiler.is_compiling()
-        or (turns is not None and not turns(call, encoding))
-        or not fused.serves(call.query.device, call.dtype, features)
-    ):
+    return (
+        encoding.bias is None
+        and (turns is None or turns(call, encoding))
+        and fused.serves(call.query.device, call.dtype, features)
+        and in_runs(call, encoding)
+    )
+
+
+def in_runs(call: Call, encoding: Encoding) -> bool:
+    """True if a call is plain attention over causal sequences, whose positions count up where a method reads them."""
+    plan = encoding.plan
+    if plan.kernel is None or not call.plain or torch.compiler.is_compiling():
         return False
     runs = call.runs()
     if runs is None or encoding.plain:

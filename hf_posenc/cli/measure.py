@@ -35,7 +35,7 @@ from hf_posenc.evaluation.options import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench.gpu import GpuRun
+    from hf_posenc.evaluation.device.run import GpuRun
     from hf_posenc.evaluation.tuning import TailJob
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
@@ -201,7 +201,7 @@ def _bench_gpu(
     refuse_others(documents, ())
     refuse_others(model, ("model", "revision", "device", "dtype"))
     frame = Frame(context, output)
-    from hf_posenc.evaluation.bench.gpu import GpuRun
+    from hf_posenc.evaluation.device.run import GpuRun
 
     config, name = None, model.model
     if name is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -16,15 +17,22 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.attention import call as calls
-from hf_posenc.attention import engine, prefill
 from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS, ORIGINAL, Case, randomise, reference
 from tests.support.attention_ways import WAYS, in_steps
+from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
 
-PATHS = {"exact": (1 << 30, 1 << 18), "kernels": (1, 1)}
-"""Least number of queries for the kernels, and most pairs for a written mask."""
+PATHS = {"exact": (1 << 30, 1 << 18, None), "kernels": (1, 1, None)}
+"""Least number of queries for the kernels, most pairs for a written mask, and the backend that is forced."""
+FLASH = {"flash": (1 << 30, 1, EmulatedFlash.name)}
+"""The path of CUDA's flash attention, for cases of kind bands, chunks or buckets."""
+WINDOWED = (
+    *("rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row", "rerope_log_n", "string"),
+    *("leaky_rerope", "self_extend", "lm_infinite", "sliding_window", "dynamic_yarn_row"),
+    "longrope_row",
+)
 
 
 ALIKE = [name for name in CASES if name not in FORMS]
@@ -63,15 +71,6 @@ def model() -> PreTrainedModel:
     return build()
 
 
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Forces the general path with written masks, or the kernels with masks of size O(length)."""
-    rows, dense = PATHS[request.param]
-    monkeypatch.setattr(prefill, "ROWS", rows)
-    monkeypatch.setattr(masks, "DENSE", dense)
-    return request.param
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
 
@@ -84,7 +83,11 @@ def assert_close(got: Tensor, want: Tensor, what: str = "", tolerance: float = 1
 # The numbers
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [*itertools.product(CASES, PATHS), *itertools.product(WINDOWED, FLASH)],
+    indirect=["path"],
+)
 def test_equals_the_float64_reference(model: PreTrainedModel, name: str, path: str) -> None:
     ids = zoo.tokens(50)
     got = zoo.logits(patched(name), ids)
@@ -106,31 +109,31 @@ GENERAL_ONLY = {
 """Cases that no kernel computes."""
 
 
-@pytest.mark.parametrize("name", quick(CASES, FORMS))
-def test_kernels_run_where_they_can(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [*((name, None) for name in FORMS), *late(ALIKE, [None]), *itertools.product(WINDOWED, FLASH)],
+    indirect=["path"],
+)
+def test_kernels_run_where_they_can(name: str, path: str | None, used: list[str]) -> None:
     """The comparisons above compare what they say."""
     model = patched(name)
-    used: set[str] = set()
-    choose = engine.choose
-
-    def noted(*arguments: Any) -> engine.Backend:
-        backend = choose(*arguments)
-        used.add(backend.name)
-        return backend
-
-    monkeypatch.setattr(engine, "choose", noted)
+    used.clear()
     zoo.logits(model, zoo.tokens(70))
-    expected = {"exact"} if name in GENERAL_ONLY else {"prefill"}
+    expected = {"exact"} if name in GENERAL_ONLY else {EmulatedFlash.name if path else "prefill"}
     own_attention = CASES[name].method in ("log_n", "temperature")
-    assert used == (set() if own_attention else expected)
+    assert set(used) == (set() if own_attention else expected)
 
 
 HEADS = {"MHA": (4, 4), "MQA": (4, 1), "six_heads": (6, 3)}
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    covering(["rerope", "dual_chunk", "alibi", "t5", "rope_bias", "xpos"], HEADS),
+    ("name", "layout", "path"),
+    [
+        *covering(["rerope", "dual_chunk", "alibi", "t5", "rope_bias", "xpos"], HEADS, PATHS),
+        *covering(WINDOWED[:4], HEADS, FLASH),
+    ],
+    indirect=["path"],
 )
 def test_every_layout_of_heads(name: str, layout: str, path: str) -> None:
     heads, key_heads = HEADS[layout]
@@ -145,6 +148,7 @@ def test_every_layout_of_heads(name: str, layout: str, path: str) -> None:
     [
         *covering(FORMS, (torch.float16, torch.bfloat16), PATHS),
         *late(ALIKE, (torch.float16, torch.bfloat16), PATHS),
+        *covering(WINDOWED[:3], (torch.float16, torch.bfloat16), FLASH),
     ],
     indirect=["path"],
 )
@@ -167,14 +171,22 @@ def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, p
     [
         *covering(MAIN, PATHS, range(3)),
         *late([name for name in CASES if name not in MAIN], PATHS, range(3)),
+        *covering(WINDOWED[:3], FLASH, range(3)),
+        *late(WINDOWED[3:], FLASH, range(3)),
     ],
     indirect=["path"],
 )
-def test_every_way_to_run_a_text_gives_the_same(name: str, path: str, turn: int) -> None:
+def test_every_way_to_run_a_text_gives_the_same(
+    name: str, path: str, turn: int, used: list[str]
+) -> None:
+    """By flash attention too, but with a static cache, whose last keys are empty."""
     model, ids = patched(name), zoo.tokens(34)
     full = zoo.logits(model, ids)
     for way in WAYS[turn::3]:
+        used.clear()
         assert_close(way(model, ids), full, way.__name__)
+        static = "static" in way.__name__
+        assert path != "flash" or static or EmulatedFlash.name in used, way.__name__
 
 
 @pytest.mark.parametrize(

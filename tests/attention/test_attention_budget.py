@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_posenc.attention import engine, windowed
 from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels import turning
+from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import Method, get_method
 from hf_posenc.model.masks import CausalMask
 from hf_posenc.rope import RopeSpec
+from tests.support.emulated import EmulatedFlash
 
 HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 640
 VIEWS = {
@@ -61,9 +62,8 @@ STEP = {
     "dual_chunk": 81,
 }
 """Launches of a layer in a step, where neither flash attention nor a kernel serves (float32, older devices)."""
-FLASH = "emulated flash"
-TURNED = "emulated flash, triton"
-CUDNN = "emulated cudnn, triton"
+FLASH = EmulatedFlash.name
+TURNED, CUDNN = f"{FLASH}, triton", "emulated cudnn, triton"
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
@@ -139,16 +139,24 @@ def second_layer(name: str, queries: int, backend: str) -> Meter:
 
 @pytest.fixture(autouse=True)
 def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turning, "available", lambda device: True)
+    monkeypatch.setattr(parts, "available", lambda device: True)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_bands_of_a_prefill(name: str) -> None:
-    for backend, most in zip((TURNED, FLASH), PREFILL[name], strict=True):
-        meter = second_layer(name, LENGTH, backend)
-        assert not meter.waits, meter.waits
-        assert meter.launches["emulated_flash"] in (1, 2, 3)
-        assert meter.launches.total() == most, meter.launches
+BANDS = [
+    *((name, LENGTH, TURNED, launches) for name, (launches, _) in PREFILL.items()),
+    *((name, LENGTH, FLASH, launches) for name, (_, launches) in PREFILL.items()),
+    *((name, LENGTH, CUDNN, launches) for name, launches in CUDNN_PREFILL.items()),
+    *((name, 1, "exact" if name == "dual_chunk" else "few", STEP[name]) for name in STEP),
+]
+
+
+@pytest.mark.parametrize(("name", "queries", "backend", "launches"), BANDS)
+def test_bands(name: str, queries: int, backend: str, launches: int) -> None:
+    meter = second_layer(name, queries, backend)
+    assert not meter.waits, meter.waits
+    # Of the copies of cuDNN's emulation, one is cuDNN's too: that of the log-sum-exps of all chunks into one row.
+    copies = meter.launches["clone"] - 1 if backend == CUDNN else 0
+    assert meter.launches.total() - copies == launches, meter.launches
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -157,14 +165,6 @@ def test_bands_of_a_step(name: str) -> None:
     meter = second_layer(name, 1, FLASH)
     assert not meter.waits, meter.waits
     assert meter.launches.total() <= 12, meter.launches
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_bands_of_a_prefill_by_cudnn(name: str) -> None:
-    """Of the emulation's copies, one is cuDNN's too: that of the log-sum-exps of all chunks into one row."""
-    meter = second_layer(name, LENGTH, CUDNN)
-    assert not meter.waits, meter.waits
-    assert meter.launches.total() - meter.launches["clone"] + 1 == CUDNN_PREFILL[name]
 
 
 @pytest.mark.parametrize(("backend", "turn", "merges"), [(FLASH, 3, (5, 3)), (TURNED, 1, (1, 1))])
@@ -194,13 +194,6 @@ def test_buckets_of_a_prefill(backend: str, turn: int) -> None:
     moved = -(-(LENGTH - ORIGINAL) // 64)
     assert meter.launches["emulated_flash"] == 1 + moved
     assert meter.launches.total() == 4 + moved * (1 + 2 * turn + 6), meter.launches
-
-
-@pytest.mark.parametrize("name", STEP)
-def test_bands_of_a_step_on_the_general_path(name: str) -> None:
-    meter = second_layer(name, 1, "exact" if name == "dual_chunk" else "few")
-    assert not meter.waits, meter.waits
-    assert meter.launches.total() == STEP[name], meter.launches
 
 
 def test_the_page_has_these_numbers() -> None:

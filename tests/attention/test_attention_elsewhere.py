@@ -17,16 +17,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine
-from hf_posenc.attention.fused.cuda import one_segment
+from hf_posenc.attention.fused.protocol import one_segment
 from tests.attention.test_attention import apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES
 from tests.support.elsewhere import Distant, Elsewhere, move
+from tests.support.emulated import EmulatedFlash
 from tests.support.selection import late
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 IDS = zoo.tokens(45)
-LIKE_CUDA = "moving", "emulated flash", "few", "exact"
+LIKE_CUDA = "moving", EmulatedFlash.name, "few", "exact"
 GENERAL = "rerope", "dual_chunk", "dynamic_yarn_row"
 """Methods that flash attention computes, on the general path too."""
 MAIN = "rerope", "dual_chunk", "alibi_keep_rope", "rope_bias", "dynamic_ntk_row"

@@ -67,24 +67,6 @@ def assert_precise(run: Callable[..., Tensor], given: Inputs) -> None:
     assert mine <= MOST * theirs, f"{mine:.2e} beside {theirs:.2e}: {mine / theirs:.2f} times"
 
 
-@SPREADS
-@HALVES
-def test_the_general_path(spread: float, dtype: torch.dtype) -> None:
-    encoding = Encoding(1, HEADS)
-    assert_precise(
-        lambda *given: exact.exact(call_of(*given), encoding)[0], inputs(512, 512, spread, dtype)
-    )
-
-
-@SPREADS
-@HALVES
-def test_steps(spread: float, dtype: torch.dtype) -> None:
-    encoding = Encoding(1, HEADS)
-    assert_precise(
-        lambda *given: decode.few(call_of(*given), encoding)[0], inputs(1, 4096, spread, dtype)
-    )
-
-
 def moving() -> Encoding:
     """Frequencies that follow the length, for a text that is still short: those of the model."""
     table = 10_000.0 ** -(torch.arange(0, FEATURES, 2, dtype=torch.float64) / FEATURES)
@@ -96,11 +78,15 @@ def moving() -> Encoding:
 
 @SPREADS
 @HALVES
-def test_steps_under_moving_frequencies(spread: float, dtype: torch.dtype) -> None:
-    encoding = moving()
-    assert_precise(
-        lambda *given: decode.moving(call_of(*given), encoding)[0], inputs(1, 4096, spread, dtype)
-    )
+@pytest.mark.parametrize("path", ["general", "a step", "moving frequencies"])
+def test_scores_and_values(path: str, spread: float, dtype: torch.dtype) -> None:
+    run, encoding = {
+        "general": (exact.exact, Encoding(1, HEADS)),
+        "a step": (decode.few, Encoding(1, HEADS)),
+        "moving frequencies": (decode.moving, moving()),
+    }[path]
+    sizes = (512, 512) if path == "general" else (1, 4096)
+    assert_precise(lambda *given: run(call_of(*given), encoding)[0], inputs(*sizes, spread, dtype))
 
 
 @SPREADS
@@ -116,9 +102,20 @@ def test_scores_with_a_bias(spread: float, dtype: torch.dtype) -> None:
         assert error(run(call_of(*given), encoding)[0], want) <= MOST * theirs
 
 
+def general(*given: Tensor) -> Tensor:
+    return exact.exact(call_of(*given), Encoding(1, HEADS))[0]
+
+
+def trained_bias(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return toeplitz(query, key, value, torch.zeros(HEADS, 256, requires_grad=True), SCALING)
+
+
 @SPREADS
 @HALVES
-def test_gradients_of_a_trained_bias(spread: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("run", "most"), [(trained_bias, MOST), (general, 1.5)])
+def test_gradients(
+    run: Callable[..., Tensor], most: float, spread: float, dtype: torch.dtype
+) -> None:
     given = inputs(256, 256, spread, dtype)
     grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -126,27 +123,13 @@ def test_gradients_of_a_trained_bias(spread: float, dtype: torch.dtype) -> None:
         leaves = [x.to(dtype).requires_grad_() for x in given]
         return torch.autograd.grad(run(*leaves), leaves, grad.to(dtype))
 
-    table = torch.zeros(HEADS, 256, requires_grad=True)
-    mine = gradients(lambda q, k, v: toeplitz(q, k, v, table, SCALING), dtype)
-    theirs, want = gradients(fused, dtype), gradients(fused, torch.float64)
+    mine, theirs, want = (
+        gradients(run, dtype),
+        gradients(fused, dtype),
+        gradients(fused, torch.float64),
+    )
     for own, other, right in zip(mine, theirs, want, strict=True):
-        assert error(own, right) <= MOST * error(other, right)
-
-
-@HALVES
-def test_gradients_of_the_general_path(dtype: torch.dtype) -> None:
-    given = inputs(256, 256, 4, dtype)
-    encoding = Encoding(1, HEADS)
-    grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-    def gradients(run: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [x.to(dtype).requires_grad_() for x in given]
-        return torch.autograd.grad(run(*leaves), leaves, grad.to(dtype))
-
-    mine = gradients(lambda *x: exact.exact(call_of(*x), encoding)[0], dtype)
-    theirs, want = gradients(fused, dtype), gradients(fused, torch.float64)
-    for own, other, right in zip(mine, theirs, want, strict=True):
-        assert error(own, right) <= 1.5 * error(other, right)
+        assert error(own, right) <= most * error(other, right)
 
 
 @HALVES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import from_pretrained, load_patch, patch_model, save_patch, unpatch_model
-from hf_posenc.attention import exact, prefill
+from hf_posenc.attention import exact
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import T5, KerpleLog, get_method
-from hf_posenc.model import masks
 from hf_posenc.model.parameters import MethodParameters, share_parameters
-from tests.attention.test_attention import ALIKE, PATHS, apply, build, patched
+from tests.attention.test_attention import ALIKE, FLASH, PATHS, WINDOWED, apply, build, patched
 from tests.support import zoo
 from tests.support.attention_llama import (
     CASES,
@@ -80,15 +80,12 @@ TRAINED = ("fire", "shaw", "transformer_xl_shared", "temperature_ssmax", "kerple
     [
         *covering([*FORMS, *TRAINED], PATHS),
         *late([name for name in ALIKE if name not in TRAINED], PATHS),
+        *itertools.product(WINDOWED, FLASH),
     ],
+    indirect=["path"],
 )
-def test_gradients_equal_those_of_the_reference(
-    name: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_equal_those_of_the_reference(name: str, path: str) -> None:
     """Of every parameter of the method, and of weights before attention, along random directions."""
-    rows, dense = PATHS[path]
-    monkeypatch.setattr(prefill, "ROWS", rows)
-    monkeypatch.setattr(masks, "DENSE", dense)
     model, ids = patched(name), zoo.tokens(16 if name == "fire" else 40)
     found = gradients(model, ids)
     generator = torch.Generator().manual_seed(3)
@@ -185,14 +182,12 @@ AGAIN = "rerope", "dual_chunk", "kerple_log", "rope_bias", "dynamic_ntk_row"
 @pytest.mark.parametrize(
     ("name", "path"),
     [*covering(AGAIN, PATHS), *late([name for name in CASES if name not in AGAIN], PATHS)],
+    indirect=["path"],
 )
 def test_gradient_checkpointing_gives_the_same_gradients(
     name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two forwards before the backward: what is computed again sees its own positions."""
-    rows, dense = PATHS[path]
-    monkeypatch.setattr(prefill, "ROWS", rows)
-    monkeypatch.setattr(masks, "DENSE", dense)
     monkeypatch.setattr(exact, "SCRATCH", 2000)  # the blocks are computed again too
     model = copy.deepcopy(patched(name)).train()
     first, second = zoo.tokens(45, seed=1), zoo.tokens(30, seed=2)

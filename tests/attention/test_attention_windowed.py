@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,36 +12,22 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.flash import attend_parts
 from hf_posenc.attention.fused import cuda
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.emulated import EmulatedCudnn, EmulatedFlash
 from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
-from hf_posenc.model import masks
-from tests.attention.test_attention import HEADS, apply, assert_close, build, expected, patched
-from tests.attention.test_attention_training import gradients
+from tests.attention.test_attention import FLASH, apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
-from tests.support.attention_llama import CASES, Case, reference
-from tests.support.attention_ways import WAYS
-from tests.support.selection import covering, late
+from tests.support.emulated import EmulatedCudnn, EmulatedFlash
 
 EMULATED = EmulatedFlash()
 OPERATORS = EMULATED, EmulatedCudnn()
-NAMES = [
-    *("rerope", "rerope_log_n", "leaky_rerope", "self_extend", "string", "lm_infinite"),
-    *("attention_sinks", "sliding_window", "dual_chunk"),
-    *("dynamic_ntk_row", "dynamic_yarn_row", "longrope_row"),
-]
-"""Every case of kind bands, chunks or buckets."""
-FORMS = "rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row", "rerope_log_n", "string"
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
 
@@ -52,7 +38,9 @@ Sequences = list[tuple[int, int]]
 """Rows and cached keys of each."""
 
 
-def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: int) -> None:
+def check(
+    plan: Any, naive: Any, sequences: Sequences, gap: int, queries: int = 1, keys: int = 1
+) -> None:
     """All sequences in one call, with `gap` rows and keys of padding before each, against each alone."""
     torch.manual_seed(0)
     places, spans = [], []
@@ -62,27 +50,25 @@ def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: 
         places.append((Place(row, key, rows, offset + rows, None), plan(rows, offset)))
         spans.append((slice(row, row + rows), slice(key, key + offset + rows), offset))
         row, key = row + rows, key + offset + rows
-    queries = [leaf(1, 4, row, 8) for _ in range(count)]
-    keys = [leaf(1, 2, key, 8) for _ in range(count)]
+    of_queries = [leaf(1, 4, row, 8) for _ in range(queries)]
+    of_keys = [leaf(1, 2, key, 8) for _ in range(keys)]
     value = leaf(1, 2, key, 8)
-    tensors = [*queries, *keys, value]
+    tensors = [*of_queries, *of_keys, value]
     expected = torch.zeros(1, row, 4, 8).double().transpose(1, 2)
     for own, seen, offset in spans:
         m = torch.arange(offset, offset + own.stop - own.start)[:, None]
         n = torch.arange(seen.stop - seen.start)
-        kind, visible = naive_visible(m, n)
-        every = torch.stack(
-            [scores_of(q[:, :, own], k[:, :, seen]) for q, k in zip(queries, keys, strict=True)]
-        )
-        index = kind.expand(1, *every.shape[1:]).long()
-        scores = every.gather(0, index)[0]
+        kind, visible = naive(m, n)
+        pairs = zip(of_queries, itertools.cycle(of_keys), strict=False)
+        every = torch.stack([scores_of(q[:, :, own], k[:, :, seen]) for q, k in pairs])
+        scores = every.gather(0, kind.expand(1, *every.shape[1:]).long())[0]
         part = attend_naively(scores, visible, value[:, :, seen])
         expected = torch.cat((expected[:, :, : own.start], part, expected[:, :, own.stop :]), 2)
     grad = torch.randn_like(expected)
     parts = joined(places, row, key)
     wanted = _gradients(expected, tensors, grad)
     for fused in OPERATORS:
-        out = attend_parts(parts, queries, keys, value, SCALING, fused=fused)
+        out = attend_parts(parts, of_queries, of_keys, value, SCALING, fused=fused)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-13, msg=fused.name)
         for mine, theirs in zip(_gradients(out, tensors, grad), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=fused.name)
@@ -103,7 +89,7 @@ GAPS = st.sampled_from([0, 3])
 @given(SEQUENCES, GAPS)
 @settings(max_examples=30)
 def test_causal(sequences: Sequences, gap: int) -> None:
-    check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap, count=1)
+    check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap)
 
 
 @example(
@@ -123,7 +109,7 @@ def test_two_bands(sequences: Sequences, gap: int, window: int, far_keys: int | 
         far = m - n >= window
         return far, (n <= m) & (~far | (n < (far_keys if far_keys is not None else 1000)))
 
-    check(plan, naive, sequences, gap, count=2)
+    check(plan, naive, sequences, gap, 2, 2)
 
 
 @given(SEQUENCES, GAPS, st.integers(1, 60))
@@ -135,29 +121,7 @@ def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
     def plan(rows: int, offset: int) -> Rectangles:
         return windowed.three_chunks(rows, offset, chunk)
 
-    torch.manual_seed(0)
-    places, spans, row, key = [], [], 0, 0
-    for rows, offset in sequences:
-        row, key = row + gap, key + gap
-        places.append((Place(row, key, rows, offset + rows, None), plan(rows, offset)))
-        spans.append((slice(row, row + rows), slice(key, key + offset + rows), offset))
-        row, key = row + rows, key + offset + rows
-    queries, keys, value = (
-        [leaf(1, 4, row, 8) for _ in range(3)],
-        leaf(1, 2, key, 8),
-        leaf(1, 2, key, 8),
-    )
-    parts = joined(places, row, key)
-    outs = [attend_parts(parts, queries, (keys,), value, SCALING, fused=x) for x in OPERATORS]
-    for own, seen, offset in spans:
-        m = torch.arange(offset, offset + own.stop - own.start)[:, None]
-        n = torch.arange(seen.stop - seen.start)
-        kind, visible = naive(m, n)
-        every = torch.stack([scores_of(q[:, :, own], keys[:, :, seen]) for q in queries])
-        scores = every.gather(0, kind.expand(1, *every.shape[1:]))[0]
-        want = attend_naively(scores, visible, value[:, :, seen])
-        for out in outs:
-            torch.testing.assert_close(out[:, :, own], want, rtol=0, atol=1e-13)
+    check(plan, naive, sequences, gap, 3)
 
 
 def test_the_number_of_calls() -> None:
@@ -184,11 +148,11 @@ def test_rows_without_keys() -> None:
     assert segments.keys[-1] == 4
     assert segments.longest == (2, 2)
     assert Segments.of([((0, 1), (0, 2))], 2, 2).longest == (2, 2)  # an upper bound, never 1
-    out, lse, _ = EMULATED.forward(query, key, key, 1.0, Shape(segments=segments))
+    out, lse, _ = EMULATED.forward(query, key, key, Shape(segments=segments))
     empty = [0, 4]
     assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))
     assert (lse[:, :, empty] == EMPTY).all()
-    alone, _, _ = EMULATED.forward(query[:, :, 1:3], key[:, :, :2], key[:, :, :2], 1.0, Shape())
+    alone, _, _ = EMULATED.forward(query[:, :, 1:3], key[:, :, :2], key[:, :, :2], Shape())
     torch.testing.assert_close(out[:, :, 1:3], alone)
 
 
@@ -197,28 +161,22 @@ def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int
     query, key = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
     value = torch.eye(4)[None, None]
     value = torch.cat((value, torch.zeros(1, 1, 4, 4)), -1)
-    out, lse, _ = EMULATED.forward(query, key, value, 1.0, Shape(causal=True, window=window))
+    out, lse, _ = EMULATED.forward(query, key, value, Shape(causal=True, window=window))
     assert lse[0, 0, 0] == pytest.approx(math.log(expected))
     assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
 
 
-@pytest.mark.parametrize("public", [True, False], ids=["public", "operator"])
 @pytest.mark.parametrize("shape", [Shape(), Shape(causal=True), Shape(causal=True, window=7)])
-def test_the_operators_of_cuda_take_these_calls(
-    shape: Shape, public: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
     """Names, order and shapes of arguments and results; nothing is computed."""
-    if not public:
-        monkeypatch.setattr(cuda, "varlen_attention", lambda: None)
-    assert cuda.varlen_attention() or not public
     flash, half = CudaFlash(), functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
     query = half(1, 24, 4, 16).transpose(1, 2)
     key = half(1, 30, 2, 16).transpose(1, 2)
-    out, lse, state = flash.forward(query, key, key, 0.3, shape)
+    out, lse, state = flash.forward(query, key, key, shape)
     assert out.shape == query.shape
     assert lse.shape == query.shape[:3]
     assert lse.dtype == torch.float32
-    grads = flash.backward(out, Saved(query, key, key, out, lse), 0.3, shape, state)
+    grads = flash.backward(out, Saved(query, key, key, out, lse), shape, state)
     assert [x.shape for x in grads] == [x.shape for x in (query, key, key)]
 
 
@@ -231,74 +189,8 @@ def test_no_other_device_has_the_operator() -> None:
 # Whole models
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Forces the operator, with masks of size O(length); the backends of all calls."""
-    names: list[str] = []
-    choose = engine.choose
-
-    def noted(*arguments: Any) -> engine.Backend:
-        backend = choose(*arguments)
-        names.append(backend.name)
-        return backend
-
-    monkeypatch.setattr(engine, "choose", noted)
-    monkeypatch.setattr(masks, "DENSE", 1)
-    with engine.forced("emulated flash"):
-        yield names
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_the_float64_reference(name: str, used: list[str]) -> None:
-    model = patched(name)
-    used.clear()
-    assert_close(zoo.logits(model, zoo.tokens(90)), expected(name, 90))
-    assert set(used) == {"emulated flash"}
-
-
-@pytest.mark.parametrize(
-    ("name", "turn"),
-    [*covering(FORMS[:3], range(3)), *late([n for n in NAMES if n not in FORMS[:3]], range(3))],
-)
-def test_every_way_to_run_a_text_gives_the_same(name: str, turn: int, used: list[str]) -> None:
-    """Padding, packing, pieces and steps; only a static cache, whose last keys are empty, goes elsewhere."""
-    model, ids = patched(name), zoo.tokens(34)
-    full = zoo.logits(model, ids)
-    for way in WAYS[turn::3]:
-        used.clear()
-        assert_close(way(model, ids), full, way.__name__)
-        assert "emulated flash" in used or "static" in way.__name__, way.__name__
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    covering(["rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row"], HEADS),
-)
-def test_every_layout_of_heads(name: str, layout: str, used: list[str]) -> None:
-    heads, key_heads = HEADS[layout]
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    sizes["hidden_size"] = 16 * heads
-    got = zoo.logits(patched(name, **sizes), zoo.tokens(40))
-    assert_close(got, expected(name, 40, **sizes))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients(name: str, used: list[str]) -> None:
-    model, ids = patched(name), zoo.tokens(40)
-    found = gradients(model, ids)
-    assert set(used) == {"emulated flash"}
-    with engine.forced("exact"):
-        exact = gradients(model, ids)
-    for key, value in exact.items():
-        assert_close(found[key], value, key, tolerance=1e-4)
-
-
-def test_layers_that_are_not_patched_and_sliding_windows(used: list[str]) -> None:
+@pytest.mark.parametrize("path", FLASH, indirect=True)
+def test_layers_that_are_not_patched_and_sliding_windows(path: str) -> None:
     """A layer that shares its table with patched ones, and one with the model's own window."""
     model = build(num_hidden_layers=2)
     before = zoo.logits(model, zoo.tokens(40))
@@ -307,52 +199,36 @@ def test_layers_that_are_not_patched_and_sliding_windows(used: list[str]) -> Non
     mistral = zoo.build("mistral", sliding_window=11, initializer_range=0.1)
     ids = zoo.tokens(60)
     patch_model(mistral, "dual_chunk", chunk=9, window=3, layers="all")
-    used.clear()
     got = zoo.logits(mistral, ids)
     with engine.forced("exact"):
         assert_close(got, zoo.logits(mistral, ids))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "attention_sinks"])
-def test_half_precision(
-    model: PreTrainedModel, name: str, dtype: torch.dtype, used: list[str]
-) -> None:
-    ids = zoo.tokens(50)
-    moved: Any = model
-    moved.to(dtype)
-    native = zoo.relative_difference(zoo.logits(model, ids), reference(model, Case("none"), ids))
-    apply(model, name)
-    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids), tolerance=3 * native)
 
 
 # ------------------------------------------------------------------------------------------
 # The table
 
 
-def test_backends_are_forced_and_struck_by_name(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply(model, "rerope")
+def test_backends_are_forced_and_struck_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply(build(), "rerope")
     ids, names = zoo.tokens(80), []
     choose = engine.choose
 
     def noted(call: Any, encoding: Any) -> engine.Backend:
-        keys.append(engine.key_of(call, encoding))
+        cases.append(engine.case_of(engine.backend_of("prefill"), call, encoding))
         names.append(choose(call, encoding).name)
         return choose(call, encoding)
 
-    keys: list[engine.Key] = []
+    cases: list[engine.Case] = []
     monkeypatch.setattr(engine, "choose", noted)
     expected = zoo.logits(model, ids)
-    for name in ("exact", "emulated flash", "prefill"):
+    for name in ("exact", EmulatedFlash.name, "prefill"):
         names.clear()
         with engine.forced(name):
             assert_close(zoo.logits(model, ids), expected)
         assert set(names) == {name}
-    assert keys[0] == engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
+    assert cases[0] == engine.Case("prefill", "bands", "float32", 16)
     try:
-        engine.strike("prefill", keys[0])
+        engine.strike(cases[0], torch.device("cpu"))
         names.clear()
         assert_close(zoo.logits(model, ids), expected)
         assert set(names) == {"exact"}
@@ -364,8 +240,5 @@ def test_backends_are_forced_and_struck_by_name(
 
 
 def test_unknown_backends_are_refused() -> None:
-    key = engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
     with pytest.raises(PosencError, match=r"cuda flsh.*cuda flash"):
         engine.set_backend("cuda flsh")
-    with pytest.raises(PosencError, match="keep it"):
-        engine.strike("exact", key)

@@ -24,11 +24,12 @@ from hf_posenc import available_methods, get_method, patch_model
 from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.checks.samples import encoding_of
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.engine import attend, forced, key_of
+from hf_posenc.attention.engine import attend, backend_of, case_of, forced
 from hf_posenc.attention.exact import exact
 from hf_posenc.model.masks import CausalMask
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
+from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
@@ -166,7 +167,7 @@ def test_as_precise_as_the_unpatched_model(name: str, run: Run, dtype: torch.dty
     covering(
         ["rerope", "dual_chunk", "dynamic_yarn_row", "alibi"],
         [prefill, training],
-        ["exact", "emulated flash"],
+        ["exact", EmulatedFlash.name],
     ),
 )
 def test_every_backend(name: str, run: Run, backend: str) -> None:
@@ -311,7 +312,7 @@ def in_float64(call: Call) -> Call:
     covering(
         [
             *itertools.product(
-                (None, "rerope", "dual_chunk"), ("prefill", "exact", "emulated flash")
+                (None, "rerope", "dual_chunk"), ("prefill", "exact", EmulatedFlash.name)
             ),
             *((None, "few"), ("rerope", "few")),
         ],
@@ -362,7 +363,8 @@ def test_soft_caps_sinks_and_weights(
 def test_a_backend_is_checked_for_the_dtype_that_it_computes_in(dtype: torch.dtype) -> None:
     call = call_of(4, 1)
     mixed = dataclasses.replace(call, value=call.value.to(dtype))
-    assert key_of(mixed, Encoding(1, HEADS)).dtype == dtype
+    case = case_of(backend_of("exact"), mixed, Encoding(1, HEADS))
+    assert case.dtype == str(dtype).removeprefix("torch.")
     # The same call without a region, as of a model whose rotation gives float32.
     assert attend(mixed, Encoding(1, HEADS))[0].dtype == dtype
 

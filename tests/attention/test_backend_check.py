@@ -129,10 +129,10 @@ def test_gradients_are_checked_where_they_are_on(monkeypatch: pytest.MonkeyPatch
 def test_any_tensor_may_need_a_backward(name: str) -> None:
     """As the values alone do in a first layer whose other weights are frozen."""
     outline = call_of(torch.float32, 16, torch.device("cpu"))
-    encoding = encoding_of(None, 16, torch.device("cpu"))
-    assert not engine.key_of(outline, encoding).gradients
+    backend, encoding = engine.backend_of("exact"), encoding_of(None, 16, torch.device("cpu"))
+    assert not engine.case_of(backend, outline, encoding).gradients
     changed: dict[str, Any] = {name: torch.ones_like(getattr(outline, name)).requires_grad_()}
-    assert engine.key_of(replace(outline, **changed), encoding).gradients
+    assert engine.case_of(backend, replace(outline, **changed), encoding).gradients
 
 
 def test_gradients_of_trained_parameters_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,30 +69,21 @@ def test_patched_before_and_after_the_move(model: PreTrainedModel, name: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("region", [False, True], ids=["weights", "autocast"])
 @pytest.mark.parametrize("name", NAMES)
-def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
+def test_half_precision(
+    model: PreTrainedModel, name: str, region: bool, dtype: torch.dtype
+) -> None:
     """No further from float32 than three times the unpatched model is; at most a tenth."""
     native = zoo.logits(model, IDS)
     moved: Any = on_gpu(model)
-    moved.to(dtype)
-    rounding = zoo.relative_difference(gpu_logits(model, IDS), native)
-    apply(model, name)
-    got = gpu_logits(model, IDS)
-    moved.to("cpu", torch.float32)  # with the weights as they were rounded
-    assert_close(got, zoo.logits(model, IDS), tolerance=min(0.1, 3 * rounding))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
-def test_autocast(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
-    """As above, with the weights in float32."""
-    native = zoo.logits(model, IDS)
-    moved: Any = on_gpu(model)
-    with torch.autocast(DEVICE, dtype):
+    if not region:
+        moved.to(dtype)
+    with torch.autocast(DEVICE, dtype, enabled=region):
         rounding = zoo.relative_difference(gpu_logits(model, IDS), native)
         apply(model, name)
         got = gpu_logits(model, IDS)
-    moved.to("cpu")
+    moved.to("cpu", torch.float32)  # with the weights as they were rounded
     assert_close(got, zoo.logits(model, IDS), tolerance=min(0.1, 3 * rounding))
 
 

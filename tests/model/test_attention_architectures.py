@@ -22,6 +22,7 @@ from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.attention_native import KEEPING, RULES, reference
+from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
@@ -365,7 +366,7 @@ def test_a_norm_after_the_rotation_may_be_trained() -> None:
     want = reference(other, ids, "rerope")
     assert want is not None
     assert zoo.relative_difference(want, before) > 1e-2
-    for backend in (None, "emulated flash", "exact"):
+    for backend in (None, EmulatedFlash.name, "exact"):
         with forced(backend):
             assert zoo.relative_difference(zoo.logits(model, ids), want) < 1e-4
 

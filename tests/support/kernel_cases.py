@@ -137,6 +137,11 @@ class Case:
         parameters: Any = MethodParameters(drawn).requires_grad_(False).to(DEVICE)  # as in a model
         return replace(encoding, heads=self.heads, rotation=rotation, parameters=parameters, **more)
 
+    def made(self) -> tuple[Call, Encoding]:
+        """Return a call and the encoding of its layer."""
+        encoding = self.encoding()
+        return self.call(encoding), encoding
+
     def call(self, encoding: Encoding) -> Call:
         """Return the call: rotated queries and keys, and poison wherever nothing is visible."""
         generator = torch.Generator().manual_seed(2)

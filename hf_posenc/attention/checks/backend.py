@@ -36,27 +36,34 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Key:
-    """The calls for which a backend is checked, and struck, as one.
+class Case:
+    """One backend and the calls for which it is checked, and struck, as one; beside them counts the device.
 
     Attributes:
-        device: The device of the queries.
-        dtype: `Call.dtype`.
-        head_dim: Their features.
+        backend: Its name.
         kind: `Encoding.kind`.
+        dtype: Name of `Call.dtype` in torch.
+        head_dim: Features of a head.
         gradients: True if a backward follows.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
+    backend: str
     kind: str
+    dtype: str
+    head_dim: int
     gradients: bool = False
 
+    def __str__(self) -> str:
+        backward = " with backward" if self.gradients else ""
+        return (
+            f"{self.backend}, {self.kind}{backward}, {self.dtype}, head dimension {self.head_dim}"
+        )
 
-def key_of(call: Call, encoding: Encoding) -> Key:
-    """Return the key of a call."""
+
+def case_of(backend: Backend, call: Call, encoding: Encoding) -> Case:
+    """Return the case of a call."""
     query, trained = call.query, encoding.parameters or {}
     leaves = (query, call.key, call.value, *(trained[name] for name in trained))
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    return Key(query.device, call.dtype, query.shape[-1], encoding.kind, gradients)
+    dtype = str(call.dtype).removeprefix("torch.")
+    return Case(backend.name, encoding.kind, dtype, query.shape[-1], gradients)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, Mask, Run
-from hf_posenc.attention.checks.backend import Backend
-from hf_posenc.attention.checks.samples import Case, call_of, encoding_of, kinds
+from hf_posenc.attention.checks.backend import Backend, Case
+from hf_posenc.attention.checks.samples import call_of, encoding_of, kinds
 from hf_posenc.attention.encoding import BandPlan, Encoding
 from hf_posenc.attention.exact import exact
 
@@ -46,16 +46,13 @@ class Comparison:
     raised: bool = False
 
 
-def problem_of(
-    backend: Backend, call: Call, encoding: Encoding, *, gradients: bool = False
-) -> Call | None:
-    """Return a problem with the encoding, heads and device of a call that a backend accepts; `None`: it takes none."""
+def rows_of(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool = False) -> int:
+    """Return the queries of the problem of a check, `ROWS` or those of a step; 0: the backend takes none."""
     # Steps of a generation have backends that take a few queries alone.
-    sizes = ROWS, min(ROWS, call.query.shape[2])
-    for rows in sizes:
-        if backend.accepts(_problem(call, encoding, rows, gradients, drawn=False), encoding):
-            return _problem(call, encoding, rows, gradients)
-    return None
+    for rows in (ROWS, min(ROWS, call.query.shape[2])):
+        if backend.accepts(problem(call, encoding, rows, gradients, drawn=False), encoding):
+            return rows
+    return 0
 
 
 def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool) -> Comparison:
@@ -74,24 +71,27 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             torch.set_grad_enabled(gradients),
             torch.autocast(device.type, enabled=False),
         ):
-            encoding = _with_leaves(encoding, gradients)
-            small = problem_of(backend, call, encoding, gradients=gradients)
-            if small is None:
+            if trained := encoding.parameters:  # copies, so that no gradient reaches the model
+                copies = {name: _leaf(trained[name].clone(), gradients) for name in trained}
+                encoding = encoding.with_parameters(copies)
+            rows = rows_of(backend, call, encoding, gradients=gradients)
+            if not rows:
                 return Comparison(reason="it does not compute the problem of its check")
-            rows = small.query.shape[2]
-            problems = [small]
+            problems = [problem(call, encoding, rows, gradients)]
             if rows == ROWS:
-                alone = _problem(call, encoding, 0, gradients)
+                alone = problem(call, encoding, 0, gradients)
                 problems += [alone] if backend.accepts(alone, encoding) else []
-            for problem in problems:
+            for small in problems:
                 double: dict[str, Any] = {
-                    name: _leaf(getattr(problem, name).double(), gradients) for name in INPUTS
+                    name: _leaf(getattr(small, name).double(), gradients) for name in INPUTS
                 }
-                results = _results(backend.run, problem, encoding, gradients)
-                expected = _results(exact, replace(problem, **double), encoding, gradients)
+                results = _results(backend.run, small, encoding, gradients)
+                expected = _results(exact, replace(small, **double), encoding, gradients)
                 for (name, one), (_, other) in zip(results, expected, strict=True):
                     found = float((one.double() - other).norm() / other.norm())
-                    errors[name] = max(found, errors.get(name, 0.0), key=_badness)
+                    before = errors.setdefault(name, 0.0)
+                    if not (math.isnan(before) or found <= before):  # a NaN stays
+                        errors[name] = found
     except torch.OutOfMemoryError:
         return Comparison(errors, bound, "no memory for its check", decided=False, rows=rows)
     except Exception as raised:
@@ -102,10 +102,6 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             reason = f"its {name} differs by {error:.1e} from float64, of {bound:.1e} accepted"
             return Comparison(errors, bound, reason, rows=rows)
     return Comparison(errors, bound, rows=rows)
-
-
-def _badness(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def check(backend: Backend, case: Case, device: torch.device) -> Comparison | None:
@@ -120,10 +116,7 @@ def offers(backend: Backend, case: Case, device: torch.device) -> bool:
     """Return whether a backend computes such calls; nothing is computed for that."""
     call, encoding = _sample(case.kind, case.dtype, case.head_dim, device)
     with torch.set_grad_enabled(case.gradients):
-        return any(
-            backend.accepts(_problem(call, encoding, rows, case.gradients, drawn=False), encoding)
-            for rows in (ROWS, 1)
-        )
+        return rows_of(backend, call, encoding, gradients=case.gradients) > 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -132,10 +125,10 @@ def _sample(kind: str, dtype: str, head_dim: int, device: torch.device) -> tuple
     return call, encoding_of(kinds()[kind], head_dim, device)
 
 
-def _problem(
+def problem(
     call: Call, encoding: Encoding, rows: int, gradients: bool, *, drawn: bool = True
 ) -> Call:
-    """The problem of a comparison; with `drawn` false its tensors have no values, which cost most of its time.
+    """Return the problem of a comparison; with `drawn` false without values, which cost most of its time.
 
     Two sequences, of which the queries are the last `rows`; 0: a whole one alone.
     """
@@ -179,16 +172,6 @@ def _problem(
 
 def _leaf(x: Tensor, gradients: bool) -> Tensor:
     return x.detach().requires_grad_(gradients)
-
-
-def _with_leaves(encoding: Encoding, gradients: bool) -> Encoding:
-    """The same encoding with copies of its trained parameters, so that no gradient reaches the model."""
-    parameters = encoding.parameters
-    if not parameters:
-        return encoding
-    return encoding.with_parameters(
-        {name: _leaf(parameters[name].clone(), gradients) for name in parameters}
-    )
 
 
 def _results(

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
-import queue
+import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from hf_posenc.attention.checks.comparison import Comparison
-from hf_posenc.attention.checks.samples import Case
+from hf_posenc.attention.checks.backend import Backend, Case
+from hf_posenc.attention.checks.comparison import Comparison, check
 
 STARTING, HANGING = 120.0, 180.0
-"""Seconds for the process to import torch and reach the device, and for one case with its compilation, which takes
-FlashAttention-4 a minute on a slow core."""
+"""Seconds after which the process ends itself: to import torch and reach the device, and for one case with its
+compilation, which takes FlashAttention-4 a minute on a slow core."""
 _CHILD = (
-    "import json, sys; task = json.load(sys.stdin); sys.path[:] = task['path']; "
-    "from hf_posenc.attention.checks.child import main; main(task)"
+    "import faulthandler, json, sys; task = json.load(sys.stdin); sys.path[:] = task['path']; "
+    "faulthandler.dump_traceback_later(task['starting'], exit=True); "
+    "from hf_posenc.attention.checks.isolation import main; "
+    "from hf_posenc.attention.engine import backend_of; main(task, backend_of)"
 )
 
 
@@ -42,60 +44,68 @@ def compared(
         "cases": [asdict(case) for case in cases],
         "until": time.time() + seconds,
         "path": sys.path,
+        "starting": STARTING,
+        "hanging": HANGING,
     }
+    pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=pipe,
+            stdout=pipe,
             stderr=subprocess.DEVNULL,
             text=True,
         )
     except OSError:  # no Python to start, as in an embedded one
         return
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        json.dump(task, stdin)
-    lines: queue.Queue[str | None] = queue.Queue()
-    reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
-    reader.start()
-    begun: Case | None = None
+    assert process.stdout is not None
+    begun: tuple[Case, float] | None = None
     try:
-        while True:
-            try:
-                line = lines.get(timeout=STARTING if begun is None else HANGING)
-            except queue.Empty:
-                if begun is not None:
-                    yield begun, Comparison(reason=f"it gives no result within {HANGING:g} s")
-                return
-            if line is None:
-                if begun is not None:
-                    yield begun, Comparison(reason=_ended(process.wait()))
-                return
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            json.dump(task, stdin)
+        for line in process.stdout:
             values: dict[str, Any] = json.loads(line)
             case = cases[values["case"]]
-            begun = None if "found" in values else case
+            begun = None if "found" in values else (case, time.monotonic())
             if begun is None:
                 found = values["found"] and Comparison(**values["found"])
                 yield case, found
                 if found and found.raised:
                     return  # the device may be broken for that process
+        if begun is not None:
+            code, (case, since) = process.wait(), begun
+            yield case, Comparison(reason=_ended(code, time.monotonic() - since))
     finally:
         process.kill()
         process.wait()
-        reader.join()
+        process.stdout.close()
 
 
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            lines.put(line)
-    lines.put(None)
-
-
-def _ended(code: int) -> str:
+def _ended(code: int, seconds: float) -> str:
+    if code == 1 and seconds >= HANGING:
+        return f"it gives no result within {HANGING:g} s"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"it crashes the process ({signal.Signals(-code).name})"
     return f"it ends the process with status {code}"
+
+
+def main(task: Mapping[str, Any], backend_of: Callable[[str], Backend]) -> None:
+    """Check cases one by one, in the other process: print a line before each, and one with the findings after it."""
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # libraries print there
+        device = torch.device(task["device"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # an error of the device is no backend's
+        for index, values in enumerate(task["cases"]):
+            if index and time.time() > task["until"]:
+                return
+            print(json.dumps({"case": index}), file=out, flush=True)
+            faulthandler.dump_traceback_later(task["hanging"], exit=True)
+            case = Case(**values)
+            found = check(backend_of(case.backend), case, device)
+            print(
+                json.dumps({"case": index, "found": found and asdict(found)}), file=out, flush=True
+            )

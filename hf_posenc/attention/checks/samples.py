@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -21,31 +20,6 @@ HEADS, KEY_HEADS = 8, 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (128, 64, 256)
 """The usual ones, the most usual first."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One backend and the calls for which it is checked as one: its `Key`, without the device.
-
-    Attributes:
-        backend: Its name.
-        kind: `Encoding.kind`.
-        dtype: Name of the dtype in torch.
-        head_dim: Features of a head.
-        gradients: True if a backward follows.
-    """
-
-    backend: str
-    kind: str
-    dtype: str
-    head_dim: int
-    gradients: bool = False
-
-    def __str__(self) -> str:
-        backward = " with backward" if self.gradients else ""
-        return (
-            f"{self.backend}, {self.kind}{backward}, {self.dtype}, head dimension {self.head_dim}"
-        )
 
 
 def methods() -> Iterator[Method]:

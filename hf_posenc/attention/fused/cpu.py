@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.merging import merge
-from hf_posenc.attention.fused.protocol import Saved, Shape
+from hf_posenc.attention.fused.protocol import Attended, Gradients, Saved, Shape, merge
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -32,20 +31,16 @@ class CpuFlash:
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return device.type == "cpu"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
-    ) -> tuple[Tensor, Tensor, Any]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         tensors = (_dense(x) for x in (query, key, value))
-        out, lse = _FORWARD(*tensors, 0.0, shape.causal, attn_mask=shape.mask, scale=scaling)
+        options = {"attn_mask": shape.mask, "scale": shape.scaling}
+        out, lse = _FORWARD(*tensors, 0.0, shape.causal, **options)
         return out, lse, None
 
-    def backward(
-        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         tensors = (_dense(x) for x in (grad, *saved[:3]))
-        gradients: tuple[Tensor, Tensor, Tensor] = _BACKWARD(
-            *tensors, saved.out, saved.lse, 0.0, shape.causal, attn_mask=shape.mask, scale=scaling
-        )
+        options = {"attn_mask": shape.mask, "scale": shape.scaling}
+        gradients: Gradients = _BACKWARD(*tensors, *saved[3:], 0.0, shape.causal, **options)
         return gradients
 
 

@@ -1,13 +1,12 @@
 """PyTorch's flash attention for CUDA, in its variable-length form.
 
-Forward by the public `torch.nn.attention.varlen` where the installed PyTorch has windows, grouped heads and the
-log-sum-exp there, else by the operator below it; backward by the operator, since the public function has none that
-takes another output and log-sum-exp than its own.
+By the operators below the public `torch.nn.attention.varlen`, which has no backward that takes another output and
+log-sum-exp than its own.
 
 Read in PyTorch's and flash-attention's source, and seen on an H200: float16 and bfloat16, compute capability 8.0 and
 later, at most 256 features, a multiple of 8; causal calls and windows are aligned to the BOTTOM RIGHT of every
 sequence; a window of (w - 1, 0) is w keys; a sequence without keys gives 0 and a log-sum-exp of +inf, and the
-gradients of rows without keys, and of keys without rows, are 0. `emulated` has the same contract.
+gradients of rows without keys, and of keys without rows, are 0. The tests have an operator of the same contract.
 
 docs/gpu.md has the contracts of the other fused operators of PyTorch 2.13, and why they are used or not.
 """
@@ -15,14 +14,20 @@ docs/gpu.md has the contracts of the other fused operators of PyTorch 2.13, and 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.merging import Merge, merge
-from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.fused.protocol import (
+    EMPTY,
+    Attended,
+    Gradients,
+    Merge,
+    Saved,
+    Shape,
+    merge,
+)
 
 LARGEST = 256
 """The most features of a head."""
@@ -43,116 +48,48 @@ class CudaFlash:
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return features <= LARGEST and serves(device, dtype)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
-    ) -> tuple[Tensor, Tensor, Any]:
-        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         q, k, v = (_flattened(x) for x in (query, key, value))
-        out, lse, state = self.attend(q, k, v, segments, scaling, window_of(shape))
+        out, lse, state = self.attend(q, k, v, shape)
         if shape.segments is not None:
             lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY, neginf=EMPTY)
         return out.transpose(0, 1)[None], lse[None], state
 
-    def backward(
-        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        segments = shape.segments or one_segment(saved.query.shape[2], saved.key.shape[2])
+    def backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         q, k, v, out = (_flattened(x) for x in saved[:4])
         flat = Saved(q, k, v, out, saved.lse[0])
-        given = (_flattened(grad), flat, segments, scaling, window_of(shape), state)
-        gradients = self.attend_backward(*given)
+        gradients = self.attend_backward(_flattened(grad), flat, shape, state)
         of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
         return of_query, of_key, of_value
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scaling: float,
-        window: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Any]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         """Call the operator on tensors (length, heads, features); the log-sum-exp is (heads, rows)."""
-        starts, longest = segments.on(query.device), segments.longest
-        public = varlen_attention()
-        if public is not None:
-            attend, aux = public
-            options = {"scale": scaling, "window_size": window, "enable_gqa": True}
-            return *attend(
-                query, key, value, *starts, *longest, return_aux=aux(lse=True), **options
-            ), None
-        # The operator has "no window" as is_causal or not, as the public function translates it.
-        causal, sizes = window == (-1, 0), {}
-        if window != (-1, -1) and not causal:
-            sizes = {"window_size_left": window[0], "window_size_right": window[1]}
-        given = (query, key, value, *starts, *longest, 0.0, causal, False)
-        out, lse, *state = _FORWARD(*given, scale=scaling, **sizes)
+        segments, (left, right) = shape.sequences(query, key), shape.limits
+        given = (query, key, value, *segments.on(query.device), *segments.longest)
+        sizes = {"window_size_left": left, "window_size_right": right}
+        causal = (left, right) == (-1, 0)
+        out, lse, *state = _FORWARD(*given, 0.0, causal, False, scale=shape.scaling, **sizes)
         return out, lse, state
 
-    def attend_backward(
-        self,
-        grad: Tensor,
-        saved: Saved,
-        segments: Segments,
-        scaling: float,
-        window: tuple[int, int],
-        state: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value."""
+    def attend_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
+        """Return the gradients, as `backward`, of tensors as `attend` has them."""
         query, key, value, out, lse = saved
-        left, right = window
-        # Without dropout, no random numbers are read.
-        seed, unused = state[:2] if state else (_no_seed(query.device), query.new_empty(0))
-        gradients: tuple[Tensor, ...] = _BACKWARD(
+        segments, (left, right) = shape.sequences(query, key), shape.limits
+        sizes = {} if left < 0 else {"window_size_left": left, "window_size_right": right}
+        seed, unused, *_ = state  # without dropout, no random numbers are read
+        gradients: Gradients = _BACKWARD(
             *(grad.contiguous(), query, key, value, out.contiguous(), lse.contiguous()),
-            *segments.on(query.device),
-            *segments.longest,
-            0.0,
-            window == (-1, 0),
-            *(seed, unused),
-            scale=scaling,
-            **({} if left < 0 else {"window_size_left": left, "window_size_right": right}),
+            *(*segments.on(query.device), *segments.longest),
+            *(0.0, (left, right) == (-1, 0), seed, unused),
+            scale=shape.scaling,
+            **sizes,
         )
         return gradients
-
-
-def window_of(shape: Shape) -> tuple[int, int]:
-    """Return the keys before and after a row's own that it sees; -1: all."""
-    if shape.window is not None:
-        return shape.window - 1, 0
-    return (-1, 0) if shape.causal else (-1, -1)
 
 
 def _flattened(x: Tensor) -> Tensor:
     """From (1, heads, length, features) to (length, heads, features), a view."""
     return x[0].transpose(0, 1)
-
-
-@functools.lru_cache(maxsize=64)
-def one_segment(rows: int, keys: int) -> Segments:
-    """Return the one sequence of all rows and keys; kept, since its tensors are copied to the device."""
-    return Segments((0, rows), (0, keys))
-
-
-@functools.cache
-def _no_seed(device: torch.device) -> Tensor:
-    return torch.zeros(2, dtype=torch.uint64, device=device)
-
-
-@functools.cache
-def varlen_attention() -> tuple[Any, Any] | None:
-    """Return PyTorch's public variable-length attention and its `AuxRequest`; `None` where it lacks an argument."""
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:  # before 2.10
-        return None
-    needed = {"return_aux", "scale", "window_size", "enable_gqa"}
-    return (
-        (varlen_attn, AuxRequest)
-        if needed <= {*inspect.signature(varlen_attn).parameters}
-        else None
-    )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.fused import cuda
-from hf_posenc.attention.fused.protocol import Saved, Shape
+from hf_posenc.attention.fused.protocol import Attended, Gradients, Saved, Shape
 
 LARGEST = 128
 """The most features of a head."""
@@ -41,19 +41,15 @@ class CudnnAttention:
             and (device.type != "cuda" or _has_cudnn(device))
         )
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
-    ) -> tuple[Tensor, Tensor, Any]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         if not self._takes(query, key, shape):
-            return self.rest.forward(query, key, value, scaling, shape)
-        return self.square(query, key, value, scaling, shape.causal)
+            return self.rest.forward(query, key, value, shape)
+        return self.square(query, key, value, shape)
 
-    def backward(
-        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         if not self._takes(saved.query, saved.key, shape):
-            return self.rest.backward(grad, saved, scaling, shape, state)
-        return self.square_backward(grad, saved, scaling, shape.causal, state)
+            return self.rest.backward(grad, saved, shape, state)
+        return self.square_backward(grad, saved, shape, state)
 
     def _takes(self, query: Tensor, key: Tensor, shape: Shape) -> bool:
         """True for all pairs of one sequence, and for a causal square."""
@@ -62,24 +58,18 @@ class CudnnAttention:
             return False
         return rows == keys or not shape.causal
 
-    def square(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
-    ) -> tuple[Tensor, Tensor, Any]:
+    def square(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         """Call the operator; a causal call has as many rows as keys."""
-        out, lse, *state = _FORWARD(
-            query, key, value, None, True, 0.0, causal, False, scale=scaling
-        )[:8]
+        given = (query, key, value, None, True, 0.0, shape.causal, False)
+        out, lse, *state = _FORWARD(*given, scale=shape.scaling)[:8]
         return out, lse.flatten(2), state
 
-    def square_backward(
-        self, grad: Tensor, saved: Saved, scaling: float, causal: bool, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+    def square_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
+        """Return the gradients, as `backward`."""
         *sequences, seed, offset = state
         lse = saved.lse.contiguous()[..., None]
-        gradients: tuple[Tensor, Tensor, Tensor] = _BACKWARD(
-            *(grad, *saved[:4], lse, seed, offset, None, *sequences, 0.0, causal), scale=scaling
-        )
+        given = (grad, *saved[:4], lse, seed, offset, None, *sequences, 0.0, shape.causal)
+        gradients: Gradients = _BACKWARD(*given, scale=shape.scaling)
         return gradients
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.protocol import Saved, Segments
+from hf_posenc.attention.fused.protocol import Attended, Gradients, Saved, Segments, Shape
 from hf_posenc.files import cache_folder
 
 LARGEST = 128
@@ -32,41 +32,28 @@ class Flash4(CudaFlash):
         half = dtype in (torch.float16, torch.bfloat16)
         return features <= LARGEST and half and device.type == "cuda" and _installed(device)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scaling: float,
-        window: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Any]:
-        tensors, options = _given((query, key, value), segments, scaling, window)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
+        tensors, options = _given((query, key, value), shape.sequences(query, key), shape)
         out, lse, *_ = interface()._flash_attn_fwd(*tensors, return_lse=True, **options)
         return out.view(query.shape), lse.view(lse.shape[-2:]), None
 
-    def attend_backward(
-        self,
-        grad: Tensor,
-        saved: Saved,
-        segments: Segments,
-        scaling: float,
-        window: tuple[int, int],
-        state: Any,
-    ) -> tuple[Tensor, ...]:
+    def attend_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         query, key, value, out, lse = saved
         given = (query, key, value, out, grad, lse.contiguous())
-        tensors, options = _given(given, segments, scaling, window)
+        tensors, options = _given(given, shape.sequences(query, key), shape)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        gradients = interface()._flash_attn_bwd(*tensors, deterministic=deterministic, **options)
-        return tuple(x.view_as(y) for x, y in zip(gradients, saved[:3], strict=False))
+        of_query, of_key, of_value, *_ = interface()._flash_attn_bwd(
+            *tensors, deterministic=deterministic, **options
+        )
+        return of_query.view_as(query), of_key.view_as(key), of_value.view_as(value)
 
 
 def _given(
-    tensors: tuple[Tensor, ...], segments: Segments, scaling: float, window: tuple[int, int]
+    tensors: tuple[Tensor, ...], segments: Segments, shape: Shape
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The tensors and options of a call."""
-    options: dict[str, Any] = {"softmax_scale": scaling, "causal": window == (-1, 0)}
+    window = shape.limits
+    options: dict[str, Any] = {"softmax_scale": shape.scaling, "causal": window == (-1, 0)}
     if window[0] >= 0:
         options |= {"window_size_left": window[0], "window_size_right": window[1]}
     if len(segments.queries) == 2:

@@ -1,16 +1,22 @@
-"""The contract of a fused attention that returns its log-sum-exp, and the shape of one call of it."""
+"""The contract of a fused attention that returns its log-sum-exp: one call of it, and the merge of parts."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.merging import Merge
+Merge = Callable[..., None]
+"""`merge`, or a kernel that computes it."""
+Attended = tuple[Tensor, Tensor, Any]
+"""The output, its log-sum-exp, and what the backward needs beside them."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Those of query, key and value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,21 +83,40 @@ EMPTY = -1e30
 """The log-sum-exp of a row without keys in a part: finite, since the difference of two infinite ones is none."""
 
 
+@functools.lru_cache(maxsize=64)
+def one_segment(rows: int, keys: int) -> Segments:
+    """Return the one sequence of all rows and keys; kept, since its tensors are copied to the device."""
+    return Segments((0, rows), (0, keys))
+
+
 @dataclass(frozen=True)
 class Shape:
-    """The pairs that one call sees.
+    """The pairs that one call sees, and the factor on their scores.
 
     Attributes:
         causal: A row sees the keys up to its own, aligned as the operator aligns.
         window: Of those, the last so many; `None`: all.
         mask: Added to the scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
         segments: The sequences of a call over several; `None`: it is one.
+        scaling: The factor on q.k.
     """
 
     causal: bool = False
     window: int | None = None
     mask: Tensor | None = None
     segments: Segments | None = None
+    scaling: float = 1.0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The keys before and after its own that a row sees; -1: all."""
+        if self.window is not None:
+            return self.window - 1, 0
+        return -1, 0 if self.causal else -1
+
+    def sequences(self, query: Tensor, key: Tensor) -> Segments:
+        """Return the sequences of a call with queries (rows, heads, features) and keys."""
+        return self.segments or one_segment(len(query), len(key))
 
 
 class Saved(NamedTuple):
@@ -121,14 +146,32 @@ class Fused(Protocol):
         """True if it computes heads of so many features on a device."""
         ...
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Return the output (B, H, R, D), its log-sum-exp (B, H, R), and what the backward needs beside them."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
+        """Return the output (B, H, R, D) and its log-sum-exp (B, H, R)."""
         ...
 
-    def backward(
-        self, grad: Tensor, saved: Saved, scaling: float, shape: Shape, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+    def backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
+        """Return the gradients, given what the forward left for them."""
         ...
+
+
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    reverse: bool = False,
+    last: bool = False,
+) -> None:
+    """Add a part of a softmax to what `out`, (B, H, R, D), and its log-sum-exp `lse`, (B, H, R), hold, in place.
+
+    With `reverse`, the part's rows are in reverse order. After the `last` part nothing reads `lse`, which may stay.
+    """
+    if reverse:
+        part_out, part_lse = part_out.flip(2), part_lse.flip(2)
+    share = torch.empty_like(part_lse, dtype=out.dtype)
+    torch.sigmoid(part_lse - lse, out=share)
+    out.lerp_(part_out, share.unsqueeze(-1))
+    if not last:
+        lse.copy_(torch.logaddexp(part_lse, lse))

@@ -36,7 +36,7 @@ has the same place in every tile, so that tiles are added up as they are, and th
 once. All tables and trained methods of a distance alone are served, also those of users; FIRE, which reads the query's
 position too, is left to the general path.
 
-**Queries and keys of a whole text** are turned by one launch (`turning`) for PyTorch's flash attention, which takes
+**Queries and keys of a whole text** are turned by one launch (`parts`) for PyTorch's flash attention, which takes
 them turned: cos and sin come from tables that all layers of a forward share. A kernel for both bands that turned keys
 itself would turn them again in every block of queries.
 

@@ -55,17 +55,8 @@ class Scored(NamedTuple):
         start, slope, step, group, top = self.shift or Shift(0.0)
         bounds = (-1 if bound is None else bound for bound in (self.below, self.keys))
         turned = int(self.shift is not None), int(self.turns_keys)
-        return (
-            self.least,
-            *bounds,
-            *turned,
-            start,
-            slope,
-            step,
-            group,
-            int(top is not None),
-            top or 0.0,
-        )
+        shift = start, slope, step, group, int(top is not None), top or 0.0
+        return self.least, *bounds, *turned, *shift
 
 
 FIELDS = 11
@@ -100,7 +91,8 @@ def scheme_of(plan: Plan) -> Scheme | None:
     if isinstance(plan, BandPlan):
         bands, cached = plan.bands, plan.cached_position
     elif isinstance(plan, SharedTablePlan):
-        bands, cached = (Band(query_position=_same, key_position=_same),), plan.cached
+        own = Band(query_position=lambda m: m, key_position=lambda n: n)
+        bands, cached = (own,), plan.cached
     else:
         return None
     if cached(torch.zeros(1, dtype=torch.long)).dim() > 1:
@@ -118,10 +110,6 @@ def scheme_of(plan: Plan) -> Scheme | None:
         layout = plan.rotation.layout
         features = layout.start, layout.dim, int(layout.interleaved), layout.sign
     return Scheme(found, chunks.pop(), features)
-
-
-def _same(position: Tensor) -> Tensor:
-    return position
 
 
 def _scored(band: Band, cached: PositionMap) -> Scored | None:

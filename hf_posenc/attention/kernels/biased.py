@@ -88,10 +88,8 @@ def biased(
 
 
 @biased.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, m: Tensor, n: Tensor, bias: str, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(query, value, bias, arguments[-1])
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _results(query, value, rest[2], rest[-1])
 
 
 def _results(query: Tensor, value: Tensor, bias: str, kept: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,22 +128,7 @@ def _small(query: Tensor, value: Tensor) -> bool:
         " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-def biased_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_position: Tensor,
-    key_position: Tensor,
-    bias: str,
-    first: Tensor,
-    second: Tensor | None,
-    scaling: float,
-    out: Tensor,
-    lse: Tensor,
-    windows: Tensor,
-    trained: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def biased_backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value from that of the output, `grad`, and from the results of `biased`.
 
     With `trained`, that of the bias is the fourth: (2, heads), of both parameters of KERPLE, or of the table. Its sums
@@ -153,9 +136,11 @@ def biased_backward(
     """
     from hf_posenc.attention.kernels import biased_backward_triton as kernels
 
+    query, key, value, m, n, bias, first, second, scaling, *results = given
+    out, lse, windows, trained = results
     batch, heads, rows, _ = query.shape
     key_heads, keys = key.shape[1:3]
-    positions, sizes = _positions(batch, query_position, key_position), _sizes(query, value)
+    positions, sizes = _positions(batch, m, n), _sizes(query, value)
     small = _small(query, value)
     tile, block = (32, 32) if small else (128, 64)  # more spills registers
     blocks = -(-rows // tile)
@@ -192,19 +177,9 @@ def biased_backward(
 
 
 @biased_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    m: Tensor,
-    n: Tensor,
-    bias: str,
-    first: Tensor,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_bias = _of_bias(first, bias, arguments[-1])
-    return output_like(query, query), output_like(key, key), output_like(value, value), of_bias
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (output_like(x, x) for x in inputs[:3])
+    return of_query, of_key, of_value, _of_bias(inputs[6], inputs[5], inputs[-1])
 
 
 def _of_bias(first: Tensor, bias: str, trained: bool) -> Tensor:

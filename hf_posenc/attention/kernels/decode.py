@@ -37,30 +37,18 @@ _PROGRAMS = 4
 _SCHEME = "_kernel_scheme"
 
 
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_position: Tensor,
-    key_position: Tensor,
-    visible: Tensor | None,
-    inv_freq: Tensor | None,
-    sinks: Tensor | None,
-    bias: str,
-    first: Tensor | None,
-    second: Tensor | None,
-    scheme: str,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
+def _decode(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
     """Compute attention of a few queries over all cached keys, in `LAUNCHES` launches and without a wait.
 
-    Tensors are those of `Call`, float32 or halves, with `visible` of `Mask.rows`; `bias`, `first` and `second` are
-    `Operands`; `inv_freq`, (pairs,), is float32, and `None` if nothing is turned. `scheme` is the `repr` of
-    `Scheme.numbers`, since an operator takes no tuples. The result is that of `output_like`.
+    Arguments are those of the schema below. Tensors are those of `Call`, float32 or halves, with `visible` of
+    `Mask.rows`; `bias`, `first` and `second` are `Operands`; `inv_freq`, (pairs,), is float32, and `None` if nothing is
+    turned. `scheme` is the `repr` of `Scheme.numbers`, since an operator takes no tuples. The result is that of
+    `output_like`.
     """
     from hf_posenc.attention.kernels import decode_triton
 
+    query_position, key_position, visible, inv_freq, sinks, *others = given
+    bias, first, second, scheme, scaling, softcap = others
     batch, heads, rows, head_dim = query.shape
     key_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[-1]
     group = heads // key_heads

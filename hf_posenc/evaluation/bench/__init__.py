@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench.gpu import GpuRun as GpuRun
-    from hf_posenc.evaluation.bench.gpu_result import GpuResult as GpuResult
     from hf_posenc.evaluation.bench.result import BenchResult as BenchResult
     from hf_posenc.evaluation.bench.run import bench as bench
     from hf_posenc.evaluation.bench.suites import SUITES as SUITES
     from hf_posenc.evaluation.bench.suites import Suite as Suite
+    from hf_posenc.evaluation.device.result import GpuResult as GpuResult
+    from hf_posenc.evaluation.device.run import GpuRun as GpuRun
 
 _HOMES = {
-    "BenchResult": "result",
-    "GpuResult": "gpu_result",
-    "GpuRun": "gpu",
-    "SUITES": "suites",
-    "Suite": "suites",
-    "bench": "run",
+    "BenchResult": ".result",
+    "GpuResult": "..device.result",
+    "GpuRun": "..device.run",
+    "SUITES": ".suites",
+    "Suite": ".suites",
+    "bench": ".run",
 }
 __all__ = sorted(_HOMES)
 
@@ -30,4 +30,4 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

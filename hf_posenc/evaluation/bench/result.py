@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.bench.speed import SpeedResult
+from hf_posenc.evaluation.device.speed import SpeedResult
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,

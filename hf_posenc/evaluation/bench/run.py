@@ -13,8 +13,8 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import perplexity as measurement
 from hf_posenc.evaluation.bench.result import BenchResult
-from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
 from hf_posenc.evaluation.bench.suites import Suite, get_suite
+from hf_posenc.evaluation.device.speed import SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import output_folder, with_fields

@@ -67,7 +67,7 @@ SUITES = {
 
 
 GPU = "gpu"
-"""The suite that measures a device: `bench.gpu`."""
+"""The suite that measures a device: `device.run`."""
 
 
 def get_suite(name: str) -> Suite:

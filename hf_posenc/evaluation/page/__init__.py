@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation import published
-from hf_posenc.evaluation.bench.gpu_result import GpuResult
+from hf_posenc.evaluation.device.result import GpuResult
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import Field, Grid, Span, listed, number, percent
 from hf_posenc.evaluation.measuring.identity import version_of

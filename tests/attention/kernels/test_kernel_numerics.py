@@ -27,7 +27,7 @@ from hf_posenc.attention.checks.comparison import compare
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused.protocol import EMPTY
-from hf_posenc.attention.kernels import biased, decode, merging, turning
+from hf_posenc.attention.kernels import biased, decode, parts
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.kernels.device import strided
 from hf_posenc.attention.rotation import Layout, Rotation
@@ -84,8 +84,7 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", STEPS, ids=str)
 def test_a_step(case: Case) -> None:
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     assert decode.accepts(call, encoding)
     out, weights = decode.run(call, encoding)
     assert weights is None
@@ -118,8 +117,7 @@ def in_runs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", TEXTS, ids=str)
 def test_a_text(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     in_runs(case, monkeypatch)
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     assert biased.accepts(call, encoding)
     out, _ = biased.run(call, encoding)
     assert out.dtype == case.dtype
@@ -151,10 +149,9 @@ TRAINED = [
 def test_a_text_in_training(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of queries, keys, values and of the parameters of a bias."""
     in_runs(case, monkeypatch)
-    encoding = case.encoding()
+    call, encoding = case.made()
     parameters: Any = encoding.parameters
     parameters.requires_grad_(True)
-    call = case.call(encoding)
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     for x in tensors.values():
         x.requires_grad_(True)
@@ -221,10 +218,9 @@ def test_gradients_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) ->
     """No sum has an order that a device may choose."""
     case = Case("t5", SHORT, queries=70)
     in_runs(case, monkeypatch)
-    encoding = case.encoding()
+    call, encoding = case.made()
     parameters: Any = encoding.parameters
     parameters.requires_grad_(True)
-    call = case.call(encoding)
     leaves = [call.query.requires_grad_(), call.key.requires_grad_(), parameters["table"]]
     found = [torch.autograd.grad(biased.run(call, encoding)[0].sum(), leaves) for _ in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -233,12 +229,10 @@ def test_gradients_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_the_check_before_the_first_use_compares_gradients(name: str) -> None:
     case = Case(name, queries=70)
-    encoding = case.encoding()
+    call, encoding = case.made()
     parameters: Any = encoding.parameters
     parameters.requires_grad_(True)
-    found = compare(
-        engine.backend_of("triton biased"), case.call(encoding), encoding, gradients=True
-    )
+    found = compare(engine.backend_of("triton biased"), call, encoding, gradients=True)
     assert found.reason is None
     names = ["output", "gradient of the query", "gradient of the key", "gradient of the value"]
     assert [*found.errors] == names + ["gradient of the parameters"] * len(parameters)
@@ -262,8 +256,7 @@ def test_windows_are_provable_and_leave_keys_out(name: str) -> None:
 
 def test_all_keys_count_where_positions_do_not_count_up() -> None:
     case = Case("alibi", queries=90, length=600, heads=8)
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     call.key_position[0, 400:] += 1
     assert (windows_of(case, call, encoding) == 600).all()
 
@@ -276,16 +269,11 @@ def windows_of(case: Case, call: Call, encoding: Encoding) -> Tensor:
     assert bias is not None
     windows = torch.zeros(1, case.heads, dtype=torch.int32, device=call.query.device)
     tensors = (call.query, call.key, call.query_position, call.key_position)
+    sizes = (case.heads // case.key_heads, case.queries, case.length, call.scaling)
+    drop = math.log(case.length / biased.DROPPED)
     biased_triton.provable_windows[(case.heads, 1)](
         *(value for x in tensors for value in strided(x)),
-        bias.first,
-        bias.second,
-        windows,
-        case.heads // case.key_heads,
-        case.queries,
-        case.length,
-        call.scaling,
-        math.log(case.length / biased.DROPPED),
+        *(bias.first, bias.second, windows, *sizes, drop),
         BIAS=bias.kind,
         D=case.head_dim,
         DP=case.head_dim,
@@ -297,14 +285,10 @@ def windows_of(case: Case, call: Call, encoding: Encoding) -> Tensor:
 def test_a_step_far_into_a_text_is_as_precise() -> None:
     """Near keys turn by their distance to the query, not by their position."""
     case = Case("rerope", {"window": 60}, queries=3)
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     expected = reference(case, call, encoding)
-    far = replace(
-        call,
-        query_position=call.query_position + 1_000_000,
-        key_position=call.key_position + 1_000_000,
-    )
+    m, n = call.query_position + 1_000_000, call.key_position + 1_000_000
+    far = replace(call, query_position=m, key_position=n)
     assert error(decode.run(far, encoding)[0], expected) < BOUND[torch.float32]
 
 
@@ -325,7 +309,7 @@ def test_a_turn_and_its_gradient(layout: Layout, features: int, dtype: torch.dty
     positions = torch.randint(-60, 60, (2, 2, 37), generator=generator).to(DEVICE)
     tables = rotation.tables(positions, torch.float32)
     given = x.clone().requires_grad_()
-    out = turning.turned(rotation, given, tables)
+    out = parts.turned(rotation, given, tables)
     wide = x.double().requires_grad_()
     expected = torch.stack([rotation.turn(wide, each) for each in positions])
     assert out.dtype == dtype
@@ -349,8 +333,8 @@ def apart(x: Tensor, axis: int) -> Tensor:
 def test_a_turn_of_memory_that_int32_does_not_count(axis: int) -> None:
     x = torch.randn(3, 1, 3, 5, 16, device=DEVICE).to(HALF)
     cos, sin = torch.randn(2, 3, 1, 5, 8, device=DEVICE)
-    out = turning.turn(apart(x, axis), cos, sin, 0, False)
-    assert torch.equal(out, turning.turn(x, cos, sin, 0, False))
+    out = parts.turn(apart(x, axis), cos, sin, 0, False)
+    assert torch.equal(out, parts.turn(x, cos, sin, 0, False))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -358,8 +342,7 @@ def test_attention_in_memory_that_int32_does_not_count(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("kerple_log", heads=3, key_heads=3, dtype=HALF)
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     moved: dict[str, Any] = {name: apart(getattr(call, name), 1)}
     far = replace(call, **moved)
     assert torch.equal(decode.run(far, encoding)[0], decode.run(call, encoding)[0])
@@ -383,7 +366,7 @@ def test_a_turn_keeps_its_schema_and_its_fake() -> None:
     x = torch.randn(2, 1, 3, 5, 16, device=DEVICE, requires_grad=True)
     cos, sin = torch.randn(2, 2, 1, 5, 8, device=DEVICE)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(turning.turn, (x, cos, sin, 0, False), test_utils=checks)
+    torch.library.opcheck(parts.turn, (x, cos, sin, 0, False), test_utils=checks)
 
 
 def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,8 +382,7 @@ def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, _Noted(name, kernel, launched))
     case = Case("alibi", queries=2)
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     decode.run(call, encoding)
     assert launched == names[:2]
     assert decode.LAUNCHES == 2
@@ -416,8 +398,7 @@ def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("case", [STEPS[9], STEPS[30], TEXTS[0], TEXTS[4]], ids=str)
 def test_operators_keep_their_schema_and_their_fakes(case: Case) -> None:
     """By `torch.library.opcheck`: nothing is written or aliased, and a trace sees the shapes that a call gives."""
-    encoding = case.encoding()
-    call = case.call(encoding)
+    call, encoding = case.made()
     bias = operands_of(encoding, 0, case.length, call.query.device)
     assert bias is not None
     tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
@@ -469,7 +450,7 @@ def test_a_merge(dtype: torch.dtype, reverse: bool) -> None:
     weights = torch.stack([y for _, y in each]).softmax(0)
     expected = sum(x * w[..., None] for (x, _), w in zip(each, weights, strict=True))
     total = torch.stack([y for _, y in each]).logsumexp(0)
-    merging.merge(out, lse, part, part_lse, reverse=reverse)
+    parts.merge(out, lse, part, part_lse, reverse=reverse)
     assert error(out, expected) < BOUND[dtype]
     seen = total > -1e29
     torch.testing.assert_close(lse[seen].double(), total[seen], rtol=0, atol=1e-5)

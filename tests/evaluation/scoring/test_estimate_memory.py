@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, exact
-from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.evaluation.scoring import estimate
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model import masks
 from tests.support import zoo
+from tests.support.emulated import EmulatedFlash
 from tests.support.live_bytes import LiveBytes, attentions, build, forward_cost, measured, within
 from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet as quietly
@@ -195,10 +195,10 @@ def test_patched_models_on_a_fused_operator(
     model = build("llama", max_position_embeddings=256).to(dtype)
     options = METHODS[method] if method != "dynamic_ntk" else {}
     patch_model(model, method, **options)
-    with engine.forced("emulated flash"):
+    with engine.forced(EmulatedFlash.name):
         cost = forward_cost(model, 1024, chunk=16)
         assert within(cost, measured(model, 1024, chunk=16))
-        assert estimate.backends(model) == {"emulated flash": True}
+        assert estimate.backends(model) == {EmulatedFlash.name: True}
 
 
 def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Queries and keys of a whole text, turned in one launch: the operator, and the calls in which it serves."""
+"""Around a fused operator, in one launch each: queries and keys turned, and two parts of a softmax merged."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) ->
     rows, pairs), float32. `start` and `interleaved` are those of `Layout`. The result has x's shape and dtype, and the
     memory layout (turns, batch, rows, heads, features).
     """
-    from hf_posenc.attention.kernels import turning_triton
+    from hf_posenc.attention.kernels import parts_triton
 
     turns, batch, heads, rows, features = x.shape
     pairs, out = cos.shape[-1], _like(x)
     with torch.cuda.device_of(x):
-        turning_triton.turn_pairs[(-(-rows // _ROWS), -(-heads // _HEADS), turns * batch)](
+        parts_triton.turn_pairs[(-(-rows // _ROWS), -(-heads // _HEADS), turns * batch)](
             *strided(x), *strided(cos), *strided(sin), *strided(out), heads, rows, batch,
             START=start, PAIRS=pairs, INTERLEAVED=interleaved, D=features, HALF=padded(pairs),
             REST=padded(features - 2 * pairs), BM=_ROWS,
@@ -90,3 +90,41 @@ def turned(rotation: Rotation, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tens
     every = x.expand(turns, *x.shape)
     compute: Callable[..., Tensor] = _turn if unwatched(x) else turn
     return compute(every, cos, sin, layout.start, layout.interleaved)
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, reverse: bool) -> None:
+    """Merge outputs (B, H, R, D), whose features are dense, and log-sum-exps (B, H, R), float32."""
+    from hf_posenc.attention.kernels import parts_triton
+
+    batch, heads, rows, features = out.shape
+    with torch.cuda.device_of(out):
+        parts_triton.merge_rows[(-(-rows // _ROWS), batch * heads)](
+            *strided(out), *strided(lse), *strided(part_out), *strided(part_lse), heads, rows,
+            REVERSE=reverse, D=features, PADDED=padded(features), BM=_ROWS,
+        )  # fmt: skip
+
+
+_merge_operator = torch.library.custom_op(
+    "hf_posenc::merge",
+    _merge,
+    mutates_args=("out", "lse"),
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, bool reverse) -> ()",
+)
+
+
+@_merge_operator.register_fake
+def _(*arguments: object) -> None:
+    return None
+
+
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    reverse: bool = False,
+    last: bool = False,
+) -> None:
+    """Merge by the operator, as `fused.protocol.merge`; the log-sum-exp is written in any case."""
+    (_merge if unwatched(out) else _merge_operator)(out, lse, part_out, part_lse, reverse)

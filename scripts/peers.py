@@ -1,8 +1,15 @@
-"""Attention as others publish their methods: whole matrices of scores, and biases as masks. For comparison only."""
+"""Attention as others publish their methods: whole matrices of scores, and biases as masks. For comparison only.
+
+    python -m scripts.peers --output peers --budget 300
+
+measures them as `hf-posenc bench --suite gpu` measures methods, each beside the method itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +18,9 @@ from torch import Tensor
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import score_bias
-
-Formulation = Callable[[Call, Encoding], Tensor]
-"""Computes attention of a call, whose keys all are visible but for causality."""
+from hf_posenc.evaluation.device.layer import Formulation
+from hf_posenc.evaluation.device.run import GpuRun
+from hf_posenc.evaluation.options import BenchOptions
 
 
 def two_matrices(
@@ -80,3 +87,21 @@ PEERS: dict[str, tuple[str, Formulation]] = {
     "t5": ("bias as a mask", by_mask),
 }
 """By method, the name of the formulation that others publish, and the formulation."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the methods and their peers, and write what the suite gpu writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--lengths", help="by default those of the suite")
+    parser.add_argument("--budget", type=int, help="begin no measurement after so many seconds")
+    given = parser.parse_args(arguments)
+    lengths = [int(length) for length in given.lengths.split(",")] if given.lengths else None
+    options = BenchOptions(suite="gpu", methods=[*PEERS], lengths=lengths, budget=given.budget)
+    result = GpuRun(options, peers=PEERS).run(given.output)
+    assert result is not None
+    print("\n".join(result.write(given.output)))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,14 +15,18 @@ from typer.testing import CliRunner
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import comparison, verdicts
+from hf_posenc.attention.checks.backend import Case
 from hf_posenc.attention.checks.comparison import Comparison
-from hf_posenc.attention.checks.samples import Case, kinds, methods
-from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.attention.checks.samples import kinds, methods
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.selftest import SelftestResult, checking, selftest
-from hf_posenc.evaluation.selftest.result import PHASES
+from hf_posenc.evaluation.device import checks
+from hf_posenc.evaluation.device import selftest as run
+from hf_posenc.evaluation.device.result import PHASES, PLAIN, Row
+from hf_posenc.evaluation.page import collect, render
+from hf_posenc.evaluation.selftest import SelftestResult, selftest
 from tests.support import broken_backends
+from tests.support.emulated import EmulatedFlash
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -55,7 +59,11 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> SelftestResult:
         patch.setenv("HF_POSENC_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(comparison, "ROWS", 65)  # problems a fraction of their size
         patch.setattr(comparison, "KEYS", 129)
-        return selftest(**SMALL, seconds=100)
+        return selftest(**SMALL, seconds=1000)
+
+
+def timed(result: SelftestResult, method: str, phase: str) -> Row:
+    return next(row for row in result.records if (row.method, row.phase) == (method, phase))
 
 
 @pytest.mark.slow
@@ -70,24 +78,23 @@ def test_every_backend_of_a_cpu_is_right(result: SelftestResult) -> None:
         assert 0 < max(found.errors.values()) <= found.bound == 1e-5, case
     trained = result.checks[Case("exact", "kerple_log", "float32", 16, True)]
     assert "gradient of the parameters" in trained.errors
-    assert result.probes.keys() == {"cpu flash", "emulated flash"}
+    assert [*result.probes] == ["cpu flash"]
     assert all(kept is True for claims in result.probes.values() for kept in claims.values())
 
 
 @pytest.mark.slow
 def test_methods_are_timed_beside_plain_attention(result: SelftestResult) -> None:
-    assert result.plain["prefill"]["backend"] == "flash_attention"
-    assert result.methods.keys() == {"rerope", "alibi", "fire"}
-    for findings in result.methods.values():
-        for phase, timing in findings.phases.items():
-            plain = result.plain[phase]["seconds"]
-            assert timing.ratio == pytest.approx(timing.seconds / plain)
-            assert (timing.waits, timing.captured, timing.peak_bytes) == (None, None, None)
-    backends = {name: found.phases["prefill"].backend for name, found in result.methods.items()}
+    assert timed(result, PLAIN, "prefill").backend == "flash_attention"
+    names = [PLAIN, "rerope", "alibi", "fire"]
+    assert {row.method for row in result.records} == {*names}
+    assert len(result.records) == len(PHASES) * len(names)
+    for row in result.records:
+        assert len(row.seconds) == len(row.plain) > 0
+        assert (row.waits, row.captured, row.peak_bytes) == (None, None, None)
+    backends = {name: timed(result, name, "prefill").backend for name in names[1:]}
     assert backends == {"rerope": "prefill", "alibi": "prefill", "fire": "exact"}
     for answers in result.verdicts.values():
-        named = [name for names in answers.values() for name in names]
-        assert sorted(named) == ["alibi", "fire", "rerope"]
+        assert sorted(x for found in answers.values() for x in found) == ["alibi", "fire", "rerope"]
     *lines, last = result.summary.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"cpu, {phase}" for phase in PHASES]
     assert last == "Not used, since its check failed: none."
@@ -104,32 +111,68 @@ def test_a_backend_that_fails_in_training_counts_for_training_alone(result: Self
     assert not changed.passed
     last = changed.summary.splitlines()[-1]
     assert last.endswith(": few (bands, bands in training, fire in training).")
-    methods = {**result.methods, "fire": replace(result.methods["fire"], errors={"step": "no"})}
-    assert replace(result, methods=methods).verdicts["step"]["not possible"] == ["fire"]
+    lost = [replace(timed(result, "fire", "step"), failed="no")]
+    assert replace(result, records=lost).verdicts["step"]["not possible"] == ["fire"]
+
+
+@pytest.mark.slow
+def test_json_has_everything_and_report_shows_it(result: SelftestResult, tmp_path: Path) -> None:
+    file = tmp_path / "selftest.json"
+    result.write_json(file)
+    values = json.loads(file.read_text())
+    assert values["environment"]["torch"] == torch.__version__
+    assert values["checks"][0].keys() >= {"backend", "kind", "dtype", "head_dim", "errors", "bound"}
+    assert values["summary"] == result.summary
+    again = SelftestResult.from_dict(values)
+    assert again.to_dict() == result.to_dict()
+    assert (again.checks, again.summary) == (result.checks, result.summary)
+    page = render(collect([file]), figures=False)
+    assert "largest error relative to float64" in page
+    assert "Prefill: one layer" in page
+
+
+def test_a_file_of_an_older_version_is_read() -> None:
+    timing = {"backend": "few", "seconds": 2e-3, "ratio": 2.0, "waits": 1, "captured": True}
+    plain = {phase: {"seconds": 1e-3, "backend": "math"} for phase in PHASES}
+    sizes = {"dtype": "float32", "head_dim": 16, "heads": 8, "key_heads": 2, "length": 64}
+    versions = dict.fromkeys(("hf_posenc", "torch", "transformers", "python", "system"), "1")
+    alibi = {"kind": "alibi", "phases": {"prefill": timing, "step": timing}, "errors": {"training": "no"}}  # fmt: skip
+    check = {
+        **vars(Case("few", "alibi", "float32", 16)),
+        **vars(Comparison({"output": 1e-7}, 1e-5)),
+    }
+    old = {
+        "device": "cuda:0",
+        "environment": {**versions, "device": "a GPU"},
+        "passed": True,
+        "summary": "",
+        "checks": [check],
+        "not_reached": [],
+        "probes": {},
+        "plain": {**sizes, **plain},
+        "methods": {"alibi": alibi},
+        "seconds": 3.0,
+    }
+    result = SelftestResult.from_dict(old)
+    assert [timed(result, "alibi", phase).ratio for phase in PHASES] == [2.0, 2.0, None]
+    assert result.verdicts["training"]["not possible"] == ["alibi"]
+    assert result.verdicts["step"]["fast"] == ["alibi"]
+    assert "host<br>waits" in result._repr_markdown_()
+    assert result.checks[Case("few", "alibi", "float32", 16)].bound == 1e-5
 
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No case has time for its check."""
-    monkeypatch.setattr("hf_posenc.evaluation.selftest.run.check_all", lambda *_: {})
+    monkeypatch.setattr(run, "check_all", lambda *_: {})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_all_methods_of_the_engine_are_timed_by_default() -> None:
     everything = selftest(**{**SMALL, "methods": None, "length": 32})
-    assert everything.methods.keys() == {method.name for method in methods()}
-    assert not [name for name, found in everything.methods.items() if found.errors]
-
-
-@pytest.mark.slow
-def test_json_has_everything(result: SelftestResult) -> None:
-    values = json.loads(json.dumps(result.to_dict()))
-    assert values["environment"]["torch"] == torch.__version__
-    assert len(values["checks"]) == len(result.checks)
-    assert values["checks"][0].keys() >= {"backend", "kind", "dtype", "head_dim", "errors", "bound"}
-    assert values["methods"]["rerope"]["phases"]["step"]["ratio"] > 0
-    assert values["summary"] == result.summary
+    assert {row.method for row in everything.records} == {PLAIN, *(x.name for x in methods())}
+    assert not [row for row in everything.records if row.failed]
 
 
 @pytest.mark.slow
@@ -137,7 +180,9 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken(monkeypatch, "wrong")
-    small = functools.partial(selftest, **SMALL, seconds=100)
+    few = {name: kinds()[name] for name in ("bands", "alibi")}
+    monkeypatch.setattr(checks, "kinds", lambda: few)
+    small = functools.partial(selftest, **SMALL, seconds=1000)
     monkeypatch.setattr("hf_posenc.evaluation.selftest.selftest", small)
     verdicts.write(CPU, {Case("old", "bands", "float32", 16): None})
     file = tmp_path / "selftest.json"
@@ -152,7 +197,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     assert "failed: wrong, bands, float32, head dimension 16: its output differs" in result.stdout
     known = verdicts.read(CPU)
     assert {case.backend for case in known} == {"wrong"}, "the old ones are replaced"
-    assert values["methods"]["rerope"]["phases"]["prefill"]["backend"] != "wrong"
+    assert timed(SelftestResult.from_dict(values), "rerope", "prefill").backend != "wrong"
 
 
 @pytest.mark.slow
@@ -160,10 +205,10 @@ def test_one_that_crashes_leaves_the_others_to_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken(monkeypatch, "right", "wrong")  # the first crashes for alibi
-    monkeypatch.setattr(checking, "PROCESSES", 1)
+    monkeypatch.setattr(checks, "PROCESSES", 1)
     every = [Case("right", kind, "float32", 16) for kind in ("bands", "alibi", "t5")]
     every.append(Case("wrong", "bands", "float32", 16))
-    found = checking.check_all(every, CPU, 100)
+    found = checks.check_all(every, CPU, 1000)
     reasons = [str(result and result.reason) for result in (found[case] for case in every)]
     assert reasons[:2] == ["None", "it crashes the process (SIGSEGV)"]
     assert reasons[2].startswith("not tried, since right, alibi, float32")
@@ -171,9 +216,9 @@ def test_one_that_crashes_leaves_the_others_to_another_process(
 
 
 def test_the_most_telling_cases_come_first() -> None:
-    every = checking.cases(["float32", "bfloat16"], (16, 32))
+    every = checks.cases(["float32", "bfloat16"], (16, 32))
     assert len({*every}) == len(every)
-    backends = [backend.name for backend in (*engine.BACKENDS, *engine.ON_REQUEST)]
+    backends = [backend.name for backend in engine.BACKENDS]
     first = len(backends) * len(kinds())
     assert {(case.backend, case.kind) for case in every[:first]} == {
         (name, kind) for name in backends for kind in kinds()
@@ -196,38 +241,44 @@ def test_the_last_line_says_what_had_no_time() -> None:
 
 def test_cases_that_no_backend_computes_need_no_time() -> None:
     every = [Case(name, "alibi", "float32", 16) for name in ("cuda flash", "emulated flash", "few")]
-    assert checking.check_all(every, torch.device("cpu"), 0) == {every[0]: None, every[1]: None}
+    assert checks.check_all(every, CPU, 0) == {every[0]: None, every[1]: None}
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_operator_with_another_contract_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = EmulatedFlash.attend
+    attend: Any = EmulatedFlash.attend
 
     def wider(self: Any, *arguments: Any) -> Any:
-        *given, (left, right) = arguments
-        return attend(self, *given, (left + (left > 0), right))  # type: ignore[call-arg]
+        *tensors, shape = arguments
+        window = shape.window and shape.window + (shape.window > 1)
+        return attend(self, *tensors, replace(shape, window=window))
 
     monkeypatch.setattr(EmulatedFlash, "attend", wider)
+    monkeypatch.setattr(run, "operators", lambda *_: [EmulatedFlash()])
     result = selftest(**SMALL)
     claims = result.probes["emulated flash"]
     assert claims["a window of 3 sees 3"] is False
     assert claims["causal, aligned to the bottom right"] is True
     assert not result.passed
+    assert "emulated flash: a window of 3 sees 3 (False)" in [*result.problems()]
 
 
-def test_what_cannot_be_tested_is_refused() -> None:
-    with pytest.raises(PosencError, match="'gpu' is no device"):
-        selftest(device="gpu")
-    with pytest.raises(PosencError, match="cuda:63 is not here"):
-        selftest(device="cuda:63")
-    with pytest.raises(PosencError, match="Unknown dtype 'float64'"):
-        selftest(**{**SMALL, "dtypes": ["float64"]})
-    with pytest.raises(PosencError, match="Unknown method of the engine 'yarn'"):
-        selftest(**{**SMALL, "methods": ["yarn"]})
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "gpu"}, "'gpu' is no device"),
+        ({"device": "cuda:63"}, "cuda:63 is not here"),
+        ({**SMALL, "dtypes": ["float64"]}, "Unknown dtype 'float64'"),
+        ({**SMALL, "methods": ["yarn"]}, "Unknown method of the engine 'yarn'"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PosencError, match=said):
+        selftest(**options)
 
 
 def test_the_bug_form_asks_for_it() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     form = yaml.safe_load((root / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     asked = next(part for part in form["body"] if part.get("id") == "selftest")
     assert "hf-posenc selftest --json selftest.json" in asked["attributes"]["description"]
@@ -238,6 +289,6 @@ def test_the_bug_form_asks_for_it() -> None:
 def test_on_a_gpu() -> None:
     found = selftest(device="cuda")
     assert found.passed, found.refused
-    for findings in found.methods.values():
-        assert findings.phases["prefill"].waits is not None
-        assert findings.phases["step"].captured is not None
+    for row in found.records:
+        assert row.waits is not None
+        assert (row.captured is not None) == (row.phase == "step")

@@ -1,4 +1,4 @@
-"""Methods on one device: layers beside plain attention and the formulations of others, and a whole model.
+"""`bench --suite gpu`: methods on one device, in layers beside plain attention and in a whole model.
 
 Nothing is downloaded: queries, keys, weights and tokens are drawn at random. Each measurement is stored when it ends,
 and the most telling come first, so that a budget of minutes leaves out the rest.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import statistics
 import time
@@ -23,13 +22,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.call import Call
-from hf_posenc.attention.checks.samples import SCALE, encoding_of, methods
-from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.checks.samples import SCALE, methods
 from hf_posenc.embedded import model_path
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.bench.gpu_result import (
+from hf_posenc.evaluation.bench.suites import GPU
+from hf_posenc.evaluation.device.clock import Clock, device_of
+from hf_posenc.evaluation.device.layer import Formulation, Layers
+from hf_posenc.evaluation.device.result import (
     COMPILED,
     GENERATION,
     PERPLEXITY,
@@ -38,9 +38,7 @@ from hf_posenc.evaluation.bench.gpu_result import (
     GpuResult,
     Row,
 )
-from hf_posenc.evaluation.bench.peers import PEERS, Formulation
-from hf_posenc.evaluation.bench.speed import Clock, SpeedRun
-from hf_posenc.evaluation.bench.suites import GPU
+from hf_posenc.evaluation.device.speed import SpeedRun
 from hf_posenc.evaluation.flags import refuse_others
 from hf_posenc.evaluation.grid import Grid, listed
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
@@ -50,9 +48,7 @@ from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
 from hf_posenc.evaluation.scoring.memory import release
-from hf_posenc.evaluation.selftest.run import device_of
-from hf_posenc.evaluation.selftest.timing import Layer
-from hf_posenc.methods import Method, seam_of
+from hf_posenc.methods import seam_of
 
 LENGTHS = (32768, 131072, 8192)
 """In the order in which they are measured."""
@@ -65,8 +61,6 @@ TOKENS, GENERATIONS = 32, 3
 """New tokens of a generation, and rounds in which it alternates with the unpatched model's."""
 ENOUGH = 10.0
 """Seconds of one measurement after which no further round begins."""
-LEAST, MOST = 0.005, 100
-"""Seconds that a timing takes at least, by repeated calls, and the most calls."""
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -112,6 +106,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         dtype: Name of the dtype; `"auto"`: bfloat16 on a GPU, float32 on a CPU.
         name: Name of the config, for reports.
         command: The command that gives the result again.
+        peers: By method, how others publish it: a name, and the function that computes it in a layer.
 
     Raises:
         PosencError: Options of other suites, an unknown device or dtype, or a CPU without lengths.
@@ -126,6 +121,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         dtype: str = "auto",
         name: str | None = None,
         command: str | None = None,
+        peers: Mapping[str, tuple[str, Formulation]] | None = None,
     ) -> None:
         refuse_others(options, ("suite", "methods", "lengths", "rounds", "budget"))
         self.device = device_of(device)
@@ -150,11 +146,13 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         lengths = options.lengths or LENGTHS
         empty, last = empty_model(config), max(lengths)
         attention = read_shape(empty).attentions[0]
-        self.heads, self.head_dim = (attention.heads, attention.key_heads), attention.key_dim
+        heads = attention.heads, attention.key_heads
         self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
         # Where `execute` and the clock find the device; the whole model is built when its turn comes.
         self.model = nn.Linear(1, 1, device=self.device)
         self.clock = Clock(self.model)
+        sizes = (self.device, self.dtype, attention.key_dim, heads)
+        self.layers, self.peers = Layers(*sizes, self.clock, self.rounds, ENOUGH), peers or {}
         self._whole: Any = None
         about = {
             "name": f"{name or type(config).__name__} (its sizes, random weights)",
@@ -179,7 +177,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         for length in lengths:
             self.items += _items(GENERATION, whole, length, self._generation)
             self.items += _items(PERPLEXITY, whole, length, self._forward)
-            self.items += self._layers(
+            self.items += self._items_of_layers(
                 length, lambda name: specs is not None or name in (PLAIN, *WHOLE)
             )
             if on_gpu and length == lengths[0]:
@@ -187,21 +185,23 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
                 self.items += _items(COMPILED, compiled, length, work)
         if specs is None:
             for length in lengths:
-                self.items += self._layers(length, lambda name: name not in (PLAIN, *WHOLE))
+                self.items += self._items_of_layers(
+                    length, lambda name: name not in (PLAIN, *WHOLE)
+                )
         if options.budget is not None:
             self.until = time.monotonic() + options.budget
 
-    def _layers(self, length: int, chosen: Callable[[str], bool]) -> Iterator[GpuItem]:
+    def _items_of_layers(self, length: int, chosen: Callable[[str], bool]) -> Iterator[GpuItem]:
         for phase in PHASES:
-            measured = partial(self._layer, phase, length)
+            measured = partial(self.layers.measured, phase, length)
             if chosen(PLAIN):
                 yield _item(phase, PLAIN, length, measured)
             for name, method in self.methods.items():
                 if not chosen(method.name):
                     continue
                 yield _item(phase, name, length, partial(measured, method))
-                if method.name in PEERS:
-                    title, peer = PEERS[method.name]
+                if method.name in self.peers:
+                    title, peer = self.peers[method.name]
                     yield _item(phase, f"{name}, {title}", length, partial(measured, method, peer))
 
     @property
@@ -230,7 +230,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         return GpuResult(
             records=rows,
             missing=self.total - len(rows),
-            sizes={"heads": self.heads[0], "key_heads": self.heads[1], "head_dim": self.head_dim},
+            sizes=self.layers.sizes,
             machine=self.clock.machine(),
             memory=self.clock.memory,
             rounds=self.rounds,
@@ -246,60 +246,12 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             chosen = []
             for phase in PHASES:
                 with torch.set_grad_enabled(phase == "training"):
-                    call = self._drawn(phase, _SHORT).call()
-                    backend, shown = engine.candidate(call, self._encoding(method, _SHORT))
+                    call = self.layers.drawn(phase, _SHORT).call()
+                    encoding = self.layers.encoding(method, _SHORT)
+                    backend, shown = engine.candidate(call, encoding)
                 chosen.append(f"{backend.name}{'' if shown else '?'}")
             grid.row(name, *chosen)
         return grid
-
-    # Layers of a model that was trained at a quarter of the length.
-
-    def _drawn(self, phase: str, length: int) -> Layer:
-        layer = Layer.of(length, self.head_dim, self.dtype, self.device, self.heads)
-        return layer.of_phase(phase)
-
-    def _encoding(self, method: Method, length: int) -> Encoding:
-        original = max(1, length // int(SCALE))
-        return encoding_of(method, self.head_dim, self.device, original, self.heads)
-
-    def _layer(
-        self, phase: str, length: int, method: Method | None = None, peer: Formulation | None = None
-    ) -> dict[str, Any]:
-        """Return the backend and times of a method, or of plain attention."""
-        layer, training = self._drawn(phase, length), phase == "training"
-        forward, backend = layer.plain, layer.plain_backend()
-        inputs = [layer.query, layer.key, layer.value]
-        trained: list[Tensor] = []
-        with torch.set_grad_enabled(training):
-            if method is not None:
-                encoding, call = self._encoding(method, length), layer.call()
-                trained = [x.requires_grad_(training) for x in (encoding.parameters or {}).values()]
-                forward, backend = partial(peer or _attended, call, encoding), "PyTorch"
-                if peer is None:
-                    backend = engine.choose(call, encoding).name
-            inputs, trained = (inputs, trained) if training else ([], [])
-            work = partial(_step, forward, [*inputs, *trained])
-            return {"backend": backend, **self._compared(work, partial(_step, layer.plain, inputs))}
-
-    def _compared(self, work: Callable[[], None], plain: Callable[[], None]) -> dict[str, Any]:
-        """Return the seconds of a call of both, which alternate, round by round; on a GPU the memory of `work`."""
-        on_gpu = self.device.type == "cuda"
-        held = torch.cuda.memory_allocated(self.device) if on_gpu else 0
-        began, calls = time.monotonic(), []
-        for run in (plain, work):
-            once = self.clock.time(run)[0]  # with tables, compilation and choices of libraries
-            once = once if once > 1 else self.clock.time(run)[0]
-            calls.append(max(1, min(MOST, math.ceil(LEAST / once))))
-        found: dict[str, list[float]] = {"plain": [], "seconds": []}
-        while not found["plain"] or (
-            len(found["plain"]) < self.rounds and time.monotonic() - began < ENOUGH
-        ):
-            for name, run, count in zip(found, (plain, work), calls, strict=True):
-                seconds, peak = self.clock.time(partial(_repeat, run, count))
-                found[name].append(float(f"{seconds / count:.6g}"))
-        return {**found, "peak_bytes": peak - held if on_gpu and peak is not None else None}
-
-    # The whole model.
 
     def _drawn_model(self, length: int) -> tuple[Any, Tensor]:
         """Return the model, with random weights, and so many random tokens."""
@@ -394,22 +346,6 @@ class _Times(BaseStreamer):
         """Return the median over the later half, after compilation and choices of libraries."""
         steps = [after - before for before, after in itertools.pairwise(self._times)]
         return float(f"{statistics.median(steps[len(steps) // 2 :]):.6g}")
-
-
-def _attended(call: Call, encoding: Encoding) -> Tensor:
-    return engine.attend(call, encoding)[0]
-
-
-def _step(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
-    """Run a forward, and a backward to these inputs if there are any."""
-    out = forward()
-    if inputs:
-        torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
-
-
-def _repeat(work: Callable[[], None], count: int) -> None:
-    for _ in range(count):
-        work()
 
 
 def _released(work: Callable[[], T]) -> T:

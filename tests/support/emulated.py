@@ -1,7 +1,8 @@
 """The contract of the CUDA operator in plain PyTorch, so that all code around it runs on any device, in any dtype.
 
 Two custom operators, which count as one launch each where launches are counted. A matrix of rows times keys is
-written out: they are made for tests, and serve no call unless they are forced.
+written out. An import adds the backends to the engine's table, behind the one that takes every call: they compute only
+where `engine.forced` names them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention import engine
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.cudnn import CudnnAttention
-from hf_posenc.attention.fused.merging import Merge, merge
-from hf_posenc.attention.fused.protocol import Saved, Segments
+from hf_posenc.attention.fused.protocol import Attended, Gradients, Merge, Saved, Shape, merge
+from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.softmax import accumulation_dtype
 
 
@@ -28,29 +30,14 @@ class EmulatedFlash(CudaFlash):
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return True
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scaling: float,
-        window: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Any]:
-        starts = segments.on(query.device)
-        return *_attend(query, key, value, *starts, scaling, *window), None
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
+        starts = shape.sequences(query, key).on(query.device)
+        return *_attend(query, key, value, *starts, shape.scaling, *shape.limits), None
 
-    def attend_backward(
-        self,
-        grad: Tensor,
-        saved: Saved,
-        segments: Segments,
-        scaling: float,
-        window: tuple[int, int],
-        state: Any,
-    ) -> tuple[Tensor, ...]:
-        starts = segments.on(grad.device)
-        gradients: tuple[Tensor, ...] = _attend_backward(grad, *saved, *starts, scaling, *window)
+    def attend_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
+        starts = shape.sequences(saved.query, saved.key).on(grad.device)
+        gradients: Gradients
+        gradients = _attend_backward(grad, *saved, *starts, shape.scaling, *shape.limits)
         return gradients
 
 
@@ -63,23 +50,27 @@ class EmulatedCudnn(CudnnAttention):
     def __init__(self, merge: Merge = merge) -> None:
         super().__init__(EmulatedFlash(merge), "emulated cudnn")
 
-    def square(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
-    ) -> tuple[Tensor, Tensor, Any]:
+    def square(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         (q, k, v), starts = _in_segments(query, key, value), _ends(query, key)
-        out, lse = _attend(q, k, v, *starts, scaling, -1, 0 if causal else -1)
+        out, lse = _attend(q, k, v, *starts, shape.scaling, *shape.limits)
         batch = len(query)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
         return _in_batch(out, batch), lse, None
 
-    def square_backward(
-        self, grad: Tensor, saved: Saved, scaling: float, causal: bool, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def square_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         given = _in_segments(grad, *saved[:4])
         lse, starts = saved.lse.transpose(0, 1).flatten(1), _ends(saved.query, saved.key)
-        every = _attend_backward(*given, lse, *starts, scaling, -1, 0 if causal else -1)
+        every = _attend_backward(*given, lse, *starts, shape.scaling, *shape.limits)
         of_query, of_key, of_value = (_in_batch(x, len(grad)) for x in every)
         return of_query, of_key, of_value
+
+
+engine.BACKENDS += (
+    engine.windowed_backend("emulated cudnn, triton", EmulatedCudnn(parts.merge), kernel=True),
+    engine.windowed_backend("emulated cudnn", EmulatedCudnn()),
+    engine.windowed_backend("emulated flash, triton", EmulatedFlash(parts.merge), kernel=True),
+    engine.windowed_backend("emulated flash", EmulatedFlash()),
+)
 
 
 def _in_segments(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -121,37 +112,27 @@ def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, rig
     return visible
 
 
-def _scores(
-    query: Tensor, key: Tensor, starts: tuple[Tensor, Tensor], scaling: float, left: int, right: int
-) -> Tensor:
-    """Scores (heads, rows, keys) in the dtype of sums, -inf where a pair is hidden."""
+_FORM = "Tensor query_starts, Tensor key_starts, float scaling, int left, int right"
+
+
+def _scores(query: Tensor, key: Tensor, *form: Any) -> Tensor:
+    """Scores (heads, rows, keys) in the dtype of sums, -inf where a pair is hidden; the arguments `_FORM`."""
+    *starts, scaling, left, right = form
     dtype, group = accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
     every = key.to(dtype).repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query.to(dtype), every) * scaling
-    visible = _visible(len(query), len(key), starts, left, right)
+    visible = _visible(len(query), len(key), (starts[0], starts[1]), left, right)
     return scores.masked_fill_(~visible, -math.inf)
-
-
-_SHARED = "Tensor query_starts, Tensor key_starts, float scaling, int left, int right"
 
 
 @torch.library.custom_op(
     "hf_posenc::emulated_flash",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_SHARED}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, {_FORM}) -> (Tensor, Tensor)",
 )
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    scaling: float,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
     """Return the output (rows, heads, features) and its log-sum-exp (heads, rows); +inf for a row without keys."""
-    scores = _scores(query, key, (query_starts, key_starts), scaling, left, right)
+    scores = _scores(query, key, *form)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     every = value.to(scores.dtype).repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -162,32 +143,21 @@ def _attend(
 @_attend.register_fake
 def _(query: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(query.dtype)
-    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype)
-    return query.new_empty(query.shape), lse
+    return query.new_empty(query.shape), query.new_empty(*query.shape[1::-1], dtype=dtype)
 
 
 @torch.library.custom_op(
     "hf_posenc::emulated_flash_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"{_SHARED}) -> (Tensor, Tensor, Tensor)",
+    f"{_FORM}) -> (Tensor, Tensor, Tensor)",
 )
 def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    scaling: float,
-    left: int,
-    right: int,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given the output and log-sum-exp of a whole softmax."""
-    scores = _scores(query, key, (query_starts, key_starts), scaling, left, right)
-    dtype, group = scores.dtype, query.shape[1] // key.shape[1]
+    scores = _scores(query, key, *form)
+    dtype, group, scaling = scores.dtype, query.shape[1] // key.shape[1], form[2]
     weights = torch.exp(scores - lse[..., None])
     grad, out = grad.to(dtype), out.to(dtype)
     keys, values = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))

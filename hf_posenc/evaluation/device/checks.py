@@ -13,13 +13,13 @@ import torch
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import isolation
+from hf_posenc.attention.checks.backend import Case
 from hf_posenc.attention.checks.comparison import Comparison, check, offers
-from hf_posenc.attention.checks.samples import Case, kinds
-from hf_posenc.attention.flash import CPU
+from hf_posenc.attention.checks.samples import kinds
 from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
+from hf_posenc.attention.parts import CPU
 
 PROCESSES = 4
 """At most so many processes check at once; most of their time is compilation."""
@@ -28,14 +28,13 @@ Findings = dict[Case, Comparison | None]
 """`None`: the backend does not compute such calls."""
 
 
-def cases(dtypes: Sequence[str], head_dims: Sequence[int], *, emulated: bool = True) -> list[Case]:
-    """Return all cases, the most telling ones first; `emulated`: those of emulated operators too.
+def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Case]:
+    """Return all cases, the most telling ones first.
 
     First every backend and kind in the first dtype and head dimension, with a backward last. Then kind by kind the
     other dtypes and head dimensions, so that a short test has seen each backend in all of them.
     """
-    backends = (*engine.BACKENDS, *(engine.ON_REQUEST if emulated else ()))
-    names = [backend.name for backend in backends]
+    names = [backend.name for backend in engine.BACKENDS]
     first, *others = itertools.product(head_dims, dtypes)
     ordered = [(*first, gradients, kind) for gradients in (False, True) for kind in kinds()]
     ordered += [
@@ -105,72 +104,53 @@ def _elsewhere(pending: list[Case], device: torch.device, end: float, found: Fin
             return
 
 
+def operators(device: torch.device, dtype: torch.dtype) -> list[Fused]:
+    """Return the fused operators that serve a device."""
+    every: tuple[Fused, ...] = (CPU, Flash4(), CudaFlash())
+    return [fused for fused in every if fused.serves(device, dtype, FEATURES)]
+
+
 def probes(fused: Fused, device: torch.device, dtype: torch.dtype) -> dict[str, bool | str]:
     """Return whether a fused operator keeps its contract, claim by claim: alignment, windows, rows without keys."""
     try:
-        return _windowed_probes(fused, device, dtype) if fused.windows else _probes(fused, device)
+        return _claims(fused, device, dtype if fused.windows else torch.float32)
     except Exception as error:
         return {"runs": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-
-
-def operators(device: torch.device, dtype: torch.dtype) -> list[Fused]:
-    """Return the fused operators that serve a device."""
-    every: tuple[Fused, ...] = (CPU, Flash4(), CudaFlash(), EmulatedFlash())
-    return [fused for fused in every if fused.serves(device, dtype, FEATURES)]
 
 
 FEATURES, ROWS, KEYS = 16, 2, 6
 
 
-def _windowed_probes(
-    fused: Fused, device: torch.device, dtype: torch.dtype
-) -> dict[str, bool | str]:
+def _claims(fused: Fused, device: torch.device, dtype: torch.dtype) -> dict[str, bool | str]:
     query = torch.zeros(1, 2, ROWS, FEATURES, dtype=dtype, device=device)
     key = query.new_zeros(1, 1, KEYS, FEATURES)
     value = torch.eye(KEYS, FEATURES, dtype=dtype, device=device)[None, None]
 
-    def seen(shape: Shape) -> tuple[list[list[int]], list[float]]:
-        out, lse, _ = fused.forward(query, key, value, 1.0, shape)
+    def sees(shape: Shape, *expected: range) -> bool:
+        """Return whether each row weighs its keys, and no others, alike."""
+        out, lse, _ = fused.forward(query, key, value, shape)
         rows = [row.nonzero()[:, 0].tolist() for row in out[0, 0]]
-        return rows, lse[0, 0].double().tolist()
+        sizes = zip(lse[0, 0].double().tolist(), expected, strict=True)
+        near = all(math.isclose(x, math.log(len(keys)), abs_tol=1e-5) for x, keys in sizes)
+        return near and rows == [[*keys] for keys in expected]
 
-    def agrees(shape: Shape, expected: list[list[int]]) -> bool:
-        rows, lse = seen(shape)
-        sizes = [math.log(len(row)) for row in expected]
-        return rows == expected and all(
-            math.isclose(a, b, abs_tol=1e-5) for a, b in zip(lse, sizes, strict=True)
+    causal, rows = Shape(causal=True), range(1, ROWS + 1)
+    if not fused.windows:
+        return {"causal, aligned to the top left": sees(causal, *map(range, rows))}
+    stops = [KEYS - ROWS + row for row in rows]
+    empty = Shape(segments=Segments.of([((0, 1), (0, 3))], ROWS, KEYS))
+    out, lse, _ = fused.forward(query, key, value, empty)
+    windows = {
+        f"a window of {size} sees {size}": sees(
+            Shape(causal=True, window=size), *(range(stop - size, stop) for stop in stops)
         )
-
-    last = KEYS - ROWS
-    empty = Segments.of([((0, 1), (0, 3))], ROWS, KEYS)
-    out, lse, _ = fused.forward(query, key, value, 1.0, Shape(segments=empty))
+        for size in (1, 3)
+    }
     return {
-        "all keys without a mask": agrees(Shape(), [[*range(KEYS)]] * ROWS),
-        "causal, aligned to the bottom right": agrees(
-            Shape(causal=True), [[*range(last + row + 1)] for row in range(ROWS)]
-        ),
-        **{
-            f"a window of {window} sees {window}": agrees(
-                Shape(causal=True, window=window),
-                [[*range(last + row + 1 - window, last + row + 1)] for row in range(ROWS)],
-            )
-            for window in (1, 3)
-        },
+        "all keys without a mask": sees(Shape(), *[range(KEYS)] * ROWS),
+        "causal, aligned to the bottom right": sees(causal, *map(range, stops)),
+        **windows,
         "rows without keys: zeros that no merge counts": bool(
             (out[:, :, 1] == 0).all() and (lse[:, :, 1] < -1e29).all()
         ),
-    }
-
-
-def _probes(fused: Fused, device: torch.device) -> dict[str, bool | str]:
-    query = torch.zeros(1, 2, ROWS, FEATURES, device=device)
-    key = query.new_zeros(1, 1, KEYS, FEATURES)
-    value = torch.eye(KEYS, FEATURES, device=device)[None, None]
-    out, lse, _ = fused.forward(query, key, value, 1.0, Shape(causal=True))
-    rows = [row.nonzero()[:, 0].tolist() for row in out[0, 0]]
-    sizes = [math.log(row + 1) for row in range(ROWS)]
-    near = all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(lse[0, 0].tolist(), sizes, strict=True))  # fmt: skip
-    return {
-        "causal, aligned to the top left": rows == [[*range(row + 1)] for row in range(ROWS)],
-        "the log-sum-exp": near,
     }

@@ -1,30 +1,34 @@
-"""The self-test: checks, probes, times."""
+"""`selftest`: checks of all backends, probes of operators, and the times of all methods in one layer."""
 
 from __future__ import annotations
 
 import contextlib
-import platform
-import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
+from torch import nn
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import verdicts
-from hf_posenc.attention.checks.backend import Key
 from hf_posenc.attention.checks.samples import DTYPES, HEADS, KEY_HEADS, methods
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import unknown
+from hf_posenc.evaluation.device.checks import cases, check_all, operators, probes
+from hf_posenc.evaluation.device.clock import Clock, device_of
+from hf_posenc.evaluation.device.layer import Layers
+from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.flags import with_fields
+from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.options import SelftestOptions
-from hf_posenc.evaluation.selftest.checking import cases, check_all, operators, probes
-from hf_posenc.evaluation.selftest.result import SelftestResult
-from hf_posenc.evaluation.selftest.timing import Layer, plain_times, times_of
+from hf_posenc.evaluation.scoring.memory import reason_of, release
+
+ROUNDS, ENOUGH = 7, 0.1
+"""The most rounds of a timing, and the seconds after which no further round begins."""
 
 
-def selftest(options: SelftestOptions | None = None, **fields: Any) -> SelftestResult:
+def selftest(options: SelftestOptions | None = None, **fields: Any) -> GpuResult:
     """Check every backend of the attention engine on a device against float64, and time every method there.
 
     The verdicts replace those that were kept of this device. Backends that may crash run in other processes.
@@ -45,9 +49,9 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> SelftestR
         return _selftest(options, device, dtypes)
 
 
-def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str]) -> SelftestResult:
+def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str]) -> GpuResult:
     began = time.monotonic()
-    every = cases(dtypes, options.head_dims, emulated=device.type == "cpu")
+    every = cases(dtypes, options.head_dims)
     found = check_all(every, device, options.seconds)
     checks = {case: result for case in every if (result := found.get(case)) is not None}
     decided = {
@@ -58,69 +62,49 @@ def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str])
     verdicts.write(device, decided, anew=True)
     engine.restore()
     dtype, head_dim = getattr(torch, dtypes[0]), options.head_dims[0]
-    length = options.length or (8192 if device.type == "cuda" else 1024)
     # An operator that ended another process would end this one.
     ended = {case.backend for case, result in checks.items() if result.reason and not result.rows}
-    claims = {
-        fused.name: probes(fused, device, dtype)
-        for fused in operators(device, dtype)
-        if fused.name not in ended
-    }
+    fused = [each for each in operators(device, dtype) if each.name not in ended]
+    claims = {each.name: probes(each, device, dtype) for each in fused}
     # As in models of 8B, where a step takes long enough to be compared.
     heads = (32, 8) if device.type == "cuda" else (HEADS, KEY_HEADS)
-    layer = Layer.of(length, head_dim, dtype, device, heads)
-    plain = plain_times(layer)
+    clock = Clock(nn.Linear(1, 1, device=device))
+    layers = Layers(device, dtype, head_dim, heads, clock, ROUNDS, ENOUGH)
     for case, result in checks.items():
         if not result.decided and case.backend != "exact":  # nothing that may fail is tried here
-            engine.strike(case.backend, Key(device, getattr(torch, case.dtype), case.head_dim, case.kind))  # fmt: skip
+            engine.strike(case, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of backends that are struck, which the result names
-        times = {
-            method.name: times_of(method, layer, plain)
-            for method in methods()
-            if options.methods is None or method.name in options.methods
-        }
+        records = list(_rows(layers, options))
     engine.restore()
-    return SelftestResult(
-        str(device),
-        {
-            **verdicts.fingerprint(device),
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "system": f"{sys.platform} {platform.machine()}",
-        },
-        checks,
-        [case for case in every if case not in found],
-        claims,
-        {
-            "dtype": dtypes[0],
-            "head_dim": head_dim,
-            "heads": heads[0],
-            "key_heads": heads[1],
-            "length": length,
-            **plain,
-        },
-        times,
-        time.monotonic() - began,
+    return GpuResult(
+        records=records,
+        model={"name": "layers alone", "dtype": dtypes[0], "device": str(device)},
+        sizes=layers.sizes,
+        machine=clock.machine(),
+        memory=None,
+        rounds=ROUNDS,
+        environment={**verdicts.fingerprint(device), **environment()},
+        checks=checks,
+        not_reached=[case for case in every if case not in found],
+        probes=claims,
+        seconds=time.monotonic() - began,
     )
 
 
-def device_of(name: str | None) -> torch.device:
-    """Return the device of this name, by default the GPU if there is one; refuse one that is not there."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise PosencError(f"{name!r} is no device: give cpu, cuda or cuda:1.") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda" or (device.index or 0) >= count:
-        raise PosencError(
-            f"The device {name} is not here: PyTorch {torch.__version__} sees cpu and {count} CUDA devices."
-        )
-    return torch.device("cuda", device.index or 0)
+def _rows(layers: Layers, options: SelftestOptions) -> Iterator[Row]:
+    """Yield the times of plain attention and of every method, phase by phase."""
+    length = options.length or (8192 if layers.device.type == "cuda" else 1024)
+    chosen = [m for m in methods() if options.methods is None or m.name in options.methods]
+    for phase in PHASES:
+        for method in (None, *chosen):
+            name = PLAIN if method is None else method.name
+            try:
+                found = layers.measured(phase, length, method, host=True)
+            except Exception as error:
+                found = {"failed": reason_of(error)}
+                release(error)
+            yield Row(phase, name, length, **found)
 
 
 def _dtypes(options: SelftestOptions) -> list[str]:

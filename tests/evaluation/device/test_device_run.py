@@ -22,29 +22,31 @@ from hf_posenc.attention.checks.samples import encoding_of, methods
 from hf_posenc.attention.engine import attend, forced
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench import GpuResult, GpuRun, gpu
-from hf_posenc.evaluation.bench.gpu_result import GENERATION, PERPLEXITY, PHASES, PLAIN
-from hf_posenc.evaluation.bench.peers import PEERS
+from hf_posenc.evaluation.bench import GpuResult, GpuRun
 from hf_posenc.evaluation.bench.run import bench
+from hf_posenc.evaluation.device import layer as layers
+from hf_posenc.evaluation.device import run as gpu
+from hf_posenc.evaluation.device.layer import Layer
+from hf_posenc.evaluation.device.result import GENERATION, PERPLEXITY, PHASES, PLAIN
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import Attempt
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.page import collect, render
-from hf_posenc.evaluation.selftest.timing import Layer
 from hf_posenc.files import to_json
 from hf_posenc.methods import get_method
 from scripts import benchmark_gpu, gpu_table
+from scripts.peers import PEERS
 
 CPU = torch.device("cpu")
 LENGTHS = (16, 32)
 METHODS = ("rerope", "alibi", "yarn")
-LAYERS = (PLAIN, "rerope", "rerope, two score matrices", "alibi", "alibi, bias as a mask")
+LAYERS = (PLAIN, "rerope", "alibi")
 WHOLE = ("none", "rerope", "alibi", "yarn (auto)")
 ROWS = len(LENGTHS) * (len(PHASES) * len(LAYERS) + 2 * len(WHOLE))
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gpu, "LEAST", 0.0)
+    patch.setattr(layers, "LEAST", 0.0)
     patch.setattr(gpu, "TOKENS", 4)
     patch.setattr(gpu, "GENERATIONS", 1)
 
@@ -71,7 +73,7 @@ def sizes(**more: Any) -> LlamaConfig:
 
 def work(**options: Any) -> GpuRun:
     given = {"suite": "gpu", "methods": METHODS, "lengths": LENGTHS, "rounds": 1, **options}
-    return GpuRun(BenchOptions(**given), sizes(), device="cpu")
+    return GpuRun(BenchOptions(**given), sizes(), device="cpu", peers=PEERS)
 
 
 def measured(run: GpuRun, folder: Path | None = None) -> GpuResult:
@@ -158,7 +160,7 @@ def test_a_finished_run_measures_nothing_again(
 def test_the_report_shows_it(command: tuple[Path, Callable[..., Any]]) -> None:
     page = render(collect([command[0]]), figures=False)
     assert 'id="gpu-1"' in page
-    assert page.count("rerope, two score matrices") == len(PHASES)
+    assert page.count("plain attention") >= len(PHASES)
     assert "tokens per" in page
 
 
@@ -170,7 +172,7 @@ def test_docs_gpu_shows_what_was_sent(
     shutil.copy(command[0] / "gpu.json", tmp_path / "some_gpu.json")
     shown = gpu_table.measured()
     assert "\n#### Prefill: one layer" in shown
-    assert "| rerope, two score matrices |" in shown
+    assert "| rerope |" in shown
     arguments = ["--output", str(tmp_path / "other.json"), "--rounds", "1", "--longest", "64"]
     benchmark_gpu.main([*arguments, "--seconds", "0"])  # the first row alone
     written = json.loads((tmp_path / "other.json").read_text())
@@ -254,7 +256,7 @@ def test_another_failure_is_a_row_and_a_problem(
     def broken(*_: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(gpu, "_attended", broken)
+    monkeypatch.setattr(layers, "attended", broken)
     monkeypatch.setattr(gpu, "_built", lack)
     done = command[1](output=tmp_path)
     assert done.exit_code == 1, done.output
@@ -283,7 +285,7 @@ def test_the_formulations_of_others_compute_the_same(name: str, phase: str) -> N
 def test_times_alternate_and_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     run = work(rounds=3)
-    monkeypatch.setattr(gpu, "LEAST", 0.004)
+    monkeypatch.setattr(layers, "LEAST", 0.004)
     seconds = {"plain": 0.001, "own": 0.002}
 
     def time(work: Callable[[], None]) -> tuple[float, None]:
@@ -292,17 +294,17 @@ def test_times_alternate_and_are_of_one_call(monkeypatch: pytest.MonkeyPatch) ->
         return sum(seconds[name] for name in calls[before:]), None
 
     monkeypatch.setattr(run.clock, "time", time)
-    found = run._compared(partial(calls.append, "own"), partial(calls.append, "plain"))
+    found = run.layers.compared(partial(calls.append, "own"), partial(calls.append, "plain"))
     assert calls == ["plain"] * 2 + ["own"] * 2 + (["plain"] * 4 + ["own"] * 2) * 3
     assert found == {"plain": [0.001] * 3, "seconds": [0.002] * 3, "peak_bytes": None}
 
 
 def test_memory_on_a_gpu_is_what_comes_beyond_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     run = work()
-    run.device = torch.device("cuda", 0)
+    run.layers.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(run.clock, "time", lambda _: (0.5, 350))
-    assert run._compared(list, list)["peak_bytes"] == 250  # type: ignore[arg-type]
+    assert run.layers.compared(list, list)["peak_bytes"] == 250
 
 
 def test_what_was_run_in_pieces_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,14 +332,14 @@ def test_training_reaches_queries_keys_values_and_what_is_trained(
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     run = work(methods=("kerple_log",), lengths=(16,))
-    run._layer("training", 16, get_method("kerple_log").from_options())
+    run.layers.measured("training", 16, get_method("kerple_log").from_options())
     assert reached == {3, 5}
 
 
 def test_the_sizes_of_a_gpu_run_are_those_of_llama_3_8b() -> None:
     run = GpuRun(BenchOptions(lengths=(16,)), LlamaConfig(**gpu.LLAMA_8B), device="cpu")
     assert run.metadata["model"]["parameters"] == 8_030_261_248
-    assert (run.heads, run.head_dim) == ((32, 8), 128)
+    assert run.layers.sizes == {"heads": 32, "key_heads": 8, "head_dim": 128}
     assert sorted(gpu.LENGTHS) == [8192, 32768, 131072]
     layers = [item.name for item in run.items if item.phase == "prefill"]
     names = [name.partition(" (")[0].partition(",")[0] for name in layers]

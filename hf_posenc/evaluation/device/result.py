@@ -1,0 +1,463 @@
+"""The findings about one device: which backends are right there, and how long methods take.
+
+`hf-posenc selftest` checks backends and times layers at one length; `hf-posenc bench --suite gpu` times layers and a
+whole model at many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_posenc.attention.checks.backend import Case
+from hf_posenc.attention.checks.comparison import Comparison
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    escaped,
+    failure_field,
+    number,
+    to_markdown,
+)
+from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.files import finite
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+FAST = 3.0
+"""A phase of a method is fast if it takes at most so many times as long as plain attention."""
+PLAIN = "plain attention"
+PHASES = {
+    "prefill": "Prefill",
+    "step": "Decode, one token",
+    "training": "Training, forward and backward",
+}
+"""The phases of a layer, and their titles."""
+PERPLEXITY, GENERATION, COMPILED = "perplexity", "generation", "compiled generation"
+WHOLE = {
+    PERPLEXITY: "Perplexity, every token scored",
+    GENERATION: "Generation, one text",
+    COMPILED: "Generation, compiled with a static cache, one text",
+}
+"""The phases of a whole model, and their titles."""
+PEERS_NOTE = "Two score matrices, bias as a mask: as the authors of these methods publish them."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one phase at one length.
+
+    Attributes:
+        phase: One of `PHASES` or `WHOLE`.
+        method: The method, with the name of its formulation if that is another's.
+        length: Tokens of the text; of a generation, of the prompt.
+        backend: The backends that computed it, and what was run in pieces since memory ran out.
+        seconds: Times of a call, round by round.
+        plain: Those of plain attention, or of the unpatched model's generation, in the same rounds.
+        peak_bytes: Memory at the peak, of a layer that beyond its inputs; `None`: not measured.
+        estimate_bytes: The estimate of the whole model's memory at the peak.
+        waits: Times that the host waited for a GPU in a layer; `None`: not measured.
+        captured: True if a CUDA graph can be captured of it and replayed; `None`: not measured.
+        failed: The reason if there is no time.
+    """
+
+    phase: str
+    method: str
+    length: int
+    backend: str = ""
+    seconds: Sequence[float] = ()
+    plain: Sequence[float] = ()
+    peak_bytes: int | None = None
+    estimate_bytes: int | None = None
+    waits: int | None = None
+    captured: bool | None = None
+    failed: str | None = None
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Median time of a call."""
+        return 1e3 * statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Times as long as plain attention: the median over the rounds."""
+        pairs = [own / base for own, base in zip(self.seconds, self.plain, strict=False)]
+        return statistics.median(pairs) if pairs else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the text by the median time; of a generation, new ones."""
+        tokens = 1 if self.phase in (GENERATION, COMPILED) else self.length
+        return 1e3 * tokens / self.milliseconds if self.milliseconds else None
+
+    @property
+    def status(self) -> str:
+        """The reason of a failure, else `"ok"`."""
+        return self.failed or "ok"
+
+
+@dataclass(repr=False, kw_only=True)
+class GpuResult(Result):
+    """Result of `hf-posenc bench --suite gpu` and of `hf-posenc selftest`.
+
+    Attributes:
+        records: All rows, in the order of the tables.
+        model: Whose sizes were measured: name, class, parameters, dtype, device, attention.
+        sizes: Heads, heads of keys and features of a head of the layers.
+        machine: Name of the device, and threads of a CPU.
+        memory: Meaning of the whole model's peak.
+        rounds: The most rounds.
+        environment: Versions of the packages that computed.
+        missing: Rows for which there was no time.
+        checks: By case, what the comparison with float64 found.
+        not_reached: Cases for which there was no time.
+        probes: By operator, the claims of its contract and whether it keeps them, or the error that it raised.
+        seconds: Duration of a self-test; `None`: nothing was checked.
+    """
+
+    kind = "gpu"
+    columns: ClassVar[Mapping[str, str]] = {
+        "phase": "what was timed",
+        "method": "label of the method",
+        "length": "tokens of the text",
+        "backend": "what computed the attention",
+        "milliseconds": "median time",
+        "ratio": "times as long as plain attention",
+        "tokens_per_second": "tokens by that time",
+        "peak_bytes": "most memory, in bytes",
+        "estimate_bytes": "the memory that was estimated before, in bytes",
+        "status": "ok, or the reason why there is no number",
+    }
+
+    records: Sequence[Row]
+    model: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    machine: Mapping[str, Any]
+    memory: str | None
+    rounds: int
+    environment: Mapping[str, Any]
+    command: str | None = None
+    fingerprint: str | None = None
+    missing: int = 0
+    checks: Mapping[Case, Comparison] = field(default_factory=dict)
+    not_reached: Sequence[Case] = ()
+    probes: Mapping[str, Mapping[str, bool | str]] = field(default_factory=dict)
+    seconds: float | None = None
+
+    def __repr__(self) -> str:
+        return f"GpuResult({self.machine['device']}, {len(self.records)} rows)"
+
+    @property
+    def device(self) -> str:
+        """The device, as PyTorch names it."""
+        return str(self.model["device"])
+
+    @property
+    def refused(self) -> dict[Case, str]:
+        """The cases that failed, with the reason."""
+        return {case: found.reason for case, found in self.checks.items() if found.reason}
+
+    @property
+    def passed(self) -> bool:
+        """True if no backend failed a check, no probe failed and every method was computed."""
+        probes = all(kept is True for claims in self.probes.values() for kept in claims.values())
+        return not self.refused and probes and not any(row.failed for row in self.records)
+
+    @property
+    def verdicts(self) -> dict[str, dict[str, list[str]]]:
+        """By phase of a layer, the methods that are fast, those that are right but slow, and those that fail."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for phase in PHASES:
+            answers = found[phase] = {"fast": [], "slow": [], "not possible": []}
+            for row in self.records:
+                if row.phase == phase and row.method != PLAIN:
+                    fast = row.ratio is not None and row.ratio <= FAST
+                    answers["not possible" if row.failed else "fast" if fast else "slow"].append(
+                        row.method
+                    )
+        return found
+
+    @property
+    def summary(self) -> str:
+        """Return a line for each phase, and one for the backends that failed, for which the next ones compute."""
+        lines = []
+        for phase, answers in self.verdicts.items():
+            parts = [f"{title}: {', '.join(names)}" for title, names in answers.items() if names]
+            lines.append(f"{self.device}, {phase}: {'; '.join(parts) or 'no method was timed'}")
+        broken: dict[str, dict[str, None]] = {}
+        for case in self.refused:
+            what = f"{case.kind} in training" if case.gradients else case.kind
+            broken.setdefault(case.backend, {})[what] = None
+        failed = [f"{name} ({', '.join(kinds)})" for name, kinds in broken.items()]
+        lines.append(f"Not used, since its check failed: {'; '.join(failed) or 'none'}.")
+        if left := len(self.not_reached):
+            lines[-1] += (
+                f" {left:,} cases had no time, first {self.not_reached[0]}: give more --seconds."
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["records"] = [_values(row) for row in self.records]
+        if self.seconds is None:
+            for name in ("checks", "not_reached", "probes", "seconds"):
+                del values[name]
+        else:
+            each = dataclasses.asdict
+            values["checks"] = [{**each(case), **each(x)} for case, x in self.checks.items()]
+            values["not_reached"] = [each(case) for case in self.not_reached]
+            values |= {"device": self.device, "passed": self.passed, "summary": self.summary}
+        ready: dict[str, Any] = finite({"format": FORMAT, "kind": self.kind, **values})
+        return ready
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
+        """Read the values of `to_dict`, also those of a self-test before it shared this form."""
+        values = _of_old_selftest(values) if "methods" in values else values
+        given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        given["records"] = [Row(**record) for record in values["records"]]
+        names = [f.name for f in dataclasses.fields(Case)]
+        checks = {}
+        for check in values.get("checks", ()):
+            rest = {name: value for name, value in check.items() if name not in names}
+            checks[Case(**{name: check[name] for name in names})] = Comparison(**rest)
+        given |= {"checks": checks}
+        given["not_reached"] = [Case(**case) for case in values.get("not_reached", ())]
+        return cls(**given)
+
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        for row in self.records:
+            yield {name: getattr(row, name) for name in self.columns}
+
+    def scalars(self) -> Iterator[tuple[str, int, float]]:
+        for row in self.records:
+            if row.tokens_per_second is not None:
+                yield f"{row.phase}/{row.method}", row.length, row.tokens_per_second
+
+    def files(self) -> dict[str, str]:
+        return {**super().files(), f"{self.kind}.md": self._repr_markdown_()}
+
+    def figures(self) -> dict[str, Figure]:
+        return {}
+
+    def tables(self) -> list[Grid]:
+        """Return the checks by dtype, and a table for each phase that was measured."""
+        measured = {row.phase for row in self.records}
+        whole = [self._whole(phase) for phase in WHOLE if phase in measured]
+        layers = [self._layers(phase) for phase in PHASES if phase in measured]
+        return [*self._checks(), *whole, *layers]
+
+    def _checks(self) -> Iterator[Grid]:
+        """Yield a table for each dtype: the largest error of a backend and a kind, by head dimension."""
+        for dtype in dict.fromkeys(case.dtype for case in self.checks):
+            checks = {case: found for case, found in self.checks.items() if case.dtype == dtype}
+            sizes = dict.fromkeys(case.head_dim for case in checks)
+            columns = [*itertools.product(sizes, (False, True))]
+            bound = max(found.bound for found in checks.values())
+            grid = Grid.of(
+                f"{dtype}: largest error relative to float64, of {bound:.1e} accepted", ""
+            )
+            for head_dim, gradients in columns:
+                head = f"{head_dim}\n{'backward' if gradients else 'forward'}"
+                grid.column(head, numeric=True)
+            for backend, kind in dict.fromkeys((case.backend, case.kind) for case in checks):
+                cases = [Case(backend, kind, dtype, *column) for column in columns]
+                fields = [_checked(checks.get(case)) for case in cases]
+                grid.row(f"{backend}: {kind}", *fields)
+            yield grid
+
+    def _layers(self, phase: str) -> Grid:
+        sizes = self.sizes
+        grid = Grid(
+            f"{PHASES[phase]}: one layer, {sizes['heads']} heads of {sizes['head_dim']} features, "
+            f"{sizes['key_heads']} of keys, {self.model['dtype']}"
+        )
+        grid.column("method")
+        grid.column("backend")
+        by_method: dict[str, dict[int, Row]] = {}
+        for row in (row for row in self.records if row.phase == phase):
+            by_method.setdefault(row.method, {})[row.length] = row
+        lengths = sorted({length for rows in by_method.values() for length in rows})
+        host = any(row.waits is not None for rows in by_method.values() for row in rows.values())
+        for length in lengths:
+            for head in (f"{length:,}\nms", "times\nplain", "MiB"):
+                grid.column(head, numeric=True)
+        for head in ("host\nwaits", "graph") if host else ():
+            grid.column(head, numeric=True)
+        for method, rows in by_method.items():
+            fields = [x for length in lengths for x in _times(rows.get(length))]
+            if host:
+                last = rows[max(rows)]
+                graph = {None: "-", True: "yes", False: "no"}[last.captured]
+                fields += [Field("-" if last.waits is None else str(last.waits)), Field(graph)]
+            chosen = dict.fromkeys(row.backend for row in rows.values() if row.backend)
+            grid.row(method, ", ".join(chosen) or "-", *fields)
+        return grid
+
+    def _whole(self, phase: str) -> Grid:
+        rows = [row for row in self.records if row.phase == phase]
+        grid = Grid(
+            f"{WHOLE[phase]}: {self.model['name']}, {self.model['parameters'] / 1e6:,.1f} M parameters, "
+            f"{self.model['dtype']}"
+        )
+        grid.column("method")
+        grid.column("attention by")
+        heads = ("tokens", "tokens per\nsecond", "times\nunpatched", "GiB at\nthe peak")
+        for head in (*heads, *(("GiB\nestimated",) if phase == PERPLEXITY else ())):
+            grid.column(head, numeric=True)
+        unpatched = {row.length: row.milliseconds for row in rows if row.method == "none"}
+        for row in sorted(rows, key=lambda row: row.length):
+            rate, base = row.tokens_per_second, unpatched.get(row.length)
+            speed = (
+                failure_field(row.failed)
+                if rate is None
+                else Field(f"{rate:,.0f}" if rate >= 100 else number(rate, 3))
+            )
+            slower = row.ratio  # in alternation, or against another row
+            if slower is None and row.milliseconds and base:
+                slower = row.milliseconds / base
+            sizes = [_in(2**30, row.peak_bytes)]
+            if phase == PERPLEXITY:
+                sizes.append(_in(2**30, row.estimate_bytes))
+            grid.row(
+                row.method,
+                row.backend or "-",
+                f"{row.length:,}",
+                speed,
+                _times_plain(slower),
+                *sizes,
+            )
+        return grid
+
+    def notes(self) -> Iterator[str]:
+        versions, count = self.environment, self.machine["threads"]
+        measured = {row.phase for row in self.records}
+        threads = f", {count} thread{'s' * (count != 1)}" if count else ""
+        yield (
+            f"{self.machine['device']}{threads}; hf-posenc "
+            f"{versions['hf-posenc']}, torch {versions['torch']}, transformers {versions['transformers']}, Python "
+            f"{versions['python']}, {versions['system']}."
+        )
+        if measured & {*PHASES}:
+            line = (
+                "Layers: random queries, keys and values, of a model that was trained at a quarter of the length "
+                f"(automatic scales are 4). ms: median of up to {self.rounds} rounds, in which the method and plain "
+                "attention alternate, after calls that are not counted. Times plain: median of the ratios within a "
+                f"round; for {PLAIN}, of two equal runs. MiB: allocated on the GPU beyond the inputs."
+            )
+            peers = any(", " in row.method for row in self.records)
+            yield f"{line} {PEERS_NOTE}" if peers else line
+        if PERPLEXITY in measured:
+            peak = f" GiB at the peak: {self.memory}." if self.memory else ""
+            yield (
+                "Perplexity: one forward that scores every token, timed once after one that is not. Weights and tokens "
+                f"are random, so its value means nothing and is left out.{peak}"
+            )
+        if GENERATION in measured:
+            yield (
+                "Generation: the time of one new token after a prompt of so many, the median of the later half of "
+                "`generate`'s, in up to three rounds in which the unpatched model alternates; compiled, one of each. "
+                "Times unpatched: how much longer the same takes than in the unpatched model."
+            )
+        for name, claims in self.probes.items():
+            if all(kept is True for kept in claims.values()):
+                yield f"{name}: keeps its contract: {', '.join(claims)}."
+        if self.missing:
+            yield (
+                f"{self.missing} of {self.missing + len(self.records)} measurements were not begun in time: the same "
+                "command goes on with them."
+            )
+        lost = [row for row in self.records if row.failed == OUT_OF_MEMORY]
+        if lost:
+            yield f"OOM: out of memory, {len(lost)} of {len(self.records)} rows."
+
+    def problems(self) -> Iterator[str]:
+        for case, reason in self.refused.items():
+            yield f"{case}: {reason}"
+        for name, claims in self.probes.items():
+            for claim, kept in claims.items():
+                if kept is not True:
+                    yield f"{name}: {claim} ({kept})"
+        for row in self.records:
+            if row.failed is not None and row.failed != OUT_OF_MEMORY:
+                yield f"{row.method}, {row.phase} at {row.length:,} tokens: {row.failed}"
+
+    def _repr_markdown_(self) -> str:
+        lines = [f"# {self.machine['device']}\n"]
+        lines += [f"## {grid.title}\n\n{to_markdown(grid)}\n" for grid in self.tables()]
+        lines += [f"- {escaped(line)}" for line in (*self.notes(), *self.problems())]
+        if self.command is not None:
+            lines.append(f"\nTo reproduce it:\n\n```bash\n{self.command}\n```")
+        return "\n".join(lines) + "\n"
+
+
+# The name of a self-test's result before it was this one.
+SelftestResult = GpuResult
+
+
+def _times(row: Row | None) -> Iterator[Field]:
+    """Yield milliseconds, ratio and memory of a layer; `None`: not measured."""
+    if row is None or row.milliseconds is None:
+        yield from [Field("-") if row is None else failure_field(row.failed)] * 3
+        return
+    yield Field(number(row.milliseconds, 3))
+    yield _times_plain(row.ratio)
+    yield _in(2**20, row.peak_bytes)
+
+
+def _times_plain(ratio: float | None) -> Field:
+    return Field("-" if ratio is None else f"{ratio:.2f}")
+
+
+def _in(unit: int, size: int | None) -> Field:
+    return Field("-" if size is None else number(size / unit, 3))
+
+
+def _checked(found: Comparison | None) -> Field:
+    if found is None:
+        return Field("-", "none")
+    if found.reason:
+        return Field("failed", "failed", hint=found.reason)
+    return Field(f"{max(found.errors.values()):.1e}")
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """The values of a row; what only a self-test measures is left out elsewhere."""
+    values = dataclasses.asdict(row)
+    unmeasured = [name for name in ("waits", "captured") if values[name] is None]
+    return {name: value for name, value in values.items() if name not in unmeasured}
+
+
+def _of_old_selftest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a self-test that was written before its times were rows."""
+    plain, environment, records = values["plain"], values["environment"], []
+    for phase in PHASES:
+        base, place = plain[phase]["seconds"], {"phase": phase, "length": plain["length"]}
+        times: dict[str, Any] = {PLAIN: {**plain[phase], "ratio": 1.0}}
+        times |= {name: found["phases"].get(phase) for name, found in values["methods"].items()}
+        for name, timing in times.items():
+            if timing is None:
+                failed = values["methods"][name]["errors"].get(phase)
+                records.append({**place, "method": name, "failed": failed})
+                continue
+            rest = {x: value for x, value in timing.items() if x not in ("seconds", "ratio")}
+            seconds = {"seconds": [timing["seconds"]], "plain": [base]}
+            records.append({**place, "method": name, **rest, **seconds})
+    return {
+        **values,
+        "records": records,
+        "model": {"name": "layers alone", "dtype": plain["dtype"], "device": values["device"]},
+        "sizes": {name: plain[name] for name in ("heads", "key_heads", "head_dim")},
+        "machine": {"device": environment["device"], "threads": None},
+        "memory": None,
+        "rounds": 1,
+        "environment": {**environment, "hf-posenc": environment["hf_posenc"]},
+    }
