@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -80,28 +79,6 @@ def test_a_command_takes_what_its_function_takes() -> None:
         for name, field in kind.__dataclass_fields__.items():
             flag = field.metadata.get("flag")
             assert flag is None or flag.help, name
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("per", ["perplexity"]),
-        ("perplexity --len", ["--lengths"]),
-        (
-            "bench --patch dynamic_",
-            ["dynamic_ntk", "dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn"],
-        ),
-    ],
-)
-def test_the_shell_completes_words(words: str, completed: list[str]) -> None:
-    line = f"hf-posenc {words}"
-    environment = {
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words.split())),
-        "_HF_POSENC_COMPLETE": "complete_bash",
-    }
-    result = RUNNER.invoke(main_app, [], prog_name="hf-posenc", env=environment)
-    assert sorted(result.output.split()) == sorted(completed)
 
 
 def test_help_is_wrapped_to_the_terminal_and_nowhere_else() -> None:

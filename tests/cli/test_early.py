@@ -38,7 +38,7 @@ WRONG = [
     ("perplexity --compare yarn-table0", "Unknown published table 'yarn-table0'"),
     ("perplexity --longppl self@yarm", "Unknown method 'yarm'"),
     ("perplexity --longppl ./nowhere", "There is no model folder ./nowhere"),
-    ("perplexity --bos maybe", "Unknown BOS policy 'maybe': auto, always, never."),
+    ("perplexity --bos maybe", "--bos is auto, always or never, not 'maybe'."),
     ("perplexity ./nowhere", "There is no model folder ./nowhere"),
     ("perplexity ./other", "has no config.json (it has notes.txt)"),
     (
