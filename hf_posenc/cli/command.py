@@ -96,7 +96,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
             min=(1 if flag.least is None else flag.least) if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,
-            autocompletion=completion(name) if name in _NAMES else None,
+            autocompletion=completion(name, flag.choices),
         )
     if default is dataclasses.MISSING:
         default = inspect.Parameter.empty
@@ -109,23 +109,25 @@ _NAMES = {
     "patch": ("hf_posenc.methods", "available_methods"),
     "recipe": ("hf_posenc.recipes", "available_recipes"),
     "checkpoint": ("hf_posenc.catalog", "checkpoints"),
-    "dtype": ("hf_posenc.cli.loading", "DTYPES"),
     "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
     "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),
     "tasks": ("hf_posenc.evaluation.retrieval.tasks", "TASKS"),
     "suite": ("hf_posenc.evaluation.bench.suites", "SUITES"),
-    "to": ("hf_posenc.engines.names", "ENGINES"),
 }
 """The names that a shell offers for an option or an argument: module and name of a table, or of a function."""
 
 
-def completion(kind: str) -> Callable[[str], list[str]]:
-    """Return what completes a name of a kind of `_NAMES`, or the last of several joined by commas or plus signs."""
+def completion(kind: str, choices: Sequence[str] = ()) -> Callable[[str], list[str]] | None:
+    """Return what completes a name of `choices`, else of `_NAMES`, or the last of several joined by "," or "+"."""
+    if not choices and kind not in _NAMES:
+        return None
 
     def complete(incomplete: str) -> list[str]:
-        module, table = _NAMES[kind]
-        names: Any = getattr(importlib.import_module(module), table)
+        names: Any = choices
+        if not choices:
+            module, table = _NAMES[kind]
+            names = getattr(importlib.import_module(module), table)
         last = re.split("[,+]", incomplete)[-1]
         front = incomplete.removesuffix(last)
         return [

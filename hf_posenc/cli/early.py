@@ -12,14 +12,13 @@ from typing import Any
 
 from hf_posenc.cli.loading import (
     ADAPTER,
-    DTYPES,
     base_of,
     check_name,
     lacks_tokenizer,
     no_tokenizer,
 )
 from hf_posenc.diagnosis import check_folder, read_json, unreadable
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import (
     BenchOptions,
     DocumentOptions,
@@ -49,8 +48,6 @@ def check(
 
 def check_model(options: ModelOptions, *, weights: bool = False) -> None:
     """Refuse a model, a tokenizer, a number format or a device that is not there, and weights that are damaged."""
-    if options.dtype not in DTYPES:
-        raise unknown("dtype", options.dtype, DTYPES)
     device, device_map = options.device, options.device_map
     if device is not None and device_map not in (None, "meta"):
         raise PosencError("--device and --device-map exclude each other: give one of them.")

@@ -13,8 +13,9 @@ from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.cli.loading import parse_patch
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import output_option, plain_option
+from hf_posenc.engines.names import ENGINES, WEIGHTS
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import Checked, output_option, plain_option
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(Checked):
     """Options of `hf-posenc export`."""
 
     model: str = plain_option(
@@ -35,6 +36,7 @@ class ExportOptions:
         "transformers4, transformers5, vllm, sglang or llama.cpp.",
         dataclasses.MISSING,
         metavar="ENGINE",
+        choices=ENGINES,
     )
     patch: str | None = plain_option(
         "Patch an unpatched model, e.g. yarn:scale=8.", metavar="METHOD"
@@ -44,7 +46,9 @@ class ExportOptions:
         "With --to llama.cpp: check the file of convert_hf_to_gguf, and write a right one into --output if needed.",
         metavar="FILE",
     )
-    weights: str = output_option("The other files: link, copy or none.", "link", metavar="HOW")
+    weights: str = output_option(
+        "The other files: link, copy or none.", "link", metavar="HOW", choices=WEIGHTS
+    )
     output: Path | None = output_option("Folder of the export. Default: DIR-ENGINE, here.")
     verify: bool = output_option("Load it without hf_posenc and compare (transformers).", False)
     dry_run: bool = output_option("Show the form, the flags and the error; write nothing.", False)
@@ -62,10 +66,6 @@ def export(options: ExportOptions) -> None:
     from hf_posenc import engines
 
     name, to = check_checkpoint(options.model), options.to
-    if to not in engines.ENGINES:
-        raise unknown("engine", to, engines.ENGINES)
-    if options.weights not in engines.WEIGHTS:
-        raise unknown("value of --weights", options.weights, engines.WEIGHTS)
     _check_words(options)
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
     console.quiet_transformers()

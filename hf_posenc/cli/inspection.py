@@ -17,8 +17,8 @@ from hf_posenc.cli.command import completion
 from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.cli.loading import build_empty, embedded_model, live_model, load_config, parse_patch
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import parse_dtype, parse_target, plain_option
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import Checked, parse_dtype, parse_target, plain_option
 from hf_posenc.evaluation.options import CheckpointOptions
 from hf_posenc.lengths import read_length
 
@@ -376,11 +376,8 @@ def _print_distances(method: RotaryBands, original: int) -> None:
     print_items(f"\n{method.name}: the query at position {last:,} sees its keys", grid)
 
 
-DTYPES = ("bfloat16", "float16", "float32")
-
-
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions:
+class RecommendOptions(Checked):
     """Options of `hf-posenc recommend`."""
 
     target_length: int = plain_option(
@@ -396,7 +393,10 @@ class RecommendOptions:
         parse=functools.partial(read_length, name="--original"),
     )
     dtype: str = plain_option(
-        "Number format of the cache: bfloat16, float16, float32.", "bfloat16", parse=parse_dtype
+        "Number format of the cache: bfloat16, float16, float32.",
+        "bfloat16",
+        parse=parse_dtype,
+        choices=("bfloat16", "float16", "float32"),
     )
     all: bool = plain_option("Print every method with its reason, and the limits.", False)
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
@@ -404,9 +404,7 @@ class RecommendOptions:
 
 def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
     """Sort the methods into classes for a length, with reasons: from the config alone, nothing is measured."""
-    model, dtype = checkpoint.model, options.dtype
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    model = checkpoint.model
     if model is not None:
         check_checkpoint(model, checkpoint.revision)
     import torch
@@ -418,7 +416,7 @@ def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
         options.target_length,
         name=model or "",
         original=options.original,
-        dtype=getattr(torch, dtype),
+        dtype=getattr(torch, options.dtype),
     )
     if print_json(advice.to_dict()):
         return

@@ -20,7 +20,7 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, UnsupportedModelError, one_line, unknown
+from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.options import CheckpointOptions, ModelOptions
 from hf_posenc.gguf_file import find_gguf, loading_gguf, require_gguf
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _TOKENIZER = "Pass --tokenizer with a folder or a hub name that has one."
 ADAPTER = "adapter_config.json"
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def parse_patch(text: str) -> Candidate:
@@ -179,7 +178,7 @@ def no_tokenizer(name: str) -> PosencError:
     return PosencError(f"{name} has no tokenizer files. {_TOKENIZER}")
 
 
-def load_model(model: str | None, **options: Any) -> Any:
+def load_model(model: str | Path | None, **options: Any) -> Any:
     """Load a causal language model, with the patch that it was saved with; the options are those of `ModelOptions`.
 
     The dtype `auto` is the checkpoint's own on an accelerator and float32 on a CPU. The default device is the first
@@ -190,9 +189,7 @@ def load_model(model: str | None, **options: Any) -> Any:
     from hf_posenc.saving import from_pretrained
 
     quiet_transformers()
-    chosen = ModelOptions(model=model, **options)
-    if chosen.dtype not in DTYPES:
-        raise unknown("dtype", chosen.dtype, DTYPES)
+    chosen = ModelOptions(model=None if model is None else str(model), **options)
     target, mapped = default_device(chosen.device), chosen.device_map is not None
     on_cpu = target.type == "cpu" and not mapped
     given = {

@@ -278,14 +278,12 @@ def _checked(name: str, value: Any, kind: str, flag: Flag) -> Any:
         "str": (isinstance(value, str) and bool(value.strip()), "a text"),
         "float": (number, "a number"),
     }.get(kind, (True, ""))
-    if valid and flag.choices:
-        *others, last = flag.choices
-        valid, words = value in flag.choices, f"{', '.join(others)} or {last}"
-    elif valid and kind == "float" and flag.least is not None:
+    if valid and kind == "float" and flag.least is not None:
         valid, words = flag.least <= value < math.inf, f"a number of at least {flag.least:g}"
     if not valid:
-        option = f"--{name.replace('_', '-')}" if flag.choices or kind == "float" else name
-        raise PosencError(f"{option} is {words}, not {value!r:.80}.")
+        raise PosencError(f"{name} is {words}, not {value!r:.80}.")
+    if flag.choices and value not in flag.choices:
+        raise unknown(f"value of --{(flag.name or name).replace('_', '-')}", value, flag.choices)
     return value
 
 

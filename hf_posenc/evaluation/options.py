@@ -82,7 +82,7 @@ class DocumentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Checked):
     """A checkpoint."""
 
     model: str | None = model_option(
@@ -114,6 +114,7 @@ class ModelOptions(CheckpointOptions):
         "auto (the checkpoint's own, float32 on a CPU), float32, bfloat16 or bf16, float16 or fp16, float64.",
         "auto",
         parse=parse_dtype,
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     device: str | None = model_option("cpu, cuda, cuda:1, ... Default: a GPU where there is one.")
     device_map: str | None = model_option(

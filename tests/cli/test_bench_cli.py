@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hf_posenc.evaluation.flags import parse_tasks_or_none
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.files import to_json
-from tests.cli.test_cli import invoke, refused
+from tests.cli.test_cli import invoke
 
 
 @pytest.mark.slow
@@ -89,8 +88,3 @@ def test_what_it_will_cost(model: Path, texts: Path, tmp_path: Path) -> None:
 )
 def test_tasks_by_name(text: str | None, tasks: Any) -> None:
     assert (None if text is None else parse_tasks_or_none(text)) == tasks
-
-
-def test_a_published_table_of_another_protocol_is_refused(tmp_path: Path) -> None:
-    given = ("--compare", "dca-t1-pg19", "--suite", "smoke", "--output", tmp_path)
-    assert re.search("dca-t1-pg19.*protocol: stream", refused("bench", *given))

@@ -182,6 +182,8 @@ def test_a_published_table_of_another_protocol_is_refused(model: Path, texts: Pa
     error = refused("perplexity", model, "--text", texts, "--compare", "pi-t1-pg19")
     assert "pi-t1-pg19" in error
     assert "protocol: sliding, here prefix, tail" in error
+    error = refused("bench", model, "--text", texts, "--compare", "dca-t1-pg19", "--suite", "smoke")
+    assert re.search("dca-t1-pg19.*protocol: stream", error)
 
 
 @pytest.fixture(scope="module")

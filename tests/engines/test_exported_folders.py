@@ -32,6 +32,9 @@ class TestWriting:
         record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
         assert record["engine"] == "vllm"
         assert record["errors"][0]["frequency"] < 1e-6
+        write_export(export(saved, "transformers5"), tmp_path / "own", weights="none")
+        assert config_of(tmp_path / "own")["hf_posenc"] == config_of(saved)["hf_posenc"]
+        assert not (tmp_path / "own" / "model.safetensors").exists()
         write_export(export(saved, "vllm"), folder, weights="copy")  # again, into the same folder
         assert not (folder / "model.safetensors").samefile(saved / "model.safetensors")
 
@@ -48,11 +51,6 @@ class TestWriting:
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
-    def test_transformers5_keeps_the_block(self, saved: Path, tmp_path: Path) -> None:
-        write_export(export(saved, "transformers5"), tmp_path, weights="none")
-        assert config_of(tmp_path)["hf_posenc"] == config_of(saved)["hf_posenc"]
-        assert not (tmp_path / "model.safetensors").exists()
-
     def test_tokenizer_files_name_a_class_that_transformers_4_has(
         self, saved: Path, tmp_path: Path
     ) -> None:
@@ -60,10 +58,8 @@ class TestWriting:
         write_export(export(saved, "vllm"), source)
         (source / "export.json").unlink()
         (source / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
-        for engine, expected in (
-            ("transformers4", "PreTrainedTokenizerFast"),
-            ("transformers5", "TokenizersBackend"),
-        ):
+        names = {"transformers4": "PreTrainedTokenizerFast", "transformers5": "TokenizersBackend"}
+        for engine, expected in names.items():
             folder = tmp_path / engine
             write_export(export(source, engine), folder)
             values = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -124,17 +124,16 @@ class TestGGUF:
         with pytest.raises(PosencError, match="exists"):
             write_gguf(check, target)
 
-    def test_right_as_it_is(self, llama: Path, tmp_path: Path) -> None:
+    def test_right_as_it_is_and_an_architecture_that_reads_no_table(
+        self, llama: Path, tmp_path: Path
+    ) -> None:
         config = export(llama, "llama.cpp", method="yarn", scale=4).config
-        file = converted_file(tmp_path / "m.gguf", config)
+        file = converted_file(tmp_path / "right.gguf", config)
         assert check_gguf(file, llama, method="yarn", scale=4).right
-
-    def test_an_architecture_that_reads_no_table(self, llama: Path, tmp_path: Path) -> None:
         config = {**export(llama, "llama.cpp").config, "max_position_embeddings": 256}
-        file = converted_file(tmp_path / "m.gguf", config, "qwen2")
-        check = check_gguf(file, llama, method="ntk_mixed", scale=4)
+        file = converted_file(tmp_path / "qwen2.gguf", config, "qwen2")
         with pytest.raises(PosencError, match="qwen2"):
-            write_gguf(check, tmp_path / "new.gguf")
+            write_gguf(check_gguf(file, llama, method="ntk_mixed", scale=4), tmp_path / "new.gguf")
 
     def test_no_gguf_file(self, llama: Path, tmp_path: Path) -> None:
         pytest.importorskip("gguf")

@@ -59,9 +59,7 @@ def test_the_flags_of_an_export_are_read_as_its_patch(
     )
     assert length == 256 or method == "abf"
     named = {"ntk": "abf"}.get(method, method)
-    if (
-        engine == "transformers5" or method != "longrope"
-    ):  # the others have keys of their own for it
+    if engine == "transformers5" or method != "longrope":  # the others have keys of their own
         assert scaling.patch is not None
         assert scaling.patch.method == named
 
@@ -163,9 +161,8 @@ class TestFlagsThatDoNothing:
         reading, scaling = read(flag, overrides(YARN), model_type="qwen3_5")
         assert not scaling.scaled
         assert "Nest it there" in reading.notes[0]
-        nested = json.dumps(
-            {"text_config": {"rope_parameters": {**YARN, "partial_rotary_factor": 0.25}}}
-        )
+        block = {**YARN, "partial_rotary_factor": 0.25}
+        nested = json.dumps({"text_config": {"rope_parameters": block}})
         assert read(flag, nested, model_type="qwen3_5")[1].option == "yarn:scale=4"
 
     def test_vllm_takes_another_base_where_none_is_given(self) -> None:
