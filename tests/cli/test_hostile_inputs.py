@@ -650,7 +650,11 @@ def _write(name: str, content: str | None) -> Damage:
 
 
 def _remove(pattern: str) -> Damage:
-    return lambda folder: [file.unlink() for file in folder.glob(pattern)]
+    def damage(folder: Path) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return damage
 
 
 def _index(**values: Any) -> Damage:
@@ -667,7 +671,10 @@ _no_layer = _weights(lambda name, value: None if "layers.1." in name else value)
 _DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 _EIGHT, _LISTS = [1.0] * 8, {"factor": 2.0, "original_max_position_embeddings": 32}
 _BASE = '{"peft_type": "LORA", "base_model_name_or_path": "/gone"}'
-_CODE = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+_CODE: dict[str, Any] = {
+    "model_type": "mine",
+    "auto_map": {"AutoConfig": "configuration_mine.Mine"},
+}
 _OTHER_PATCH = {"format": 1, "method": "banana", "options": {}, "before": {}}
 
 # A checkpoint's damage and the line. All of them measure without an error in plain transformers, or raise an error that
