@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class PosencError(ValueError):
@@ -34,6 +35,27 @@ def one_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+_EXTRAS = {
+    **dict.fromkeys(("filelock", "rich", "typer"), "cli"),
+    **dict.fromkeys(("jinja2", "markupsafe"), "report"),
+}
+"""The extra that installs a library, of those that patching a model does not need."""
+
+
+@contextlib.contextmanager
+def naming_extras() -> Iterator[None]:
+    """Name the extra to install where an import fails for a library of one."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise PosencError(
+            f"This needs the library {error.name}: pip install 'hf-posenc[{extra}]'."
+        ) from error
 
 
 FREQUENCY_METHODS_WORK = (

@@ -56,7 +56,7 @@ def finetune(parsed: options.Arguments) -> None:
     tokenizer = loading.load_tokenizer(choice.tokenizer or name)
     dtype = preparation.loading_dtype(name, choice.dtype, arguments)
     with preparation.whole_weights(arguments):  # a patch is verified on all of them
-        model = loading.load_model(name, dtype=dtype, device="cpu", attention=choice.attn)
+        model = loading.load_model(name, dtype=dtype, device="cpu", attn=choice.attn)
     loaded = weights_hash(model)
     set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
     preparation.apply_patch(model, choice.patch, data.target_length)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import yaml
 
-from hf_posenc.cli.methods import facts, knob_rows
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, Expressed, survey
 from hf_posenc.evaluation.grid import markdown_table, number, number_range
@@ -22,6 +21,7 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import METHODS, Method
+from hf_posenc.methods.facts import facts, knob_rows
 from scripts.results import BENCHMARKS, DOCS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
 
 _NO_CONFIG = "no config of another engine expresses it: `hf_posenc.from_pretrained`"

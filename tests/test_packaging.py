@@ -118,6 +118,33 @@ def test_every_library_that_is_imported_is_declared() -> None:
             assert roots <= sys.stdlib_module_names | declared | tolerated, path
 
 
+def test_patching_needs_no_extra_and_the_rest_names_its_own() -> None:
+    """Libraries of extras are hidden; filelock alone is not, without which transformers cannot be imported."""
+    code = """
+import sys
+sys.modules |= dict.fromkeys(("typer", "rich", "jinja2", "markupsafe"))
+import hf_posenc.patch.patching, hf_posenc.saving, hf_posenc.engines.exports
+from hf_posenc.cli import main
+from hf_posenc.training import PositionCollator, chunk_loss
+for name, function in (("evaluation", "measure_perplexity"), ("evaluation.extend", "extend"),
+                       ("evaluation.recommend", "recommend"), ("training", "Scores")):
+    try:
+        exec(f"from hf_posenc.{name} import {function}")
+    except hf_posenc.PosencError as error:
+        print(error)
+main(["methods"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    line = "This needs the library {}: pip install 'hf-posenc[cli]'.\n"
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.endswith(f"error: {line.format('typer')}")
+    libraries = re.findall(r"library (\w+)", done.stdout)
+    assert done.stdout == "".join(map(line.format, libraries))
+    assert len(libraries) == 4
+
+
 def test_the_changelog_begins_with_the_version() -> None:
     """`hf_posenc.__version__` is the one place of the version; the changelog and the tag follow it."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -94,6 +94,8 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     here = _NAMES_ELSEWHERE.get(given)
     if here is not None and any(here in option.opts for option in context.command.params):
         message = f"No such option: {given}. It is called {here} here."
+    elif given and context.info_name == "inspect":
+        message += " Flags of another engine come after --."
     print_error(f"{message} Try: {path} --help")
 
 
@@ -127,8 +129,7 @@ class Commands(Mapping[str, TyperCommand]):
 def _made(name: str) -> TyperCommand:
     module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
     alone = typer.Typer(add_completion=False)
-    kind = module.InspectCommand if name == "inspect" else Command
-    alone.command(name, cls=kind)(expand(getattr(module, name)))
+    alone.command(name, cls=Command)(expand(getattr(module, name)))
     command = get_command(alone)
     assert isinstance(command, TyperCommand)
     return command

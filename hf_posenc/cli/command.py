@@ -23,15 +23,13 @@ _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 ARGUMENTS = "hf_posenc.arguments"
 _WITH_A_VALUE = ("--output", "--shard", "--token-cache", "--report-to")
 _SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
-_NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, *_SHOWN)
 TERMINAL = "terminal"
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command with every option of its option classes as a parameter of its own, for typer.
 
-    Parameters annotated with an option class receive an instance of it; the others stay as they are. Every command has
-    `TerminalOptions` too.
+    A parameter that is annotated with an option class gets an instance of it. Every command has `TerminalOptions` too.
     """
     hints = get_type_hints(function, include_extras=True) | {TERMINAL: TerminalOptions}
     classes: Any = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
@@ -41,11 +39,12 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         for field in dataclasses.fields(kind)
         if "flag" in field.metadata
     ]
-    kept = [p for p in inspect.signature(function).parameters.values() if p.name not in classes]
-    expanded = [
-        _parameter(field, _hints(classes[name])[field.name])
-        for name, field in sorted(options, key=lambda option: _place(option[1].metadata["flag"]))
-    ]
+    listed = sorted(options, key=lambda option: _place(option[1].metadata["flag"]))
+    parameters = [
+        p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in classes
+    ] + [_parameter(field, _hints(classes[name])[field.name]) for name, field in listed]
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -63,7 +62,6 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     # typer keeps the line breaks of a paragraph, which are not those of the terminal.
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in kept] + expanded
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -72,9 +70,9 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 _hints = functools.cache(get_type_hints)  # several commands share an option class
 
 
-def _place(flag: Flag) -> tuple[bool, int, int]:
+def _place(flag: Flag) -> tuple[int, int]:
     """Arguments come first, then the panels in their order."""
-    return not flag.argument, PANELS.index(flag.panel), flag.rank
+    return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
@@ -95,10 +93,10 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
             *names,
             metavar=metavar,
             help=flag.help,
-            min=flag.least if int in parts else None,
+            min=(1 if flag.least is None else flag.least) if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,
-            autocompletion=completion(name) if name in _NAMES else None,
+            autocompletion=completion(name, flag.choices),
         )
     if default is dataclasses.MISSING:
         default = inspect.Parameter.empty
@@ -111,23 +109,25 @@ _NAMES = {
     "patch": ("hf_posenc.methods", "available_methods"),
     "recipe": ("hf_posenc.recipes", "available_recipes"),
     "checkpoint": ("hf_posenc.catalog", "checkpoints"),
-    "dtype": ("hf_posenc.cli.loading", "DTYPES"),
     "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
     "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),
     "tasks": ("hf_posenc.evaluation.retrieval.tasks", "TASKS"),
     "suite": ("hf_posenc.evaluation.bench.suites", "SUITES"),
-    "to": ("hf_posenc.engines.names", "ENGINES"),
 }
 """The names that a shell offers for an option or an argument: module and name of a table, or of a function."""
 
 
-def completion(kind: str) -> Callable[[str], list[str]]:
-    """Return what completes a name of a kind of `_NAMES`, or the last of several joined by commas or plus signs."""
+def completion(kind: str, choices: Sequence[str] = ()) -> Callable[[str], list[str]] | None:
+    """Return what completes a name of `choices`, else of `_NAMES`, or the last of several joined by "," or "+"."""
+    if not choices and kind not in _NAMES:
+        return None
 
     def complete(incomplete: str) -> list[str]:
-        module, table = _NAMES[kind]
-        names: Any = getattr(importlib.import_module(module), table)
+        names: Any = choices
+        if not choices:
+            module, table = _NAMES[kind]
+            names = getattr(importlib.import_module(module), table)
         last = re.split("[,+]", incomplete)[-1]
         front = incomplete.removesuffix(last)
         return [
@@ -184,7 +184,7 @@ def command_line(context: Any) -> str:
     while given:
         argument = given.pop(0)
         option, equals, _ = argument.partition("=")
-        if option not in _NOT_PART_OF_THE_RESULT:
+        if option not in (*_WITH_A_VALUE, *_SHOWN):
             kept.append(argument)
         elif option in _WITH_A_VALUE and not equals and given:
             given.pop(0)

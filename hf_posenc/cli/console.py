@@ -20,6 +20,8 @@ from hf_posenc.files import to_json
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hf_posenc.evaluation.grid import Grid
+
 
 @dataclass(frozen=True, kw_only=True)
 class TerminalOptions:
@@ -86,9 +88,7 @@ codecs.register_error("hf_posenc", _substitute)
 def prepare_terminal() -> None:
     """Let stdout and stderr substitute what their encoding lacks, instead of raising; forget earlier options."""
     _Terminal.options = TerminalOptions()
-    if (
-        os.environ.get("COLUMNS") == "0"
-    ):  # a terminal that does not tell its width: rich would print nothing
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a width: rich would print nothing
         del os.environ["COLUMNS"]
     for name in ("stdout", "stderr"):  # None where the shell closed it: hf-posenc methods >&-
         if getattr(sys, name) is None:
@@ -110,6 +110,25 @@ def err() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, quiet=_Terminal.options.quiet)
+
+
+def print_items(*items: str | Grid, style: str | None = None, wrap: bool = True) -> None:
+    """Print results in words: texts as they are, and tables."""
+    from hf_posenc.evaluation.grid import to_rich
+
+    console = out()
+    for item in items:
+        if isinstance(item, str):
+            console.print(item, markup=False, style=style, soft_wrap=not wrap)
+        else:
+            console.print(to_rich(item))
+
+
+def print_heading(name: str, about: str, *, wrap: bool = True) -> None:
+    """Print what a result is about, with its name in bold."""
+    from rich.markup import escape
+
+    out().print(f"[bold]{escape(name)}[/bold]: {escape(about)}", soft_wrap=not wrap)
 
 
 def print_json(values: Any) -> bool:

@@ -8,24 +8,24 @@ import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from hf_posenc.cli.loading import (
     ADAPTER,
-    DTYPES,
     base_of,
     check_name,
-    check_weights,
     lacks_tokenizer,
     no_tokenizer,
 )
-from hf_posenc.diagnosis import check_folder, read_json
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.diagnosis import check_folder, read_json, unreadable
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import (
     BenchOptions,
     DocumentOptions,
     ModelOptions,
     PerplexityOptions,
     ProtocolOptions,
+    RunOptions,
 )
 from hf_posenc.gguf_file import find_gguf, read_header
 
@@ -34,10 +34,20 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "meta")
 
 
-def check_model(options: ModelOptions, *, weights: bool = True) -> None:
+def check(
+    options: Any, model: ModelOptions, documents: DocumentOptions | None, run: RunOptions
+) -> None:
+    """Check the words of a command that measures: methods, model, protocol and documents."""
+    check_methods(getattr(options, "methods", None))
+    check_model(model, weights=not run.dry_run)
+    if isinstance(options, ProtocolOptions):
+        check_protocol(options)
+    if documents is not None:
+        check_documents(documents)
+
+
+def check_model(options: ModelOptions, *, weights: bool = False) -> None:
     """Refuse a model, a tokenizer, a number format or a device that is not there, and weights that are damaged."""
-    if options.dtype not in DTYPES:
-        raise unknown("dtype", options.dtype, DTYPES)
     device, device_map = options.device, options.device_map
     if device is not None and device_map not in (None, "meta"):
         raise PosencError("--device and --device-map exclude each other: give one of them.")
@@ -55,8 +65,16 @@ def check_model(options: ModelOptions, *, weights: bool = True) -> None:
         folder = Path(source).expanduser()
         if lacks_tokenizer(folder) and not (folder / ADAPTER).exists():
             raise no_tokenizer(source)
-    if weights:
-        check_weights(options)
+    if not weights or options.model is None or options.trust_remote_code:
+        return
+    folder = Path(options.model).expanduser()
+    if (folder / ADAPTER).is_file():  # `check_checkpoint` has read it
+        folder = Path(read_json(folder / ADAPTER, folder)["base_model_name_or_path"])
+    damage = unreadable(folder)
+    if damage is not None:
+        raise PosencError(
+            f"The model {folder} cannot be loaded: {damage.rstrip('.')}. --dry-run reads no weights."
+        )
 
 
 def check_checkpoint(name: str, revision: str | None = None) -> str:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_posenc.cli.console import err, out, print_error, print_json, print_note, quiet_transformers
+from hf_posenc.cli import console
+from hf_posenc.cli.console import print_error, print_items, print_json, print_note
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.cli.loading import parse_patch
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import output_option, plain_option
+from hf_posenc.engines.names import ENGINES, WEIGHTS
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import Checked, output_option, plain_option
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(Checked):
     """Options of `hf-posenc export`."""
 
     model: str = plain_option(
@@ -34,6 +36,7 @@ class ExportOptions:
         "transformers4, transformers5, vllm, sglang or llama.cpp.",
         dataclasses.MISSING,
         metavar="ENGINE",
+        choices=ENGINES,
     )
     patch: str | None = plain_option(
         "Patch an unpatched model, e.g. yarn:scale=8.", metavar="METHOD"
@@ -43,7 +46,9 @@ class ExportOptions:
         "With --to llama.cpp: check the file of convert_hf_to_gguf, and write a right one into --output if needed.",
         metavar="FILE",
     )
-    weights: str = output_option("The other files: link, copy or none.", "link", metavar="HOW")
+    weights: str = output_option(
+        "The other files: link, copy or none.", "link", metavar="HOW", choices=WEIGHTS
+    )
     output: Path | None = output_option("Folder of the export. Default: DIR-ENGINE, here.")
     verify: bool = output_option("Load it without hf_posenc and compare (transformers).", False)
     dry_run: bool = output_option("Show the form, the flags and the error; write nothing.", False)
@@ -61,17 +66,9 @@ def export(options: ExportOptions) -> None:
     from hf_posenc import engines
 
     name, to = check_checkpoint(options.model), options.to
-    if to not in engines.ENGINES:
-        raise unknown("engine", to, engines.ENGINES)
-    _check_verification(options)
-    if options.output is not None and options.output.is_file():
-        raise PosencError(
-            f"The export cannot be written to {options.output}, a file: give a folder."
-        )
-    if options.methods and options.patch is not None:
-        raise PosencError("--methods tries every method: leave --patch out.")
+    _check_words(options)
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
-    quiet_transformers()
+    console.quiet_transformers()
     if options.methods:
         _print_methods(name, to)
         return
@@ -106,68 +103,61 @@ def _about(exported: Export) -> dict[str, Any]:
 
 
 def _show(exported: Export) -> None:
-    console = out()
-    console.print(f"[bold]{exported.engine}[/bold] {exported.version}: {exported.path}")
+    console.print_heading(f"{exported.engine} {exported.version}", exported.path)
     if not exported.possible:
         return
-    console.print(f"written as {exported.form}", markup=False)
+    print_items(f"written as {exported.form}")
     for error in exported.errors:
         layers = f"{error.layers}, " if error.layers else ""
-        console.print(
+        print_items(
             f"  {layers}{error.length:,} tokens: frequencies within {error.frequency:.1e} of the model's, factor "
-            f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad",
-            markup=False,
+            f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
         )
     flags = zip(exported.flags[::2], exported.flags[1::2], strict=True)
     lines = [f"flag: {flag} {value}" for flag, value in flags]
     if exported.overrides:
         lines.append("or, on the original folder: {} '{}'".format(*exported.overrides))
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-    for note in exported.notes:
-        console.print(note, style="dim", markup=False)
+    print_items(*lines, wrap=False)
+    print_items(*exported.notes, style="dim")
 
 
 def _print_methods(name: str, engine: str) -> None:
     from hf_posenc.engines import survey
-    from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.evaluation.grid import Grid
 
     grid = Grid.of("", "method", "written as", "why not")
-    with err().status("Trying every method"):
+    with console.err().status("Trying every method"):
         rows = survey(name, engine)
     if print_json([dataclasses.asdict(row) for row in rows]):
         return
     for row in rows:
         grid.row(row.method, row.form or "-", row.reason)
-    out().print(to_rich(grid))
+    print_items(grid)
 
 
-def _check_verification(options: ExportOptions) -> None:
-    """Refuse what `--verify` cannot try or would not use, before anything is written."""
-    if options.verify and not options.to.startswith("transformers"):
-        raise PosencError(f"--verify loads in transformers; {options.to} cannot be tried here.")
+def _check_words(options: ExportOptions) -> None:
+    """Refuse what excludes each other or would not be used, before anything is written."""
+    to, output, gguf, packages = options.to, options.output, options.gguf, options.packages
+    if output is not None and output.is_file():
+        raise PosencError(f"The export cannot be written to {output}, a file: give a folder.")
+    if options.methods and options.patch is not None:
+        raise PosencError("--methods tries every method: leave --patch out.")
+    if options.verify and not to.startswith("transformers"):
+        raise PosencError(f"--verify loads in transformers; {to} cannot be tried here.")
     if options.verify and options.dry_run:
         raise PosencError(
-            "--verify loads what was written, and --dry-run writes nothing: give one of them."
+            "--verify loads what was written, and --dry-run writes nothing: give one."
         )
-    from hf_posenc.engines import WEIGHTS
-
-    if options.weights not in WEIGHTS:
-        raise unknown("value of --weights", options.weights, WEIGHTS)
-    if options.gguf is not None and options.to != "llama.cpp":
-        raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {options.to}.")
-    if options.gguf is not None and not options.gguf.is_file():
+    if gguf is not None and to != "llama.cpp":
+        raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {to}.")
+    if gguf is not None and not gguf.is_file():
+        raise PosencError(f"There is no file {gguf}. Give a GGUF file of convert_hf_to_gguf.")
+    if packages is not None and not options.verify:
+        raise PosencError("Only --verify reads --packages: add --verify, or leave it out.")
+    if packages is not None and not (packages / "transformers").is_dir():
         raise PosencError(
-            f"There is no file {options.gguf}. Give a GGUF file of convert_hf_to_gguf."
-        )
-    if options.packages is None:
-        return
-    if not options.verify:
-        raise PosencError("Only --verify reads --packages: add --verify, or leave --packages out.")
-    if not (options.packages / "transformers").is_dir():
-        raise PosencError(
-            f"There is no transformers in {options.packages}, the folder of --packages. Install one there: "
-            f"pip install --target {options.packages} transformers==4.57.1"
+            f"There is no transformers in {packages}, the folder of --packages. Install one there: pip install "
+            f"--target {packages} transformers==4.57.1"
         )
 
 
@@ -175,29 +165,26 @@ def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> Non
     """Print the difference between llama.cpp's reading of a file and the model; if there is one, write a right file."""
     from hf_posenc import engines
 
-    file, engine, output = options.gguf, options.to, options.output
+    file = options.gguf
     assert file is not None
-    result = engines.export(name, engine, **patch)
+    result = engines.export(name, options.to, **patch)
     flags = result.flags if result.divisors is None else ()
     check = engines.check_gguf(file, name, flags=flags, **patch)
-    console = out()
-    console.print(_file_line(check), markup=False)
+    print_items(_file_line(check))
     about = {"path": check.path, "right": check.right, "error": dataclasses.asdict(check.error)}
-    if check.right:
+    if check.right or options.dry_run:
         print_json(about)
-        with_flags = f", with {' '.join(flags)}" if len(flags) > 2 else ""
-        console.print(f"It is right as it is{with_flags}.", markup=False)
+        if check.right:
+            with_flags = f", with {' '.join(flags)}" if len(flags) > 2 else ""
+            print_items(f"It is right as it is{with_flags}.")
         return
-    if options.dry_run:
-        print_json(about)
-        return
-    folder = output or Path()
+    folder = options.output or Path()
     with disk_errors(f"--output {folder} cannot be written to"):
         folder.mkdir(parents=True, exist_ok=True)
     target = engines.write_gguf(check, folder / f"{file.stem}-posenc.gguf")
     print_json(about | {"written": str(target)})
     print_note(f"Wrote {target}")
-    console.print(_file_line(engines.check_gguf(target, name, **patch)), markup=False)
+    print_items(_file_line(engines.check_gguf(target, name, **patch)))
 
 
 def _file_line(check: GGUFCheck) -> str:
@@ -224,5 +211,5 @@ def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[s
         patch_model(model, **patch)
     result = verify_export(folder, model, packages=packages)
     require(result)
-    out().print(str(result), markup=False)
+    print_items(str(result))
     return str(result)

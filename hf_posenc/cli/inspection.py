@@ -6,19 +6,20 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from hf_posenc.cli.command import completion
-from hf_posenc.cli.console import err, out, print_json
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import parse_dtype, parse_target, plain_option
-from hf_posenc.evaluation.options import MISSING_HELP, REVISION_HELP, TRUST_HELP
+from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
+from hf_posenc.cli.early import check_checkpoint
+from hf_posenc.cli.loading import build_empty, embedded_model, live_model, load_config, parse_patch
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import Checked, parse_dtype, parse_target, plain_option
+from hf_posenc.evaluation.options import CheckpointOptions
 from hf_posenc.lengths import read_length
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hf_posenc.engines.reading import Reading
     from hf_posenc.evaluation.grid import Grid
     from hf_posenc.methods import RotaryBands
+    from hf_posenc.patch.report import EffectiveTable
 
 
 def models() -> None:
@@ -37,9 +39,8 @@ def models() -> None:
     names = available_architectures()
     if print_json(names):
         return
-    console = out()
-    console.print(Columns(names, equal=True, column_first=True))
-    console.print(
+    out().print(Columns(names, equal=True, column_first=True))
+    print_items(
         f"\n{len(names)} model types; any other RoPE model is tried by inspection, and refused if in doubt."
     )
 
@@ -54,7 +55,6 @@ def recipes(
     ] = None,
 ) -> None:
     """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
-    from hf_posenc.evaluation.grid import to_rich
     from hf_posenc.recipes import available_recipes, get_recipe, native_models
 
     names, advice = available_recipes(), list[str]()
@@ -69,18 +69,13 @@ def recipes(
         advice = _advice_on(config, scaling_of(config)) or [
             "No recipe is meant for this checkpoint as it is."
         ]
-    if print_json(
-        {name: get_recipe(name) for name in names} | ({"advice": advice} if advice else {})
-    ):
+    values: dict[str, Any] = {name: get_recipe(name) for name in names}
+    if print_json(values | ({"advice": advice} if advice else {})):
         return
-    for line in advice:
-        out().print(line, markup=False)
-    grid = recipe_table(names)
-    if grid.rows:
-        out().print(to_rich(grid))
+    print_items(*advice, *([recipe_table(names)] if names else []))
     if model is None:
         native = ", ".join(one["name"] for one in native_models())
-        out().print(f"Trained on long texts, nothing to add: {native}.", markup=False)
+        print_items(f"Trained on long texts, nothing to add: {native}.")
 
 
 def recipe_table(names: Iterable[str]) -> Grid:
@@ -135,19 +130,14 @@ def fetch(
     if print_json(about):
         return
     where = f"Fetched {name} to {file}" if new else f"{name} is already there: {file}"
-    out().print(f"{where} (sha256 verified).", markup=False, soft_wrap=True)
-    out().print(
-        f"{checkpoint.about}; {checkpoint.licence}. From {checkpoint.source}.", markup=False
-    )
     model = name if directory is None else file.parent
-    out().print(f"Try: hf-posenc perplexity {model}", markup=False, soft_wrap=True)
+    print_items(f"{where} (sha256 verified).", wrap=False)
+    print_items(f"{checkpoint.about}; {checkpoint.licence}. From {checkpoint.source}.")
+    print_items(f"Try: hf-posenc perplexity {model}", wrap=False)
 
 
 def _read_config(name: str, revision: str | None = None, trust: bool = False) -> Any:
     """Return the config of a model without the patch that it was saved with."""
-    from hf_posenc.cli.early import check_checkpoint
-    from hf_posenc.cli.loading import load_config
-
     name = check_checkpoint(name, revision)
     from hf_posenc.saving import take_patch
 
@@ -181,110 +171,62 @@ def _advice_on(config: Any, scaling: Scaling) -> list[str]:
     return lines
 
 
-class InspectCommand(TyperCommand):
-    """A command that takes the flags of other engines at its end, after `--` or as they are."""
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Options of `hf-posenc inspect` beside those of the checkpoint."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {"-h", "--help"}.union(*(option.opts for option in self.params))
-        options = (argument.partition("=")[0] for argument in args)
-        foreign = [
-            place for place, name in enumerate(options) if name[:1] == "-" and name not in own
-        ]
-        if foreign and args[foreign[0]] != "--":
-            from hf_posenc.engines.reading import is_read
+    flags: Sequence[str] | None = plain_option(
+        "The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: show "
+        "the scaling that they put in force.",
+        metavar="[-- FLAGS]...",
+        argument=True,
+    )
+    patch: str | None = plain_option(
+        "Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n."
+    )
+    no_weights: bool = plain_option(
+        "Read the config alone: the rotary tables, and no other source.", False
+    )
 
-            if any(is_read(args[place]) for place in foreign):
-                args = [*args[: foreign[0]], "--", *args[foreign[0] :]]
-        return super().parse_args(ctx, args)
 
-
-def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a GGUF file or a hub name. Default: the embedded model."),
-    ] = None,
-    patch: Annotated[
-        str | None,
-        typer.Option(
-            help="Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n.",
-            autocompletion=completion("patch"),
-        ),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help=TRUST_HELP)
-    ] = False,
-    allow_missing_weights: Annotated[
-        bool, typer.Option("--allow-missing-weights", help=MISSING_HELP)
-    ] = False,
-    no_weights: Annotated[
-        bool,
-        typer.Option(
-            "--no-weights", help="Read the config alone: the rotary tables, and no other source."
-        ),
-    ] = False,
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- FLAGS]...",
-            help="The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth, best after "
-            "--: show the scaling that they put in force.",
-        ),
-    ] = None,
-) -> None:
+def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     """Print where positions enter a model, with a certificate that no place is missing, and its rotary tables.
 
     With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
     config is named as a patch, and one that does nothing is named with the reason.
     """
-    from hf_posenc.cli.early import check_checkpoint
-    from hf_posenc.cli.loading import build_empty, embedded_model, live_model, parse_patch
     from hf_posenc.engines.reading import engine_of, read_flags
 
-    if model is not None and model.startswith("-"):  # flags alone
-        flags, model = [model, *(flags or ())], None
-    name = check_checkpoint(model or embedded_model(), revision)
-    candidate = None if patch is None else parse_patch(patch)
+    flags, no_weights = options.flags or (), options.no_weights
+    if checkpoint.model is not None and checkpoint.model.startswith("-"):  # flags alone
+        flags, checkpoint = [checkpoint.model, *flags], dataclasses.replace(checkpoint, model=None)
+    revision, trust = checkpoint.revision, checkpoint.trust_remote_code
+    name = check_checkpoint(checkpoint.model or embedded_model(), revision)
+    candidate = None if options.patch is None else parse_patch(options.patch)
     if flags:
         if candidate is not None:
             raise PosencError("Flags of another engine and --patch exclude each other: give one.")
         engine_of(flags)
     # what needs no torch was checked before it is imported
-    from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.methods import RotaryBands
     from hf_posenc.model.context import length_of
     from hf_posenc.model.discovery import NoRotaryError
-    from hf_posenc.patch.patching import (
-        get_patch,
-        inspect_positions,
-        inspect_rope,
-        native_seams,
-        patch_model,
-    )
+    from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
     from hf_posenc.patch.report import EffectiveTables
-    from hf_posenc.seams.native import advice_on
 
-    gguf, reading = find_gguf(name), None
+    reading, gguf = None, find_gguf(name)
     if flags:
-        reading = read_flags(_read_config(name, revision, trust_remote_code), flags)
-        no_weights, live = (
-            True,
-            build_empty(f"{name} with these flags", reading.config, causal=False),
-        )
+        reading, no_weights = read_flags(_read_config(name, revision, trust), flags), True
+        live = build_empty(f"{name} with these flags", reading.config, causal=False)
     else:
-        live = live_model(
-            name,
-            whole=not no_weights or (candidate is not None and candidate.changes_attention),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            allow_missing_weights=allow_missing_weights,
-        )
+        on_weights = candidate is not None and candidate.changes_attention
+        live = live_model(checkpoint, whole=on_weights or not no_weights)
     length = None if get_patch(live) else length_of(live)
     if candidate is not None:
-        method, options = candidate.arguments()
-        patch_model(live, method, **options)
-    in_force, positions = get_patch(live), None if no_weights else inspect_positions(live)
+        method, knobs = candidate.arguments()
+        patch_model(live, method, **knobs)
+    patch, positions = get_patch(live), None if no_weights else inspect_positions(live)
     try:
         rotary = inspect_rope(live)
     except NoRotaryError:
@@ -294,61 +236,73 @@ def inspect(
     scaling = None
     if candidate is None and rotary:
         scaling = _scaling_of(live, name, revision, reading)
-    tables = [{**vars(table), "inv_freq": table.inv_freq.tolist()} for table in rotary]
-    patched = None if in_force is None else in_force.config.to_dict()
-    found = None if positions is None else positions.to_dict()
-    about: dict[str, Any] = {"model": type(live).__name__, "context": length, "patch": patched}
-    about |= {"positions": found, "tables": tables}
-    if gguf is not None:
-        header = read_header(gguf)
-        about["gguf"] = {"weights": header.kinds, "rope": header.rope}
-    if print_json(about | {"scaling": scaling}):
+    header = None if gguf is None else read_header(gguf)
+    about = {
+        "model": type(live).__name__,
+        "context": length,
+        "patch": None if patch is None else patch.config.to_dict(),
+        "positions": None if positions is None else positions.to_dict(),
+        "tables": [{**vars(table), "inv_freq": table.inv_freq.tolist()} for table in rotary],
+        **({} if header is None else {"gguf": {"weights": header.kinds, "rope": header.rope}}),
+        "scaling": scaling,
+    }
+    if print_json(about):
         return
-    console = out()
     known = "" if length is None else f", {length:,} tokens of context"
-    console.print(f"[bold]{name}[/bold]: {type(live).__name__}{known}")
-    for line in () if gguf is None else read_header(gguf).describe():
-        console.print(line, markup=False)
-    for line in (scaling or {}).get("lines", ()):
-        console.print(line, markup=False)
-    if in_force is not None:
-        console.print("\n".join(str(in_force).splitlines()[:2]), markup=False)
+    print_heading(name, f"{type(live).__name__}{known}")
+    print_items(*(() if header is None else header.describe()), *(scaling or {}).get("lines", ()))
+    if patch is not None:
+        print_items(*str(patch).splitlines()[:2])
     if positions is not None:
-        heading, *rows = positions.rows()
-        paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
-        columns = [Column(head, head in ("absolute", "relative")) for head in heading]
-        columns[1:3] = Column(heading[1], least=paths), Column(heading[2], least=20)
-        grid = Grid("", columns)
-        for row in rows:
-            grid.row(*row)
-        console.print(to_rich(grid))
-        for note in (*positions.notes(), *advice_on(native_seams(), positions)):
-            console.print(note, markup=False)
-    if in_force is not None and in_force.places:
-        heading, *cells = in_force.places
-        grid = Grid.of("", *heading)
-        for row in cells:
-            grid.row(*row)
-        console.print("\nPatched", to_rich(grid), sep="\n")
+        _print_positions(positions)
+    if patch is not None and patch.places:
+        print_items("\nPatched", _grid(*patch.places))
     for table in rotary:
-        layers, factor = table.layer_type or "all layers", table.attention_factor
-        cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
-        theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
-        kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
-        console.print(f"\n{layers}: {kind}")
-        console.print(f"in {', '.join(table.modules)}", style="dim")
-        if table.difference:
-            console.print(table.difference, markup=False)
-        heads = ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)")
-        grid = Grid("", [Column(head, True) for head in heads])
-        for pair, frequency in enumerate(table.inv_freq.tolist()):
-            wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
-            grid.row(str(pair), f"{frequency:.6g}", wavelength)
-        console.print(to_rich(grid))
-    if in_force is not None:
-        for built in in_force.config.build():
-            if isinstance(built, RotaryBands) and not built.by_pair:
-                _print_distances(built, in_force.original_max_position_embeddings)
+        _print_table(table)
+    for built in () if patch is None else patch.config.build():
+        if isinstance(built, RotaryBands) and not built.by_pair:
+            assert patch is not None
+            _print_distances(built, patch.original_max_position_embeddings)
+
+
+def _grid(heads: Sequence[str], *rows: Sequence[str]) -> Grid:
+    from hf_posenc.evaluation.grid import Grid
+
+    grid = Grid.of("", *heads)
+    for row in rows:
+        grid.row(*row)
+    return grid
+
+
+def _print_positions(positions: Any) -> None:
+    from hf_posenc.evaluation.grid import Column
+    from hf_posenc.patch.patching import native_seams
+    from hf_posenc.seams.native import advice_on
+
+    heads, *rows = positions.rows()
+    grid = _grid(heads, *rows)
+    paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
+    grid.columns[:] = [Column(head, head in ("absolute", "relative")) for head in heads]
+    grid.columns[1:3] = Column(heads[1], least=paths), Column(heads[2], least=20)
+    print_items(grid, *positions.notes(), *advice_on(native_seams(), positions))
+
+
+def _print_table(table: EffectiveTable) -> None:
+    from hf_posenc.evaluation.grid import Grid
+
+    factor = table.attention_factor
+    cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
+    theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
+    kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
+    print_items(f"\n{table.layer_type or 'all layers'}: {kind}")
+    print_items(f"in {', '.join(table.modules)}", style="dim")
+    grid = Grid()
+    for head in ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)"):
+        grid.column(head, numeric=True)
+    for pair, frequency in enumerate(table.inv_freq.tolist()):
+        wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
+        grid.row(str(pair), f"{frequency:.6g}", wavelength)
+    print_items(*([table.difference] if table.difference else []), grid)
 
 
 def _scaling_of(
@@ -400,7 +354,7 @@ def _print_distances(method: RotaryBands, original: int) -> None:
     """Print the rotary distances between the last query of a text of 8 times the original length and its keys."""
     import torch
 
-    from hf_posenc.evaluation.grid import Column, Grid, to_rich
+    from hf_posenc.evaluation.grid import Grid
 
     last = 8 * original - 1
     query = torch.tensor(last)
@@ -409,7 +363,9 @@ def _print_distances(method: RotaryBands, original: int) -> None:
     edges = {limit for limit in limits if limit}
     distances = {0, 1, *(edge + step for edge in edges for step in (-1, 0)), last}
     distances |= {original * factor for factor in (1, 2, 4)} | {original // 2}
-    grid = Grid("", [Column("tokens back", True), Column("rotary distance", True)])
+    grid = Grid()
+    grid.column("tokens back", numeric=True)
+    grid.column("rotary distance", numeric=True)
     for distance in sorted(d for d in distances if d <= last):
         key = query - distance
         band = next((band for band in bands if bool(band.contains(query, key))), None)
@@ -417,15 +373,11 @@ def _print_distances(method: RotaryBands, original: int) -> None:
         if band is not None:
             rotary = f"{float(band.query_position(query) - band.key_position(key)):,.6g}"
         grid.row(f"{distance:,}", rotary)
-    out().print(f"\n{method.name}: the query at position {last:,} sees its keys")
-    out().print(to_rich(grid))
-
-
-DTYPES = ("bfloat16", "float16", "float32")
+    print_items(f"\n{method.name}: the query at position {last:,} sees its keys", grid)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions:
+class RecommendOptions(Checked):
     """Options of `hf-posenc recommend`."""
 
     target_length: int = plain_option(
@@ -435,77 +387,48 @@ class RecommendOptions:
         parse=parse_target,
         kind=str,
     )
-    model: str | None = plain_option(
-        "A folder, a GGUF file or a hub name. Default: the embedded model.",
-        metavar="[MODEL]",
-        argument=True,
-    )
     original: int | None = plain_option(
         "The length that the model was trained at, in tokens, e.g. 4k, where its config names another.",
         metavar="N",
         parse=functools.partial(read_length, name="--original"),
     )
     dtype: str = plain_option(
-        "Number format of the cache: bfloat16, float16, float32.", "bfloat16", parse=parse_dtype
+        "Number format of the cache: bfloat16, float16, float32.",
+        "bfloat16",
+        parse=parse_dtype,
+        choices=("bfloat16", "float16", "float32"),
     )
     all: bool = plain_option("Print every method with its reason, and the limits.", False)
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
-    revision: str | None = plain_option(REVISION_HELP, metavar="REV")
-    trust_remote_code: bool = plain_option(TRUST_HELP, False)
-    allow_missing_weights: bool = plain_option(MISSING_HELP, False)
 
 
-def recommend(options: RecommendOptions) -> None:
+def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
     """Sort the methods into classes for a length, with reasons: from the config alone, nothing is measured."""
-    from hf_posenc.cli.early import check_checkpoint
-    from hf_posenc.cli.loading import embedded_model, live_model
-
-    model, dtype = options.model, options.dtype
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    model = checkpoint.model
     if model is not None:
-        check_checkpoint(model, options.revision)
+        check_checkpoint(model, checkpoint.revision)
     import torch
-    from rich.markup import escape
 
     from hf_posenc.evaluation import recommend as report
-    from hf_posenc.evaluation.grid import to_rich
 
-    live = live_model(
-        model or embedded_model(),
-        whole=options.weights,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        allow_missing_weights=options.allow_missing_weights,
-    )
     advice = report.recommend(
-        live,
+        live_model(checkpoint, whole=options.weights),
         options.target_length,
         name=model or "",
         original=options.original,
-        dtype=getattr(torch, dtype),
+        dtype=getattr(torch, options.dtype),
     )
     if print_json(advice.to_dict()):
         return
-    console = out()
-    named = f"[bold]{escape(model or 'the embedded model')}[/bold]: {advice.model_class}"
+    about = advice.model_class
     if not options.all:
         first, *lines = report.answer(advice)
-        console.print(f"{named}, {first}", soft_wrap=True)
-        for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
-        console.print(
-            "Within a class the order is no finding: measure two or three of each kind. Reasons and limits: --all",
-            soft_wrap=True,
-        )
+        print_heading(model or "the embedded model", f"{about}, {first}", wrap=False)
+        order = "Within a class the order is no finding: measure two or three of each kind."
+        print_items(*lines, f"{order} Reasons and limits: --all", wrap=False)
         return
-    console.print(named)
-    for heading, text in report.facts(advice):
-        console.print(f"{heading}: {text}", markup=False)
+    print_heading(model or "the embedded model", about)
+    print_items(*(f"{heading}: {text}" for heading, text in report.facts(advice)))
     if advice.options:
-        console.print(to_rich(report.table(advice)))
-        for line in report.notes(advice):
-            console.print(line, markup=False)
-    console.print()
-    for line in report.next_steps(advice):
-        console.print(line, markup=False, soft_wrap=True)
+        print_items(report.table(advice), *report.notes(advice))
+    print_items("", *report.next_steps(advice), wrap=False)

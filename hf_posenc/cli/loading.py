@@ -20,19 +20,15 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, UnsupportedModelError, one_line, unknown
-from hf_posenc.evaluation.options import ModelOptions
+from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
+from hf_posenc.evaluation.options import CheckpointOptions, ModelOptions
 from hf_posenc.gguf_file import find_gguf, loading_gguf, require_gguf
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.measuring.candidates import Candidate
 
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
 _TOKENIZER = "Pass --tokenizer with a folder or a hub name that has one."
 ADAPTER = "adapter_config.json"
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def parse_patch(text: str) -> Candidate:
@@ -54,8 +50,8 @@ def embedded_model() -> str:
 def one_thread() -> None:
     """Limit torch to one thread, for the embedded model.
 
-    Its matrices are too small to gain much from a second thread, and threads that wait for each other on a busy
-    machine cost minutes. With one thread the numbers do not depend on the number of cores.
+    A second one gains little on its small matrices, and costs minutes on a busy machine. With one thread the numbers do
+    not depend on the number of cores.
     """
     import torch
 
@@ -75,6 +71,11 @@ def check_name(name: str, revision: str | None = None, *, given: str = "model") 
         return str(path)
     check_source(name, given, revision=revision)
     return name
+
+
+def name_of(options: CheckpointOptions) -> str:
+    """Return the name of the model, by default the folder of the embedded one, checked."""
+    return check_name(options.model or embedded_model(), options.revision)
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -103,30 +104,17 @@ def base_of(file: Path, name: str) -> tuple[str, str | None]:
     return base, revision
 
 
-def check_weights(options: ModelOptions) -> None:
-    """Refuse a folder, of an adapter that of its base model, whose weights are missing or damaged."""
-    if options.model is None or options.trust_remote_code:
-        return
-    folder = Path(options.model).expanduser()
-    if (folder / ADAPTER).is_file():  # `check_checkpoint` has read it
-        folder = Path(read_json(folder / ADAPTER, folder)["base_model_name_or_path"])
-    damage = unreadable(folder)
-    if damage is not None:
-        raise PosencError(
-            f"The model {folder} cannot be loaded: {damage.rstrip('.')}. --dry-run reads no weights."
-        )
-
-
 def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool = False) -> Any:
-    """Build the model on the meta device; with `causal`, raise if it is not a causal language model."""
+    """Build the model on the meta device; with `causal`, raise if it is not a causal language model.
+
+    It is `None` for code of its own, which is built when its weights are loaded.
+    """
     from hf_posenc.engines.source import empty_model
 
     if causal:
-        way = "nothing that this command measures is defined for it"
-        check_causal(config, name, way)
-    custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if custom and trust_remote_code:
-        return None  # built from the folder's own code when its weights are loaded
+        check_causal(config, name, "nothing that this command measures is defined for it")
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return None
     try:
         return empty_model(config)
     except Exception as error:
@@ -148,8 +136,8 @@ def load_tokenizer(
     quiet_transformers()
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    folder = Path(name)
-    if (gguf := find_gguf(name)) is not None:
+    folder, gguf = Path(name), find_gguf(name)
+    if gguf is not None:
         require_gguf()
         options["gguf_file"] = str(gguf.resolve())
     try:
@@ -158,16 +146,17 @@ def load_tokenizer(
         # transformers makes an empty tokenizer from a config.json alone.
         tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
-        cause = reason_of(error).rstrip(".")
-        try:
-            for file in (path for one in _TOKENIZER_FILES if (path := folder / one).exists()):
-                read_json(file, name)
-        except PosencError as damaged:
-            cause = str(damaged).rstrip(".")
-        reason = f"The tokenizer of {name} cannot be loaded: {cause}."
         if lacks_tokenizer(folder):
             raise no_tokenizer(name) from error
-        raise PosencError(f"{reason} {_TOKENIZER}") from error
+        cause = reason_of(error)
+        try:  # a file that is no JSON explains it better
+            for file in sorted(folder.glob("*token*.json")):
+                read_json(file, name)
+        except PosencError as damaged:
+            cause = str(damaged)
+        raise PosencError(
+            f"The tokenizer of {name} cannot be loaded: {cause.rstrip('.')}. {_TOKENIZER}"
+        ) from error
     for text in taken:
         warnings.warn(
             f"{text} Save it so in Python, with save_pretrained, and pass the folder as --tokenizer.",
@@ -189,18 +178,8 @@ def no_tokenizer(name: str) -> PosencError:
     return PosencError(f"{name} has no tokenizer files. {_TOKENIZER}")
 
 
-def load_model(
-    name: str,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    device_map: str | None = None,
-    attention: str | None = None,
-    allow_missing_weights: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """Load a causal language model, with the patch that it was saved with.
+def load_model(model: str | Path | None, **options: Any) -> Any:
+    """Load a causal language model, with the patch that it was saved with; the options are those of `ModelOptions`.
 
     The dtype `auto` is the checkpoint's own on an accelerator and float32 on a CPU. The default device is the first
     accelerator, or the CPU; `device_map` is passed to transformers instead.
@@ -210,23 +189,24 @@ def load_model(
     from hf_posenc.saving import from_pretrained
 
     quiet_transformers()
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    target = default_device(device)
-    on_cpu = target.type == "cpu" and device_map is None
-    precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
-    given = {"attn_implementation": attention, "device_map": device_map, "revision": revision}
-    options = {key: value for key, value in given.items() if value is not None}
-    name = check_name(name, revision)
+    chosen = ModelOptions(model=None if model is None else str(model), **options)
+    target, mapped = default_device(chosen.device), chosen.device_map is not None
+    on_cpu = target.type == "cpu" and not mapped
+    given = {
+        "attn_implementation": chosen.attn,
+        "device_map": chosen.device_map,
+        "revision": chosen.revision,
+    }
+    name = name_of(chosen)
     try:
-        model = from_pretrained(
+        loaded = from_pretrained(
             name,
-            dtype=precision,
-            allow_missing_weights=allow_missing_weights,
-            trust_remote_code=trust_remote_code,
-            **options,
+            dtype=getattr(torch, chosen.dtype, None) or (torch.float32 if on_cpu else "auto"),
+            allow_missing_weights=chosen.allow_missing_weights,
+            trust_remote_code=chosen.trust_remote_code,
+            **{key: value for key, value in given.items() if value is not None},
         )
-        return model if device_map is not None else model.to(target)
+        return loaded if mapped else loaded.to(target)
     except PosencError:
         raise
     except Exception as error:  # as for the tokenizer
@@ -235,37 +215,26 @@ def load_model(
         ) from error
 
 
-def live_model(
-    name: str,
-    *,
-    whole: bool,
-    allow_missing_weights: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
+def live_model(options: CheckpointOptions, *, whole: bool) -> Any:
     """Build the model on the meta device: its rotary tables are real, its weights are never read.
 
     With `whole` they are loaded, since a method that computes attention itself is tried on them.
     """
-    from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
-
     from hf_posenc.methods import seam_of
     from hf_posenc.saving import take_patch
 
     quiet_transformers()
-    name = check_name(name, revision)
-    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = load_config(name, **origin)
+    name, trust = name_of(options), options.trust_remote_code
+    config = load_config(name, revision=options.revision, trust_remote_code=trust)
     saved = take_patch(config, name)
-    whole |= saved is not None and any(seam_of(method) != "rotary" for method in saved.build())
-    given = {"allow_missing_weights": allow_missing_weights, **origin}
     # An adapter's config names the base model and the patch.
-    if whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file():
-        return load_model(name, **given)
-    if saved is not None:
-        return load_model(name, device_map="meta", **given)
-    empty = build_empty(name, config, causal=False, trust_remote_code=trust_remote_code)
-    return load_model(name, device_map="meta", **given) if empty is None else empty
+    whole |= (Path(name) / ADAPTER).is_file()
+    whole |= saved is not None and any(seam_of(method) != "rotary" for method in saved.build())
+    if not whole and saved is None:
+        model = build_empty(name, config, causal=False, trust_remote_code=trust)
+        if model is not None:
+            return model
+    return load_model(**vars(options), device_map=None if whole else "meta")
 
 
 def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
@@ -281,34 +250,30 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     from hf_posenc.saving import take_patch
 
     quiet_transformers()
-    name = check_name(options.model or embedded_model(), options.revision)
-    trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
-    origin = trust | {"revision": options.revision}
-    config, device = load_config(name, **origin), default_device(options.device)
+    name, trust = name_of(options), options.trust_remote_code
+    config = load_config(name, revision=options.revision, trust_remote_code=trust)
+    device, model = default_device(options.device), None
     dtype = "float32" if options.dtype == "auto" and device.type == "cpu" else options.dtype
-    model = None
     if not (Path(name) / ADAPTER).exists() and take_patch(copy.deepcopy(config), name) is None:
         if dtype != "auto":
             config.dtype = getattr(torch, dtype)
         if options.attn is not None:
             config._attn_implementation = options.attn
-        model = build_empty(name, config, causal=True, **trust)
+        model = build_empty(name, config, causal=True, trust_remote_code=trust)
     if model is None:
         try:
             with warnings.catch_warnings():
                 # torch warns of every weight of an adapter that it does not copy
                 warnings.simplefilter("ignore")
-                model = load_model(
-                    name, dtype=dtype, device_map="meta", attention=options.attn, **origin
-                )
+                on_meta = {"dtype": dtype, "device": None, "device_map": "meta"}
+                model = load_model(**{**vars(options), **on_meta})
         except UnsupportedModelError:
             return open_session(options)
     for table in rotary_tables(model):
         if model.get_submodule(table.name) is table.module:  # not wrapped by a patch
             model.set_submodule(table.name, table.built())
-    where = {"given": "tokenizer", **trust} if options.tokenizer else origin
-    tokenizer = load_tokenizer(options.tokenizer or name, **where)
-    return mark_sizes_alone(model.eval(), device), tokenizer, options.model or EMBEDDED
+    model = mark_sizes_alone(model.eval(), device)
+    return model, _tokenizer_of(options, name), options.model or EMBEDDED
 
 
 def default_device(name: str | None) -> Any:
@@ -340,23 +305,18 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
     if options.model is None:
         one_thread()
     quiet_transformers()
-    name = check_name(options.model or embedded_model(), options.revision)
-    trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
-    origin = trust | {"revision": options.revision}
+    name, trust = name_of(options), options.trust_remote_code
     with loading_gguf() if find_gguf(name) is not None else contextlib.nullcontext():
         # In this order, so that the first thing that is wrong is the one in the message; the weights come last.
-        build_empty(name, load_config(name, **origin), causal=True, **trust)
-        if options.tokenizer is None:
-            tokenizer = load_tokenizer(name, **origin)
-        else:
-            tokenizer = load_tokenizer(options.tokenizer, given="tokenizer", **trust)
-        model = load_model(
-            name,
-            dtype=options.dtype,
-            device=options.device,
-            device_map=options.device_map,
-            attention=options.attn,
-            allow_missing_weights=options.allow_missing_weights,
-            **origin,
-        )
+        config = load_config(name, revision=options.revision, trust_remote_code=trust)
+        build_empty(name, config, causal=True, trust_remote_code=trust)
+        tokenizer = _tokenizer_of(options, name)
+        model = load_model(**vars(options))
     return model, tokenizer, options.model or EMBEDDED
+
+
+def _tokenizer_of(options: ModelOptions, name: str) -> Any:
+    trust = options.trust_remote_code
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer, given="tokenizer", trust_remote_code=trust)
+    return load_tokenizer(name, revision=options.revision, trust_remote_code=trust)

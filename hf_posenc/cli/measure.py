@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli import early
-from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
+from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
@@ -56,10 +56,7 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
     resumes an interrupted run.
     """
-    early.check_methods(options.methods)
-    early.check_model(model, weights=not run.dry_run)
-    early.check_protocol(options)
-    early.check_documents(documents)
+    early.check(options, model, documents, run)
     frame = Frame(context, run, PERPLEXITY_METHODS)
     from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import prepare
@@ -72,9 +69,9 @@ def perplexity(
     frame.announce(job.settings, job.metadata["skipped"])
     result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
-        tables = map(published.get, options.compare)
-        beside = [(published.beside(table, result), published.remarks(table)) for table in tables]
-        frame.present(result, result.model, beside)
+        frame.present(result, result.model)
+        for table in map(published.get, options.compare):
+            print_items(published.beside(table, result), *published.remarks(table))
         exit_on(result.problems())
 
 
@@ -82,7 +79,7 @@ def retrieval(
     context: typer.Context,
     model: ModelOptions,
     options: RetrievalOptions,
-    output: RunOptions,
+    run: RunOptions,
     haystack: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,8 +101,7 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    early.check_methods(options.methods)
-    early.check_model(model, weights=not output.dry_run)
+    early.check(options, model, None, run)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
@@ -113,7 +109,7 @@ def retrieval(
             "leave it out."
         )
     text = _read(haystack) if haystack else None
-    frame = Frame(context, output, RETRIEVAL_METHODS)
+    frame = Frame(context, run, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval import prepare
 
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
@@ -129,17 +125,16 @@ def _read(paths: list[str]) -> str:
 
     text, reasons = "", []
     for entry in read_paths(paths):
-        if not isinstance(entry, (Document, LongDocument)):
+        if isinstance(entry, Document | LongDocument):
+            for piece in (entry.text,) if isinstance(entry, Document) else entry.chunks():
+                text += piece
+                if len(text) >= MOST_TEXT:
+                    return text[:MOST_TEXT]
+            text += "\n"
+        else:
             reason = entry.reason if isinstance(entry, Skipped) else "not a text"
             reasons.append(f"{entry.name}: {reason}")
             print_warning(f"skipped {reasons[-1]}")
-            continue
-        pieces = [entry.text] if isinstance(entry, Document) else entry.chunks()
-        for piece in pieces:
-            text += piece
-            if len(text) >= MOST_TEXT:
-                return text[:MOST_TEXT]
-        text += "\n"
     if not text.strip():
         first = f" ({reasons[0]})" if reasons else ""
         raise PosencError(f"--haystack {' '.join(paths)} has no text{first}: give files of text.")
@@ -169,10 +164,7 @@ def bench(
         _bench_gpu(context, run, model, documents, options)
         return
     get_suite(options.suite)
-    early.check_methods(options.methods)
-    early.check_model(model, weights=not run.dry_run)
-    early.check_protocol(options)
-    early.check_documents(documents)
+    early.check(options, model, documents, run)
     for task in options.tasks or ():
         get_task(task)
     frame = Frame(context, run)
@@ -193,8 +185,7 @@ def _bench_gpu(
     documents: DocumentOptions,
     options: BenchOptions,
 ) -> None:
-    sizes = dataclasses.replace(model, model=None)  # no weights and no tokenizer are read
-    early.check_model(sizes, weights=False)
+    early.check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
     if model.model is not None:
         early.check_checkpoint(model.model, model.revision)
     early.check_methods(options.methods)
@@ -215,18 +206,15 @@ def _bench_gpu(
 
 
 def _print_preview(run: GpuRun) -> None:
-    from hf_posenc.evaluation.grid import to_rich
-
     grid, cost = run.preview(), run.cost
     heads = [column.head for column in grid.columns]
     rows = [dict(zip(heads, [f.text for f in row.fields], strict=True)) for row in grid.rows]
     sizes = {"flops": cost.flops, "weight_bytes": cost.weights}
     if not print_json({"measurements": run.total, "layers": rows, **sizes}):
-        out().print(to_rich(grid))
-        out().print(
+        print_items(
+            grid,
             f"?: never checked here; the run does so first. The whole model has {cost.weights / 2**30:.3g} GiB of "
             f"weights; a forward of {cost.tokens:,} tokens takes {cost.flops:.3g} FLOPs unpatched.",
-            markup=False,
         )
 
 
@@ -237,8 +225,7 @@ def _print_costs(job: Any, device: Any) -> None:
     }
     tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
     print_cost(job.perplexity, device, tokens=tokens)
-    for name, count in tokens.items():
-        out().print(f"{name}: {count:,} tokens", markup=False)
+    print_items(*(f"{name}: {count:,} tokens" for name, count in tokens.items()))
 
 
 def sweep(
@@ -256,9 +243,7 @@ def sweep(
     """
     from hf_posenc.evaluation.measuring.candidates import crossed
 
-    early.check_methods(options.methods)
-    early.check_model(model, weights=not run.dry_run)
-    early.check_documents(documents)
+    early.check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
     if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
@@ -272,7 +257,7 @@ def sweep(
 
     result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
     if result is not None:
-        out().print(f"Or: {result.trial(result.winner).call}", markup=False, soft_wrap=True)
+        print_items(f"Or: {result.trial(result.winner).call}", wrap=False)
 
 
 def search(
@@ -288,8 +273,7 @@ def search(
     The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
-    early.check_model(model, weights=not run.dry_run)
-    early.check_documents(documents)
+    early.check(options, model, documents, run)
     frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.search import prepare_search
 
@@ -313,7 +297,7 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     if result.kept is not None:
         kept = result.trial(result.kept.label)
         line = f"Use it: {kept.call}\n{recipe} has the factors found, which are not shown to be better."
-    out().print(line, markup=False, soft_wrap=True)
+    print_items(line, wrap=False)
     return result
 
 
@@ -325,7 +309,7 @@ def _print_line(job: TailJob[Any], device: Any) -> None:
     each = run_cost(job.model, [(target, job.settings.tail_tokens)]).flops / target
     seconds, takes = estimated(job.forwarded * each, device)
     print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
-    out().print(f"{job.cost_line()} {takes}", markup=False)
+    print_items(f"{job.cost_line()} {takes}")
 
 
 def extend(
@@ -358,8 +342,7 @@ def extend(
     """
     if train_text and not train:
         raise PosencError("--train-text is what --train reads: add --train, or leave it out.")
-    early.check_model(model, weights=not run.dry_run)
-    early.check_documents(documents)
+    early.check(options, model, documents, run)
     frame = Frame(context, run)
     from hf_posenc.evaluation.extend import prepare, write_page
 
@@ -369,7 +352,7 @@ def extend(
     def print_estimate() -> None:
         values = job.estimate(frame.device)
         print_json(values)
-        out().print(values["cost"], markup=False)
+        print_items(values["cost"])
 
     result = frame.measure(job, print_estimate)
     if result is None:
@@ -397,7 +380,7 @@ def _train(command: str, output: Path, texts: Sequence[str]) -> None:
     elif SCORED_TEXT in words:
         reason = f"it needs files to be scored on, in place of {SCORED_TEXT}"
     if reason is not None:
-        out().print(f"Not trained: {reason}. {shlex.join(words)}", markup=False, soft_wrap=True)
+        print_items(f"Not trained: {reason}. {shlex.join(words)}", wrap=False)
         return
     done = subprocess.run([sys.executable, str(script), *words[3:]], check=False)
     if done.returncode:

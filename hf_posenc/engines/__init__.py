@@ -26,21 +26,12 @@ if TYPE_CHECKING:
     from hf_posenc.engines.llama_cpp import check_gguf as check_gguf
     from hf_posenc.engines.llama_cpp import write_gguf as write_gguf
 
-_HOMES = {
-    "TableError": "engine",
-    "Export": "exports",
-    "Expressed": "exports",
-    "export": "exports",
-    "export_source": "exports",
-    "find_engine": "exports",
-    "measure": "exports",
-    "merged_dtype": "exports",
-    "survey": "exports",
-    "write_export": "exports",
-    "GGUFCheck": "llama_cpp",
-    "check_gguf": "llama_cpp",
-    "write_gguf": "llama_cpp",
+_MODULES = {
+    "engine": "TableError",
+    "exports": "Export Expressed export export_source find_engine measure merged_dtype survey write_export",
+    "llama_cpp": "GGUFCheck check_gguf write_gguf",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = ["ENGINES", "Export", "Expressed", "GGUFCheck", "TableError"]
 __all__ += ["check_gguf", "export", "survey", "write_export", "write_gguf"]
 

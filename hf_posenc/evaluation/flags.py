@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,8 @@ class Flag:
     Attributes:
         name: Name of the parameter; `None`: the field's own.
         metavar: Placeholder of the value; `None`: by its type.
-        least: Smallest whole number accepted.
+        least: Smallest number accepted; of whole numbers 1 unless given.
+        choices: Values accepted.
         shown: Text shown as the default; `False` hides it.
         parse: Turns the given value into the field's.
         kind: Type of the given value; `None`: the field's own, or text where there is a parser.
@@ -50,7 +51,8 @@ class Flag:
     panel: str | None = MEASURED
     name: str | None = None
     metavar: str | None = None
-    least: int = 1
+    least: int | None = None
+    choices: Sequence[str] = ()
     shown: bool | str = True
     parse: Callable[[Any], Any] | None = None
     kind: Any = None
@@ -128,9 +130,8 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     from hf_posenc.evaluation.retrieval.tasks import TASKS
 
     names = parse_names(text)
-    return tuple(
-        dict.fromkeys(task for name in names for task in (TASKS if name == "all" else [name]))
-    )
+    others = [task for task in TASKS if task not in names]
+    return tuple(task for name in names for task in (others if name == "all" else [name]))
 
 
 def parse_tasks_or_none(text: str) -> tuple[str, ...]:
@@ -179,14 +180,10 @@ def duration(seconds: float) -> str:
 
 
 _DTYPES_ELSEWHERE = {
-    "fp16": "float16",
-    "half": "float16",
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp64", "double"), "float64"),
     "bf16": "bfloat16",
-    "fp32": "float32",
-    "float": "float32",
-    "single": "float32",
-    "fp64": "float64",
-    "double": "float64",
 }
 
 
@@ -246,36 +243,69 @@ def read_whole(value: Any, name: str, least: int = 1) -> int:
     return number
 
 
-def read_values(options: Any) -> None:
-    """Check the values of a frozen dataclass of options by the fields' types; numbers become Python's own."""
-    for field in dataclasses.fields(options):
-        value, flag = getattr(options, field.name), field.metadata.get("flag")
-        kind, _, optional = str(field.type).partition(" | ")
-        if (value is None and optional) or field.name == "target_length":
-            continue
-        if kind == "int":
-            number = read_whole(value, field.name, 1 if flag is None else flag.least)
-            object.__setattr__(options, field.name, number)
-        elif kind == "str" and not (isinstance(value, str) and value.strip()):
-            raise PosencError(f"{field.name} is a text, not {value!r:.80}.")
-        elif kind == "bool" and not isinstance(value, bool):
-            raise PosencError(f"{field.name} is True or False, not {value!r:.80}.")
-        elif kind == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise PosencError(f"{field.name} is a number, not {value!r:.80}.")
+class Checked:
+    """A frozen dataclass of options whose values are checked by the fields' types and flags.
+
+    Numbers become Python's own. A Python caller may give lengths as text, such as `"32k"`.
+    """
+
+    def __post_init__(self) -> None:
+        """Check every field; the end of the chain of `super()` calls."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            kind, _, optional = str(field.type).partition(" | ")
+            if value is not None or not optional:
+                flag = field.metadata.get("flag") or Flag(help="")
+                object.__setattr__(self, field.name, _checked(field.name, value, kind, flag))
 
 
-def check_texts(values: Any, name: str) -> None:
-    """Raise for what is no list of texts."""
-    if values is None or (
-        isinstance(values, Iterable)
-        and not isinstance(values, str)
-        and all(isinstance(value, str) for value in values)
-    ):
-        return
-    way = "a list of texts"
-    if name == "methods":
-        way = "a list of texts as --patch takes them, such as 'none' and 'yarn:scale=8'"
-    given = f"{values!r:.80}"
+def _checked(name: str, value: Any, kind: str, flag: Flag) -> Any:
+    """Return the value of a field, as it is stored."""
+    if name == "lengths":
+        return _read_lengths(value)
+    if name == "target_length":
+        return read_length(value, name)
+    if kind == "int":
+        return read_whole(value, name, 1 if flag.least is None else int(flag.least))
+    if kind == "Sequence[int]":
+        return tuple(read_whole(each, name) for each in value)
+    if kind == "Sequence[str]":
+        return _check_texts(value, name)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    valid, words = {
+        "bool": (isinstance(value, bool), "True or False"),
+        "str": (isinstance(value, str) and bool(value.strip()), "a text"),
+        "float": (number, "a number"),
+    }.get(kind, (True, ""))
+    if valid and kind == "float" and flag.least is not None:
+        valid, words = flag.least <= value < math.inf, f"a number of at least {flag.least:g}"
+    if not valid:
+        raise PosencError(f"{name} is {words}, not {value!r:.80}.")
+    if flag.choices and value not in flag.choices:
+        raise unknown(f"value of --{(flag.name or name).replace('_', '-')}", value, flag.choices)
+    return value
+
+
+def _read_lengths(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        return parse_lengths(value, "lengths")
+    if isinstance(value, bytes):  # an iterable of numbers
+        raise PosencError(f"lengths is a list of whole numbers, not {value!r:.80}.")
+    values = value if isinstance(value, Iterable) else [value]
+    lengths = tuple(read_length(length, "lengths") for length in values)
+    if not lengths:
+        raise PosencError("lengths is empty: give at least one, or None for the default.")
+    return lengths
+
+
+def _check_texts(values: Any, name: str) -> Any:
     if isinstance(values, str):
-        given = f"one text: write {name}=[{given}]"
-    raise PosencError(f"{name} is {way}, not {given}.")
+        given = f"one text: write {name}=[{values!r:.80}]"
+    elif isinstance(values, Iterable) and all(isinstance(value, str) for value in values):
+        return values
+    else:
+        given = f"{values!r:.80}"
+    as_given = " as --patch takes them, such as 'none' and 'yarn:scale=8'"
+    raise PosencError(
+        f"{name} is a list of texts{as_given if name == 'methods' else ''}, not {given}."
+    )

@@ -18,15 +18,16 @@ from dataclasses import field as default
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from hf_posenc.errors import PosencError, one_line, unknown
+from hf_posenc.errors import PosencError, naming_extras, one_line, unknown
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import to_csv, to_json, write_atomically
+
+with naming_extras():
+    from rich import box
+    from rich.cells import cell_len
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 if TYPE_CHECKING:
     import pandas

@@ -9,14 +9,14 @@ Nothing heavy is imported here, since `--help` reads this module.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import (
-    check_texts,
+    Checked,
     document_option,
     memory_option,
     model_option,
@@ -32,10 +32,8 @@ from hf_posenc.evaluation.flags import (
     parse_tasks_or_none,
     plain_option,
     read_duration,
-    read_values,
-    read_whole,
 )
-from hf_posenc.lengths import even_depths, read_length
+from hf_posenc.lengths import even_depths
 
 # The second and the third are the controls: the end of the text alone, and a window behind the first tokens.
 PERPLEXITY_METHODS = (
@@ -53,12 +51,6 @@ SWEEP_METHODS = (
 
 
 BOS_POLICIES = ("auto", "always", "never")
-REVISION_HELP = "Branch, tag or commit of a model on the hub."
-TRUST_HELP = (
-    "Run the Python code that comes with a model or tokenizer, with all your rights: read it first."
-)
-MISSING_HELP = "Load a checkpoint that lacks weights; they are drawn at random, from a fixed seed."
-
 
 # Options that several commands share.
 
@@ -90,33 +82,50 @@ class DocumentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The model, and options for loading it."""
+class CheckpointOptions(Checked):
+    """A checkpoint."""
 
-    model: str | None = option(
+    model: str | None = model_option(
         "A folder, a GGUF file or a hub name. Default: the embedded model.",
         metavar="[MODEL]",
         argument=True,
     )
+    revision: str | None = model_option(
+        "Branch, tag or commit of a model on the hub.", metavar="REV", rank=1
+    )
+    trust_remote_code: bool = model_option(
+        "Run the Python code that comes with a model or tokenizer, with all your rights: read it first.",
+        False,
+        rank=1,
+    )
+    allow_missing_weights: bool = model_option(
+        "Load a checkpoint that lacks weights; they are drawn at random, from a fixed seed.",
+        False,
+        rank=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(CheckpointOptions):
+    """The model, and options for loading it."""
+
     tokenizer: str | None = model_option("Default: the model's.")
     dtype: str = model_option(
         "auto (the checkpoint's own, float32 on a CPU), float32, bfloat16 or bf16, float16 or fp16, float64.",
         "auto",
         parse=parse_dtype,
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     device: str | None = model_option("cpu, cuda, cuda:1, ... Default: a GPU where there is one.")
     device_map: str | None = model_option(
         "auto spreads a large model over all GPUs.", metavar="MAP"
     )
     attn: str | None = model_option("sdpa, eager, flash_attention_2, ... Default: the model's.")
-    revision: str | None = model_option(REVISION_HELP, metavar="REV")
-    trust_remote_code: bool = model_option(TRUST_HELP, False)
-    allow_missing_weights: bool = model_option(MISSING_HELP, False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Folder and plots of the results, and this process's share of the work."""
+class RunOptions:
+    """Folder and plots of the results, this process's share of the work, and a run that only estimates its cost."""
 
     output: Path = output_option("Folder of the results.", Path("out"))
     plot: bool | None = output_option("Draw the plot. Default: where matplotlib is installed.")
@@ -130,52 +139,20 @@ class OutputOptions:
         "environment of torchrun, accelerate or a Slurm array.",
         metavar="I/N",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(OutputOptions):
-    """Output, and a run that only estimates its cost."""
-
     dry_run: bool = memory_option("Print the cost of the run, and stop.", False, rank=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonOptions:
+class CommonOptions(Checked):
     """Options of every measurement."""
 
     bos: str | None = option(
         "auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
         metavar="POLICY",
+        choices=BOS_POLICIES,
         shown="auto",
         rank=1,
     )
-
-    def __post_init__(self) -> None:
-        """Read `target_length` and `lengths` where a Python caller gives them as text, such as `"32k"`."""
-        read_values(self)
-        given = vars(self)
-        if self.bos not in (None, *BOS_POLICIES):
-            raise PosencError(f"Unknown BOS policy {self.bos!r}: {', '.join(BOS_POLICIES)}.")
-        for name in ("methods", "protocols", "tasks", "compare"):
-            check_texts(given.get(name), name)
-        base = given.get("base")
-        if base is not None and (not 0 < base < math.inf or base == 1):
-            raise PosencError(f"base is a number above 0 and not 1, not {base!r}.")
-        if given.get("target_length") is not None:
-            target = read_length(given["target_length"], "target_length")
-            object.__setattr__(self, "target_length", target)
-        lengths = given.get("lengths")
-        if isinstance(lengths, bytes):  # an iterable of numbers
-            raise PosencError(f"lengths is a list of whole numbers, not {lengths!r:.80}.")
-        if isinstance(lengths, str):
-            lengths = parse_lengths(lengths, "lengths")
-        elif lengths is not None:
-            lengths = lengths if isinstance(lengths, Iterable) else [lengths]
-            lengths = tuple(read_length(length, "lengths") for length in lengths)
-        if lengths == ():
-            raise PosencError("lengths is empty: give at least one, or None for the default.")
-        if lengths is not None:
-            object.__setattr__(self, "lengths", lengths)
 
 
 _TASK_NAMES = (
@@ -259,6 +236,11 @@ class ProtocolOptions(ReadingOptions):
     read_last: bool | None = None
     joined: bool | None = None
     base: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.base is not None and (not 0 < self.base < math.inf or self.base == 1):
+            raise PosencError(f"base is a number above 0 and not 1, not {self.base!r}.")
 
 
 # Options of the measurements.
@@ -420,6 +402,7 @@ class TailOptions(ReadingOptions):
     max_regression: float | None = option(
         "Accepted growth of the perplexity of short texts, e.g. 0.02 for 2 %. Default: any.",
         metavar="FRACTION",
+        least=0,
     )
     tail_tokens: int = option(
         "Tokens scored at the end of a window. Default: 1024, at most half of the original length.",
@@ -457,7 +440,7 @@ class SweepOptions(TailOptions):
 
 
 @dataclass(frozen=True)
-class SearchSettings:
+class SearchSettings(Checked):
     """Options of `hf-posenc search` beside those of the tail."""
 
     objective: str = option(
@@ -465,6 +448,7 @@ class SearchSettings:
         "about needles hidden in them, as LongRoPE2).",
         "perplexity",
         metavar="WHAT",
+        choices=("perplexity", "needle"),
         rank=-1,
     )
     algorithm: str = option(
@@ -472,6 +456,7 @@ class SearchSettings:
         "from a critical pair on, NTK before it), or dcis (divide and conquer, in any order).",
         "longrope",
         metavar="NAME",
+        choices=("longrope", "longrope2", "dcis"),
         rank=-1,
     )
     budget: int = option(
@@ -490,6 +475,7 @@ class SearchSettings:
         "unchanged (as LongRoPE switches).",
         "same",
         metavar="HOW",
+        choices=("same", "native"),
     )
     attention_factor: float | None = option(
         "The factor on cos and sin. Default: it is searched too; by dcis, it is YaRN's.",
@@ -503,18 +489,7 @@ class SearchSettings:
     seed: int = option(default=0, **_SEED)
 
     def __post_init__(self) -> None:
-        if self.budget < 8:
-            raise PosencError(f"--budget {self.budget}: a search needs at least 8 evaluations.")
-        for name, values in (
-            ("objective", ("perplexity", "needle")),
-            ("algorithm", ("longrope", "longrope2", "dcis")),
-        ):
-            if getattr(self, name) not in values:
-                raise PosencError(
-                    f"--{name} is {', '.join(values[:-1])} or {values[-1]}, not {getattr(self, name)!r}."
-                )
-        if self.short_texts not in ("same", "native"):
-            raise PosencError(f"--short-texts is same or native, not {self.short_texts!r}.")
+        super().__post_init__()
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
             raise PosencError(
                 f"--attention-factor is a number above 0, not {self.attention_factor}."
@@ -546,19 +521,16 @@ class ExtendOptions(ReadingOptions):
         "Accepted growth of perplexity, 0.02 for 2 %: on short texts, and on long ones against truncation.",
         0.02,
         metavar="FRACTION",
+        least=0,
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", read_duration(self.budget, "budget"))
         super().__post_init__()
-        if not 0 <= self.max_regression < math.inf:
-            raise PosencError(
-                f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelftestOptions:
+class SelftestOptions(Checked):
     """Options of the self-test.
 
     Attributes:
@@ -582,12 +554,8 @@ class SelftestOptions:
     methods: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        read_values(self)
-        for name in ("dtypes", "methods"):
-            check_texts(getattr(self, name), name)
+        super().__post_init__()
         for name in ("dtypes", "head_dims", "methods"):
             value = getattr(self, name)
             if value is not None and not len(value):
                 raise PosencError(f"{name} is empty: name at least one, or None for all.")
-        for head_dim in self.head_dims:
-            read_whole(head_dim, "A head dimension")

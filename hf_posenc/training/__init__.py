@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.errors import naming_extras
+
 if TYPE_CHECKING:
     from hf_posenc.training.batches.blocks import mix_blocks as mix_blocks
     from hf_posenc.training.batches.blocks import prepare_blocks as prepare_blocks
@@ -46,7 +48,8 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with naming_extras():
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.flags import parse_tasks_or_none
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.files import to_json
-from tests.support.tiny_text import prose, tiny_checkpoint
-
-RUNNER = CliRunner()
-
-
-def invoke(*arguments: object) -> Any:
-    return RUNNER.invoke(
-        app,
-        ["bench", *(str(argument) for argument in arguments)],
-        env={"COLUMNS": "160", "TERM": "dumb"},
-    )
-
-
-def refused(*arguments: object) -> str:
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, result.output
-    return str(lines[0])
+from tests.cli.test_cli import invoke
 
 
 @pytest.mark.slow
 def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> None:
-    result = invoke("--suite", "smoke", "--output", tmp_path)
+    result = invoke("bench", "--suite", "smoke", "--output", tmp_path)
     assert result.exit_code == 0, result.output
     figures = {"curve.png", "heatmap.png"} if available() else set()
     written = {path.name for path in tmp_path.iterdir() if path.is_file()}
@@ -75,27 +53,18 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
         assert shown in result.output
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("bench")
-    for index in range(3):
-        (folder / f"{index}.txt").write_text(prose(300 + index, index))
-    return tiny_checkpoint(folder / "model"), folder
-
-
 @pytest.mark.slow
-def test_two_shares_then_the_whole(tiny: tuple[Path, Path], tmp_path: Path) -> None:
-    model, texts = tiny
+def test_two_shares_then_the_whole(model: Path, texts: Path, tmp_path: Path) -> None:
     common = (
         *(model, "--text", texts / "0.txt", texts / "1.txt", texts / "2.txt"),
         *("--patch", "none", "--patch", "yarn", "--suite", "smoke", "--lengths", "64,128"),
         *("--rounds", 1, "--output", tmp_path, "--no-plot"),
     )
-    first = invoke(*common, "--shard", "1/2")
+    first = invoke("bench", *common, "--shard", "1/2")
     assert first.exit_code == 0, first.output
     assert "Share 1 of 2 is done" in first.output
     assert not (tmp_path / "bench.json").exists()
-    second = invoke(*common, "--shard", "2/2")
+    second = invoke("bench", *common, "--shard", "2/2")
     assert second.exit_code == 0, second.output
     values = json.loads((tmp_path / "bench.json").read_text())
     assert values["kind"] == "bench"
@@ -105,9 +74,8 @@ def test_two_shares_then_the_whole(tiny: tuple[Path, Path], tmp_path: Path) -> N
     assert "No retrieval: No task fits into 128 tokens" in second.output
 
 
-def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
-    model, texts = tiny
-    result = invoke(model, "--text", texts / "0.txt", "--lengths", "64,128", "--dry-run",
+def test_what_it_will_cost(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = invoke("bench", model, "--text", texts / "0.txt", "--lengths", "64,128", "--dry-run",
                     "--tasks", "none", "--patch", "none", "--rounds", 2, "--output", tmp_path / "new")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "timed prefill, warm-ups included: 512 tokens" in result.output
@@ -120,19 +88,3 @@ def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
 )
 def test_tasks_by_name(text: str | None, tasks: Any) -> None:
     assert (None if text is None else parse_tasks_or_none(text)) == tasks
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--suite", "tiny"), "Unknown suite 'tiny'"),
-        (("--compare", "nothing"), "Unknown published table 'nothing'"),
-        (("--lengths", "256", "--target-length", "512"), "exclude each other"),
-        (("--target-length", "256,512"), "--target-length 256,512: '256,512' is no length"),
-        (("--tasks", "pass"), "Unknown task 'pass'"),
-        (("--compare", "dca-t1-pg19", "--suite", "smoke"), "dca-t1-pg19.*protocol: stream"),
-        (("--patch", "yarnn"), "yarnn"),
-    ],
-)
-def test_what_it_refuses(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    assert re.search(said, refused(*arguments, "--output", tmp_path))

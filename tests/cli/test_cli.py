@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli.app import app
-from hf_posenc.cli.methods import composes_with, facts
 from hf_posenc.embedded import HELD_OUT, model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.plots import available
 from hf_posenc.methods import METHODS, ALiBi, LogN, Method, NoPE, ReRoPE, ResonanceRoPE, YaRN
+from hf_posenc.methods.facts import composes_with, facts
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
@@ -55,19 +55,6 @@ def refused(*arguments: object) -> str:
     return str(lines[0])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    for index in range(5):
-        (folder / f"{index}.txt").write_text(prose(300 + index, index))
-    return folder
-
-
 def run(model: Path, texts: object, output: Path, *more: object, plot: bool = False) -> Any:
     return invoke(
         *("perplexity", model, "--text", texts, "--lengths", "32,64,128", "--output", output),
@@ -82,19 +69,9 @@ def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
     given = (part for patch in patches for part in ("--patch", patch))
     result = run(model, texts, tmp_path / "out", *given, plot=True)
     assert result.exit_code == 0, result.output
-    for text in (
-        "prefix: the first L tokens",
-        "tail: the same last 16 tokens",
-        "yarn (auto)",
-        "pi (scale 2)",
-    ):
-        assert text in result.stdout
-    for text in (
-        "Baseline: the unpatched model at 64 tokens",
-        "Protocol: ",
-        "tokens scored",
-        "5 documents;",
-    ):
+    columns = ("prefix: the first L tokens", "tail: the same last 16 tokens")
+    labels = ("yarn (auto)", "pi (scale 2)", "Baseline: the unpatched model at 64 tokens")
+    for text in (*columns, *labels, "Protocol: ", "tokens scored", "5 documents;"):
         assert text in result.stdout
     values = json.loads((tmp_path / "out" / "perplexity.json").read_text())
     assert values["model"]["class"] == "LlamaForCausalLM"
@@ -117,11 +94,8 @@ def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             total += float(live(ids, labels=ids).loss.double())
     expected = math.exp(total / 5)
-    cell = next(
-        r
-        for r in rows
-        if (r["method"], r["protocol"], r["length"]) == ("pi (scale 2)", "prefix", "128")
-    )
+    place = {"method": "pi (scale 2)", "protocol": "prefix", "length": "128"}
+    cell = next(row for row in rows if row.items() >= place.items())
     assert float(cell["perplexity"]) == pytest.approx(expected, rel=1e-5)
     if available():
         assert (tmp_path / "out" / "perplexity.png").stat().st_size > 1000
@@ -147,71 +121,28 @@ def test_unusable_documents_are_named_and_skipped(model: Path, texts: Path, tmp_
     (bad / "latin.txt").write_bytes("naïve".encode("latin-1") * 100)
     (bad / "empty.txt").write_text("")
     (bad / "short.txt").write_text("short")
-    result = invoke(
-        *(
-            "perplexity",
-            model,
-            "--text",
-            texts / "0.txt",
-            bad,
-            bad / "absent.txt",
-            "--patch",
-            "none",
-        ),
-        *("--lengths", "32,64", "--output", tmp_path / "out", "--no-plot"),
-    )
+    given = ("--text", texts / "0.txt", bad, bad / "absent.txt", "--patch", "none")
+    options = ("--lengths", "32,64", "--output", tmp_path / "out", "--no-plot")
+    result = invoke("perplexity", model, *given, *options)
     assert result.exit_code == 0, result.output
     assert "1 document, 4 skipped" in result.stdout
-    warnings = "\n".join(
-        line for line in result.stderr.splitlines() if line.startswith("warning: skipped")
-    )
-    for reason in (
-        "latin.txt: not UTF-8",
-        "empty.txt: empty",
-        "short.txt: too short: 5 tokens",
-        "absent.txt: no such",
-    ):
-        assert reason in warnings
+    lines = "\n".join(x for x in result.stderr.splitlines() if x.startswith("warning: skipped"))
+    named = ("latin.txt: not UTF-8", "empty.txt: empty", "short.txt: too short: 5 tokens")
+    assert all(reason in lines for reason in (*named, "absent.txt: no such"))
 
 
 def test_the_limit_and_the_settings_reach_the_result(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:
-    result = run(
-        *(
-            model,
-            texts,
-            tmp_path,
-            "--patch",
-            "none",
-            "--limit",
-            2,
-            "--max-doc-tokens",
-            200,
-            "--protocol",
-            "tail",
-        ),
-        *(
-            "--tail-tokens",
-            10,
-            "--windows-per-document",
-            2,
-            "--bos",
-            "always",
-            "--chunk",
-            8,
-        ),
-        *("--dtype", "bfloat16", "--attn", "eager"),
+    options = (
+        "--patch none --limit 2 --max-doc-tokens 200 --protocol tail --tail-tokens 10 --bos always "
+        "--windows-per-document 2 --chunk 8 --dtype bfloat16 --attn eager"
     )
+    result = run(model, texts, tmp_path, *options.split())
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "perplexity.json").read_text())
-    expected = {
-        "lengths": [32, 64, 128],
-        "protocols": ["tail"],
-        "tail_tokens": 10,
-        "windows_per_document": 2,
-        "chunk": 8,
-    }
+    expected = {"lengths": [32, 64, 128], "protocols": ["tail"], "tail_tokens": 10, "chunk": 8}
+    expected |= {"windows_per_document": 2}
     assert values["settings"].items() >= expected.items()
     assert [document["tokens"] for document in values["documents"]] == [200, 200]
     assert (values["model"]["dtype"], values["model"]["attention"]) == ("bfloat16", "eager")
@@ -258,11 +189,9 @@ def test_on_a_cpu_a_half_precision_checkpoint_is_measured_in_float32(
 
 def test_a_length_that_the_model_cannot_take(texts: Path, tmp_path: Path) -> None:
     gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
-    result = run(gpt2, texts, tmp_path / "out")
-    assert result.exit_code == 2
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "positions" in errors[0]
+    assert "positions" in refused(
+        "perplexity", gpt2, "--text", texts, *["--lengths", "128", "--patch", "none"]
+    )
 
 
 def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
@@ -278,68 +207,17 @@ def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
     assert "--patch yarn: this model carries a saved patch (ntk_mixed(scale=4))" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--patch", "yarm"), "Unknown method 'yarm'. Did you mean 'yarn'"),
-        (("--patch", "yarn:scal=8"), "Unknown option of yarn 'scal'. Did you mean 'scale'"),
-        (("--patch", "yarn:scale"), "is not option=value"),
-        (("--patch", "yarn:scale=0.5"), "scale is a number of at least 1"),
-        (("--patch", "yarn:scale=2+rerpe"), "Unknown method 'rerpe'. Did you mean 'rerope'"),
-        (("--patch", "yarn:scale=2+ntk"), "Two methods on one seam exclude each other: yarn, ntk"),
-        (("--patch", "self_extend:window=64"), "is below the original context of 64 tokens"),
-        (("--patch", "dynamic_ntk:update=rows"), "Did you mean 'row'? Available: request, row, "),
-        (("--patch", "none", "--patch", "none"), "none is given twice"),
-        (("--lengths", "64,abc"), "'abc' is no length"),
-        (("--lengths", "2"), "at least 8 tokens"),
-        (("--lengths", "64,4k"), "No document can be used"),
-        (("--protocol", "window"), "Unknown protocol 'window': prefix, tail"),
-        (("--tail-tokens", "64"), "fewer than the shortest length"),
-        (("--bos", "maybe"), "Unknown BOS policy 'maybe'"),
-        (("--dtype", "float8"), "Unknown dtype 'float8'"),
-        (("--device", "warp"), "The device 'warp' cannot be used"),
-        (("--attn", "telepathy"), "--attn telepathy: transformers has no such attention"),
-        (("--limit", "0"), "Invalid value for '--limit'"),
-        (("--chunk", "x"), "Invalid value for '--chunk'"),
-        (("--wrong",), "No such option"),
-        (("--dataset", "x"), "--text and --dataset exclude each other"),
-    ],
-)
-def test_options_that_are_refused(
-    model: Path, texts: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    lengths = () if "--lengths" in arguments else ("--lengths", "32,64")
-    assert message in refused("perplexity", model, "--text", texts, *lengths, *arguments)
-
-
 def test_documents_models_and_tokenizers_that_are_refused(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:
     lengths = ("--lengths", "32,64")
-    error = refused("perplexity", model, "--text", tmp_path / "absent.txt", *lengths)
-    assert "No document can be used" in error
-    assert "no such file" in error
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe" * 100)
     assert "not UTF-8" in refused("perplexity", model, "--text", tmp_path / "latin.txt", *lengths)
     assert "is a model's folder" in refused("perplexity", "--text", texts, model)
-    assert "There is no model folder" in refused("perplexity", tmp_path / "absent", "--text", texts)
-    assert "has no config.json (it has 0.txt, " in refused("perplexity", texts, "--text", texts)
     wordless = tiny_checkpoint(tmp_path / "wordless", tokenizer=False)
     assert "Pass --tokenizer" in refused("perplexity", wordless, "--text", texts)
-    with_words = invoke(
-        *(
-            "perplexity",
-            wordless,
-            "--tokenizer",
-            model,
-            "--text",
-            texts,
-            "--patch",
-            "none",
-            *lengths,
-        ),
-        *("--output", tmp_path, "--no-plot"),
-    )
+    options = ("--tokenizer", model, "--text", texts, "--patch", "none", *lengths)
+    with_words = invoke("perplexity", wordless, *options, "--output", tmp_path, "--no-plot")
     assert with_words.exit_code == 0, with_words.output
     Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(
         str(tmp_path / "tokenizer.json")
@@ -351,9 +229,6 @@ def test_documents_models_and_tokenizers_that_are_refused(
     assert f"The tokenizer of {wordless} turns text into nothing. Pass --tokenizer." in error
     small = tiny_checkpoint(tmp_path / "small", vocab_size=100)
     assert "does not belong to the model" in refused("perplexity", small, "--text", texts, *lengths)
-    (tmp_path / "file").write_text("")
-    error = refused("perplexity", model, "--text", texts, *lengths, "--output", tmp_path / "file")
-    assert "is a file: give a folder" in error
 
 
 def test_a_dataset(model: Path, tmp_path: Path) -> None:
@@ -467,9 +342,8 @@ def test_show_ends_with_something_that_works(model: Path) -> None:
             assert last.startswith(f"Try: patch_model(model, {method.name!r}, ")
 
 
-def test_show_takes_aliases_and_refuses_others() -> None:
+def test_show_takes_aliases() -> None:
     assert "also linear" in invoke("show", "linear").stdout
-    assert "Unknown method 'rope'" in refused("show", "rope")
 
 
 def test_models_and_recipes() -> None:
@@ -499,7 +373,6 @@ def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
     layers = invoke("inspect", gemma).stdout
     assert "sliding_attention: default" in layers
     assert "full_attention: default" in layers
-    assert "There is no model folder" in refused("inspect", tmp_path / "absent")
 
 
 def test_recipes_of_a_checkpoint(tmp_path: Path) -> None:
@@ -557,9 +430,8 @@ def test_inspect_reads_flags_and_names_what_does_nothing(model: Path, tmp_path: 
     assert found["option"] == "yarn:scale=4"
     assert found["patch"]["method"] == "yarn"
     assert "exclude each other" in refused("inspect", model, "--patch", "ntk:scale=2", "--", *flags)
-    without_dashes = invoke("inspect", "--json", model, *flags, "--max-model-len", "1k")
-    assert json.loads(without_dashes.stdout)["scaling"] == found
-    of_embedded = invoke("inspect", "--json", "--rope-scale", "4", "-c", "1024").stdout
+    assert "Flags of another engine come after --." in refused("inspect", model, *flags)
+    of_embedded = invoke("inspect", "--json", "--", "--rope-scale", "4", "-c", "1024").stdout
     assert json.loads(of_embedded)["scaling"]["option"] == "pi:scale=4"
     assert "No such option: --patsh" in refused("inspect", model, "--patsh", "yarn")
     folder = tiny_checkpoint(tmp_path / "idle")
@@ -657,14 +529,8 @@ def test_help_and_the_catalog_start_without_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_help_version_and_unknown_subcommands() -> None:
-    help_text = invoke("--help")
-    assert help_text.exit_code == 0
-    for command in ("perplexity", "methods", "show", "models", "recipes", "inspect"):
-        assert command in help_text.stdout
+def test_version() -> None:
     assert invoke("--version").stdout == f"hf-posenc {hf_posenc.__version__}\n"
-    assert "No such command 'perplexitty'" in refused("perplexitty")
-    assert refused("perplexity", "--limit", "x").endswith("Try: hf-posenc perplexity --help")
 
 
 def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: Path) -> None:

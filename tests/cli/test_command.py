@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
 from hf_posenc.cli.command import expand
 from hf_posenc.evaluation.flags import MODEL, option, parse_lengths
-from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions
 from hf_posenc.lengths import even_depths
 
 RUNNER = CliRunner()
@@ -72,36 +70,6 @@ def test_refused_values_and_unknown_options() -> None:
         ["--methods", "a"],
     ):
         assert invoke(*arguments)[0].exit_code == 2
-
-
-def test_a_command_takes_what_its_function_takes() -> None:
-    """Fields without an option are for Python alone, and everything else has a help text."""
-    for kind in (PerplexityOptions, BenchOptions):
-        for name, field in kind.__dataclass_fields__.items():
-            flag = field.metadata.get("flag")
-            assert flag is None or flag.help, name
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("per", ["perplexity"]),
-        ("perplexity --len", ["--lengths"]),
-        (
-            "bench --patch dynamic_",
-            ["dynamic_ntk", "dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn"],
-        ),
-    ],
-)
-def test_the_shell_completes_words(words: str, completed: list[str]) -> None:
-    line = f"hf-posenc {words}"
-    environment = {
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words.split())),
-        "_HF_POSENC_COMPLETE": "complete_bash",
-    }
-    result = RUNNER.invoke(main_app, [], prog_name="hf-posenc", env=environment)
-    assert sorted(result.output.split()) == sorted(completed)
 
 
 def test_help_is_wrapped_to_the_terminal_and_nowhere_else() -> None:

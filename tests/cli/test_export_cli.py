@@ -11,13 +11,7 @@ from hf_posenc import patch_model, save_patch
 from tests.cli.test_cli import invoke, refused
 from tests.support import zoo
 from tests.support.gguf_files import converted_file
-from tests.support.tiny_text import tiny_checkpoint
 from tests.support.verifying import verify_here
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.parametrize(
@@ -112,14 +106,3 @@ def test_checks_and_mends_a_gguf_file(model: Path, tmp_path: Path) -> None:
     assert "m-posenc.gguf" in result.stdout
     result = invoke(*given, "--gguf", tmp_path / "m-posenc.gguf")
     assert "right as it is" in result.stdout
-
-
-def test_refusals(model: Path, tmp_path: Path) -> None:
-    assert "Did you mean 'vllm'" in refused("export", model, "--to", "vlm")
-    assert "There is no model folder" in refused("export", tmp_path / "none", "--to", "vllm")
-    assert "needs scale" in refused("export", model, "--to", "vllm", "--patch", "yarn")
-    assert "--gguf goes with" in refused("export", model, "--to", "vllm", "--gguf", model)
-    assert "--verify loads" in refused(
-        "export", model, "--to", "vllm", "--verify", "--output", tmp_path / "out"
-    )
-    assert "where the model is" in refused("export", model, "--to", "vllm", "--output", model)

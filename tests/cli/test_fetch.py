@@ -207,10 +207,6 @@ def test_another_folder_in_its_place(cache: Path, downloads: list[list[str]]) ->
     assert "without tiny.Q8_0.gguf. Remove it" in run("fetch", "tiny").stderr
 
 
-def test_an_unknown_name(cache: Path) -> None:
-    assert "Unknown checkpoint 'tony'. Did you mean 'tiny'?" in run("fetch", "tony").stderr
-
-
 def test_the_catalog_is_whole() -> None:
     entries = json.loads((patches_folder() / "catalog.json").read_text(encoding="utf-8"))
     assert list(entries) == ["smollm2"]

@@ -15,13 +15,12 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc import from_pretrained, patch_model, patched
 from hf_posenc.cli import loading
-from hf_posenc.cli.frame import _with_time
 from hf_posenc.cli.loading import load_model, load_tokenizer
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
 from hf_posenc.evaluation.perplexity.longppl import key_tokens
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from tests.cli.test_cli import invoke, model, refused, run, texts  # noqa: F401 (fixtures)
+from tests.cli.test_cli import invoke, refused, run
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
@@ -33,9 +32,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_shares_in_several_terminals_give_what_one_process_gives(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
+    model: Path, texts: Path, tmp_path: Path
 ) -> None:
     arguments = ("--patch", "none", "--patch", "yarn")
     assert run(model, texts, tmp_path / "one", *arguments).exit_code == 0
@@ -57,10 +54,7 @@ def test_shares_in_several_terminals_give_what_one_process_gives(
 
 
 def test_a_finished_run_is_shown_again_without_a_forward(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(model, texts, tmp_path).exit_code == 0
     monkeypatch.setattr(
@@ -71,9 +65,7 @@ def test_a_finished_run_is_shown_again_without_a_forward(
 
 
 def test_a_resumed_run_counts_what_is_in_the_records(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
+    model: Path, texts: Path, tmp_path: Path
 ) -> None:
     counted = re.compile(
         r"Items taken from the records of an earlier run: (\d+); left to measure: (\d+)\."
@@ -85,88 +77,8 @@ def test_a_resumed_run_counts_what_is_in_the_records(
     assert lines == [[], [("5", "5")], [("5", "0")], [("10", "0")]]
 
 
-def late(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-PERPLEXITY = "perplexity {model} --text {texts} --lengths 32"
-SWEEP = "sweep {model} --text {texts} --target-length 128 --patch pi"
-SEARCH = "search {model} --text {texts} --target-length 128"
-
-# A command, another one in the same folder, and whether the second has everything of the first.
-# Of each kind of answer one runs always.
-SECOND_RUNS = [
-    (f"{PERPLEXITY} --patch none --patch pi:scale=2", f"{PERPLEXITY} --patch none", False),
-    (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --patch pi:scale=2", True),
-    late(f"{PERPLEXITY} --patch none --plot", f"{PERPLEXITY} --patch none --no-plot", True),
-    late(f"{PERPLEXITY} --patch none", f"{PERPLEXITY},48 --patch none", True),
-    late(f"{PERPLEXITY},48 --patch none", f"{PERPLEXITY} --patch none", False),
-    late(f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --limit 2", False),
-    late(
-        "retrieval {model} --lengths 256 --samples 1 --patch none",
-        "retrieval {model} --lengths 256 --samples 1 --patch pi:scale=2",
-        False,
-    ),
-    late(f"{SWEEP} --scales 2", f"{SWEEP} --scales 3", False),
-    late(f"{SWEEP} --scales 2", f"{SWEEP} --scales 2,3", True),
-    late(f"{SEARCH} --budget 8", f"{SEARCH} --budget 8 --seed 1", False),
-    late(
-        "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 32",
-        "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 48",
-        False,
-    ),
-]
-
-
-@pytest.mark.parametrize(("first", "second", "whole"), SECOND_RUNS)
-def test_another_run_in_a_folder_loses_nothing_of_the_one_before(
-    first: str,
-    second: str,
-    whole: bool,
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    def measured(command: str) -> str:
-        given = command.format(model=model, texts=texts).split()
-        plots = [] if "plot" in command else ["--no-plot"]
-        result = invoke(*given, *plots, "--output", str(tmp_path / "out"))
-        assert result.exit_code == 0, result.output
-        return " ".join(result.stdout.split())
-
-    measured(first)
-    (before,) = (path for path in (tmp_path / "out").glob("*.json") if path.stem in first.split())
-    content, kept = before.read_text(), tmp_path / "out" / f"{before.stem}-1"
-    said = (
-        f"The {before.name} of another run, which was there, is kept in {kept}: hf-posenc {first}"
-    )
-    said = said.format(model=model, texts=texts)
-    assert said not in measured(first)
-    assert (said in measured(second)) == (not whole)
-    assert said not in measured(second)
-    assert kept.exists() == (not whole)
-    if not whole:
-        assert (kept / before.name).read_text() == content
-        assert not (tmp_path / "out" / f"{before.stem}-2").exists()
-
-
-def test_a_file_that_is_no_result_is_kept(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    for number, content in enumerate(('{"records": []}', "[1]", "{"), start=1):
-        (tmp_path / "perplexity.json").write_text(content)
-        result = run(model, texts, tmp_path)
-        place = tmp_path / f"perplexity-{number}"
-        assert f"is kept in {place}: not a result of hf-posenc, or damaged" in result.stdout
-        assert (place / "perplexity.json").read_text() == content
-
-
 def test_a_dry_run_says_what_it_costs_and_measures_nothing(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
+    model: Path, texts: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "new"
     result = run(model, texts, output, "--patch", "none", "--patch", "yarn", "--dry-run")
@@ -193,10 +105,7 @@ def test_a_dry_run_says_what_it_costs_and_measures_nothing(
     ],
 )
 def test_a_dry_run_reads_no_weights_and_runs_no_window(
-    command: str,
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()
@@ -216,10 +125,7 @@ def test_a_dry_run_reads_no_weights_and_runs_no_window(
 
 @pytest.mark.parametrize("kind", quick(["yarn", "rerope", "adapter"], ["rerope", "adapter"]))
 def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
-    kind: str,
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_checkpoint(tmp_path / "tiny")
     whole, saved = from_pretrained(folder), tmp_path / "saved"
@@ -243,43 +149,7 @@ def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
     assert said[0]["weight_bytes"] > 0
 
 
-class Clock:
-    """Time that passes only where the test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_time_left_is_that_of_the_first_window(capsys: pytest.CaptureFixture[str]) -> None:
-    clock, seen = Clock(), list[int]()
-    report = _with_time(lambda label, done, total: seen.append(done), clock)
-
-    def after(seconds: float, label: str, done: int) -> str:
-        clock.now += seconds
-        report(label, done, 10_000)
-        return " ".join(capsys.readouterr().err.split())
-
-    assert after(5, "", 2_000) == ""  # stored by an earlier run, which says nothing about the speed
-    assert (
-        after(10, "none", 2_500) == "about 2 min 30 s left: 500 tokens took 10 s, 7,500 are left."
-    )
-    assert after(10, "none", 3_000) == ""  # as expected
-    said = after(140, "yarn", 4_000)  # longer windows are slower: 2,000 tokens took 160 s
-    assert said == "about 8 min left: 2,000 tokens took 160 s, 6,000 are left."
-    assert after(1, "yarn", 10_000) == ""
-    assert seen == [2_000, 2_500, 3_000, 4_000, 10_000]
-    short = _with_time(lambda *call: None, Clock())
-    short("none", 1, 10_000)
-    assert capsys.readouterr().err == ""  # less than a minute
-
-
-def test_a_preset_sets_what_its_peer_has(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_preset_sets_what_its_peer_has(model: Path, texts: Path, tmp_path: Path) -> None:
     preset = ("--preset", "longlora", "--stride", "64")
     result = run(model, texts, tmp_path, "--patch", "none", *preset)
     assert result.exit_code == 0, result.output
@@ -292,13 +162,10 @@ def test_a_preset_sets_what_its_peer_has(
     assert values["settings"]["base"] == 2.71828
     assert values["model"]["bos"] == {"policy": "never", "token_ids": []}
     assert [document["name"] for document in values["documents"]] == ["stream of 5 documents"]
-    assert "Unknown preset 'long'" in refused("perplexity", model, "--preset", "long")
 
 
 def test_the_trained_length_stands_beside_longer_ones(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-    tmp_path: Path,
+    model: Path, texts: Path, tmp_path: Path
 ) -> None:
     for flag, lengths in (("--short", [64, 128]), ("--no-short", [128])):
         result = invoke(
@@ -311,13 +178,12 @@ def test_the_trained_length_stands_beside_longer_ones(
         assert (said in " ".join(result.stdout.split())) == (flag == "--short")
 
 
-def test_a_published_table_of_another_protocol_is_refused(
-    model: Path,  # noqa: F811
-    texts: Path,  # noqa: F811
-) -> None:
+def test_a_published_table_of_another_protocol_is_refused(model: Path, texts: Path) -> None:
     error = refused("perplexity", model, "--text", texts, "--compare", "pi-t1-pg19")
     assert "pi-t1-pg19" in error
     assert "protocol: sliding, here prefix, tail" in error
+    error = refused("bench", model, "--text", texts, "--compare", "dca-t1-pg19", "--suite", "smoke")
+    assert re.search("dca-t1-pg19.*protocol: stream", error)
 
 
 @pytest.fixture(scope="module")
@@ -331,20 +197,9 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
-    arguments = (
-        "perplexity",
-        model_path(),
-        "--text",
-        modules,
-        "--lengths",
-        "256,1024",
-        "--output",
-        tmp_path,
-    )
-    result = invoke(
-        *(*arguments, "--max-doc-tokens", "1024", "--patch", "none", "--no-plot"),
-        *("--longppl", "self@rerope", "--bos", "never"),
-    )
+    options = "--lengths 256,1024 --max-doc-tokens 1024 --patch none --no-plot --bos never"
+    given = ("perplexity", model_path(), "--text", modules, "--output", tmp_path)
+    result = invoke(*given, *options.split(), "--longppl", "self@rerope")
     assert result.exit_code == 0, result.output
     values = read(tmp_path)
     evaluator = values["settings"]["evaluator"]
@@ -377,21 +232,10 @@ def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_key_tokens_of_an_evaluator_with_another_tokenizer(modules: Path, tmp_path: Path) -> None:
     bytewise = tiny_checkpoint(tmp_path / "model")
-    result = invoke(
-        *(
-            "perplexity",
-            bytewise,
-            "--text",
-            modules,
-            "--lengths",
-            "1024",
-            "--no-short",
-            "--output",
-            tmp_path,
-        ),
-        *("--max-doc-tokens", "1024", "--patch", "none", "--no-plot", "--protocol", "prefix"),
-        *("--longppl", f"{model_path()}@rerope", "--longppl-short", "128"),
-    )
+    options = "--lengths 1024 --no-short --max-doc-tokens 1024 --patch none --no-plot"
+    options += f" --protocol prefix --longppl {model_path()}@rerope --longppl-short 128"
+    given = ("perplexity", bytewise, "--text", modules, "--output", tmp_path)
+    result = invoke(*given, *options.split())
     assert result.exit_code == 0, result.output
     records = [r for r in read(tmp_path)["records"] if r["protocol"] == "longppl"]
     live, words = load_model(str(model_path())), load_tokenizer(str(model_path()))

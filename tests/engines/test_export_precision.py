@@ -35,7 +35,9 @@ def adapter(tmp_path: Path) -> Path:
 def test_what_was_trained_in_float32_is_not_rounded_to_the_base(
     adapter: Path, tmp_path: Path
 ) -> None:
-    write_export(export(adapter, "transformers5"), tmp_path / "out")
+    found = export(adapter, "transformers5")
+    assert found.is_adapter
+    write_export(found, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tuned = from_pretrained(adapter, dtype=torch.float32)

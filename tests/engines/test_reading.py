@@ -27,14 +27,6 @@ YARN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama: 64 trained positions, heads of 16."""
-    folder = tmp_path_factory.mktemp("llama")
-    zoo.build("llama").save_pretrained(folder)
-    return folder
-
-
 def read(*flags: str, model_type: str = "llama") -> tuple[Reading, Scaling]:
     reading = read_flags(zoo.tiny_config(model_type, max_position_embeddings=64), flags)
     return reading, scaling_of(reading.config, reading.base, length=reading.length)
@@ -67,9 +59,7 @@ def test_the_flags_of_an_export_are_read_as_its_patch(
     )
     assert length == 256 or method == "abf"
     named = {"ntk": "abf"}.get(method, method)
-    if (
-        engine == "transformers5" or method != "longrope"
-    ):  # the others have keys of their own for it
+    if engine == "transformers5" or method != "longrope":  # the others have keys of their own
         assert scaling.patch is not None
         assert scaling.patch.method == named
 
@@ -131,37 +121,16 @@ def test_llama_cpps_flags(flags: str, option: str) -> None:
         assert table.in_force(1).factor == pytest.approx(theirs.factor)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["llama-server", "-m", "x.gguf", "--rope-scale", "0"], "--rope-scale 0: give a positive"),
-        (["llama-server", "-m", "x.gguf", "--rope-freq-base", "-1"], "--rope-freq-base -1: give a"),
-        (["--hf-overrides", '{"rope_parameters": "yarn"}'], "rope_parameters is an object with a"),
-        (["--hf-overrides", '{"rope_parameters": null}'], "rope_parameters is an object with a"),
-        (["--hf-overrides", '{"max_position_embeddings": "4k"}'], "max_position_embeddings cannot"),
-    ],
-)
-def test_values_that_no_engine_can_take(words: list[str], said: str) -> None:
-    with pytest.raises(PosencError, match=said):
-        read(*words)
-
-
-def test_trainers_flags() -> None:
-    reading, scaling = read("--rope_scaling", "yarn", "--cutoff_len", "200")
-    assert (reading.engine, scaling.option) == ("LLaMA-Factory", "yarn:scale=4")  # rounded up
+def test_trainers_notes() -> None:
     assert read("--rope_scaling", "linear", "--cutoff_len", "64")[1] == Scaling(False)
-    reading, scaling = read("--max_seq_length", "160")
-    assert (reading.engine, scaling.option) == ("unsloth", "pi:scale=2.5")
-    assert "needs training" in reading.notes[0]
-    reading, scaling = read("--overrides_of_model_config", overrides(YARN))
-    assert (reading.engine, scaling.option) == ("axolotl", "yarn:scale=4")
-    with pytest.raises(PosencError, match="no rope_theta"):
-        read("--overrides_of_model_config", overrides({"rope_type": "linear", "factor": 2.0}))
+    assert "needs training" in read("--max_seq_length", "160")[0].notes[0]
 
 
 @pytest.mark.parametrize(
     ("words", "engine", "option"),
     [
+        (["--rope_scaling", "yarn", "--cutoff_len", "200"], "LLaMA-Factory", "yarn:scale=4"),  # rounded up
+        (["--overrides_of_model_config", overrides(YARN)], "axolotl", "yarn:scale=4"),
         (["rope_scaling: yarn", "cutoff_len: 200"], "LLaMA-Factory", "yarn:scale=4"),
         (["rope_scaling:", "llama3", "cutoff_len=128"], "LLaMA-Factory", "llama3:scale=2"),
         (["llamafactory-cli", "train", "rope_scaling=linear", "cutoff_len=128"], "LLaMA-Factory", "pi:scale=2"),
@@ -192,9 +161,8 @@ class TestFlagsThatDoNothing:
         reading, scaling = read(flag, overrides(YARN), model_type="qwen3_5")
         assert not scaling.scaled
         assert "Nest it there" in reading.notes[0]
-        nested = json.dumps(
-            {"text_config": {"rope_parameters": {**YARN, "partial_rotary_factor": 0.25}}}
-        )
+        block = {**YARN, "partial_rotary_factor": 0.25}
+        nested = json.dumps({"text_config": {"rope_parameters": block}})
         assert read(flag, nested, model_type="qwen3_5")[1].option == "yarn:scale=4"
 
     def test_vllm_takes_another_base_where_none_is_given(self) -> None:
@@ -229,6 +197,15 @@ class TestFlagsThatDoNothing:
         (["--hf-overrides"], "has no value"),
         (["--rope-scale", "four"], "give a number"),
         (["--hf-overrides", "{}", "--rope-scale", "4"], "give one command"),
+        (["--rope-scale", "0"], "--rope-scale 0: give a positive"),
+        (["--rope-freq-base", "-1"], "--rope-freq-base -1: give a"),
+        (["--hf-overrides", '{"rope_parameters": "yarn"}'], "rope_parameters is an object with a"),
+        (["--hf-overrides", '{"rope_parameters": null}'], "rope_parameters is an object with a"),
+        (["--hf-overrides", '{"max_position_embeddings": "4k"}'], "max_position_embeddings cannot"),
+        (
+            ["--overrides_of_model_config", '{"rope_parameters": {"rope_type": "linear"}}'],
+            "no rope_theta",
+        ),
     ],
 )
 def test_flags_that_are_refused(flags: list[str], message: str) -> None:
@@ -271,17 +248,14 @@ class TestBlocksOfAFile:
         assert idle_blocks(values) == []
 
 
-class TestWhatThePageSaysOfTransformers:
-    def test_a_loaded_model_keeps_its_tables(self) -> None:
-        model = zoo.build("llama")
-        before = model.model.rotary_emb.inv_freq.clone()
-        model.config.rope_parameters = YARN
-        model(torch.arange(4)[None])
-        assert torch.equal(model.model.rotary_emb.inv_freq, before)
-
-    @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
-    @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-    def test_a_block_without_a_base_builds_no_model(self, llama: Path, key: str) -> None:
-        block = {name: value for name, value in YARN.items() if name != "rope_theta"}
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
+def test_what_the_page_says_of_transformers(llama: Path) -> None:
+    model = zoo.build("llama")
+    before = model.model.rotary_emb.inv_freq.clone()
+    model.config.rope_parameters = YARN
+    model(torch.arange(4)[None])
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    block = {name: value for name, value in YARN.items() if name != "rope_theta"}
+    for key in ("rope_parameters", "rope_scaling"):
         with pytest.raises(TypeError):
             AutoModelForCausalLM.from_pretrained(llama, **{key: block})

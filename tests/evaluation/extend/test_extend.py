@@ -246,7 +246,7 @@ def test_what_the_options_cannot_be() -> None:
     for budget in ("", "30", "m", "1.2.3s", -1, True):
         with pytest.raises(PosencError, match="is no time; give it as 90s, 30m or 1h30m"):
             ExtendOptions(budget=budget)  # type: ignore[arg-type]
-    with pytest.raises(PosencError, match="--max-regression is a fraction of at least 0"):
+    with pytest.raises(PosencError, match="max_regression is a number of at least 0"):
         ExtendOptions(max_regression=-0.1)
 
 

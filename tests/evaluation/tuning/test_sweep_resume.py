@@ -164,7 +164,7 @@ def test_a_prefill_in_pieces_gives_the_same_numbers(
         (("sweep", "--patch", "none"), "nothing to compare"),
         (("sweep", "--patch", "alibi:slope=3"), "slope"),
         (("sweep", "--target-length", "4k"), "No document can be used"),
-        (("search", "--short-texts", "other"), "--short-texts is same or native"),
+        (("search", "--short-texts", "other"), "Unknown value of --short-texts 'other'"),
         (("search", "--attention-factor", "0"), "--attention-factor"),
         (("search", "--target-length", "128", "--limit", "1"), "needs two documents"),
         (
