@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.context import readings
-from hf_posenc.model.discovery import (
-    UNSCALED,
-    RotaryTable,
-    foreign_frequencies,
-    tables_of,
-)
+from hf_posenc.model.discovery import UNSCALED, RotaryTable, foreign_frequencies, tables_of
 from hf_posenc.model.rotary import moves_with_length, table_labels
+from hf_posenc.model.unwrapping import hooked
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
 
@@ -170,34 +166,19 @@ class Positions:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, its heading first."""
-        heading = ("source", "where", "details", "absolute", "relative")
-        cells = [
-            (
-                each.kind,
-                each.where,
-                each.facts,
-                self._cell(each.absolute),
-                self._cell(each.relative),
-            )
-            for each in (*self.sources, *self.rest)
-        ]
-        return [heading, *cells]
 
-    def _cell(self, value: float) -> str:
-        return f"{value:.2g}" if value > self.tolerance else "0"
+        def cell(value: float) -> str:
+            return f"{value:.2g}" if value > self.tolerance else "0"
+
+        heading = ("source", "where", "details", "absolute", "relative")
+        every = (*self.sources, *self.rest)
+        cells = ((each, cell(each.absolute), cell(each.relative)) for each in every)
+        return [heading, *((each.kind, each.where, each.facts, *moved) for each, *moved in cells)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON has it."""
-        return {
-            "model": self.model,
-            "sources": [vars(source) for source in self.sources],
-            "rest": [vars(source) for source in self.rest],
-            "certificate": self.certificate,
-            "tolerance": self.tolerance,
-            "complete": self.complete,
-            "patch": self.patch,
-            "bidirectional": self.bidirectional,
-        }
+        listed = {key: [*map(vars, getattr(self, key))] for key in ("sources", "rest")}
+        return {**vars(self), **listed, "complete": self.complete}
 
     def __repr__(self) -> str:
         return "\n".join((text_table(self.rows()), *self.notes()))
@@ -345,21 +326,17 @@ def _rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def unrotated(model: nn.Module) -> Iterator[None]:
     """Put all tokens at position 0 of every rotary embedding."""
-    with contextlib.ExitStack() as hooks:
-        for module in _rotary_modules(model).values():
-            handle = module.register_forward_pre_hook(_at_zero, with_kwargs=True)
-            hooks.callback(handle.remove)
-        yield
 
-
-def _at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
     def zero(value: Any) -> Any:
-        whole = (
-            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-        )
+        whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         return torch.zeros_like(value) if whole else value
 
-    return tuple(map(zero, args)), {key: zero(value) for key, value in kwargs.items()}
+    def at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(map(zero, args)), {key: zero(value) for key, value in kwargs.items()}
+
+    rotaries = _rotary_modules(model).values()
+    with hooked(m.register_forward_pre_hook(at_zero, with_kwargs=True) for m in rotaries):
+        yield
 
 
 def _rotary_facts(model: nn.Module) -> str:
@@ -421,13 +398,7 @@ def _tables(model: nn.Module) -> Iterator[Found]:
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
-    """Return whether inner products of rows depend on the distance alone, as those of sines and cosines do.
-
-    Args:
-        table: At least two axes.
-        axis: The axis of positions.
-        start: The first row that counts.
-    """
+    """Return whether inner products of rows from `start` on, along an axis, depend on the distance alone."""
     rows = table.detach().movedim(axis, 0).flatten(1).double()[start:][:64]
     products = rows @ rows.T
     uneven = (products[1:, 1:] - products[:-1, :-1]).abs().max()
