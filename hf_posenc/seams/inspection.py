@@ -228,15 +228,20 @@ def inspect(model: nn.Module) -> Positions:
         UnsupportedModelError: A model that cannot be run on a few tokens alone.
     """
     limit = probes.tolerance(model)
-    found = [*_rotaries(model), *_tables(model)]
+    found = list(_tables(model))
+    if rotaries := _rotary_modules(model):  # one source: silenced, all tokens stand at position 0
+        source = Source(ROTARY, tuple(rotaries), _rotary_facts(model))
+        found.insert(0, Found(source, lambda: unrotated(model)))
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
             found += _arguments(model)
     with silenced(found):
-        absolute = probes.absolute(model)
-        if sinks := _sinks(model, probes.innermost(absolute, limit)):
-            found.append(sinks)
+        sinks = sinks_of(model, probes.innermost(probes.absolute(model), limit))
+        if sinks is not None:  # modules count their keys: the count ends without sinks
+            with sinks.silence():
+                if max(probes.absolute(model).values()) <= limit:
+                    found.append(sinks)
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         beyond = probes.shifted(model)
@@ -310,13 +315,6 @@ def silenced(found: Iterable[Found]) -> Iterator[None]:
 
 
 # What is found, and how it is silenced
-
-
-def _rotaries(model: nn.Module) -> Iterator[Found]:
-    """Yield the rotary embeddings as one source: silenced, all tokens stand at position 0."""
-    if modules := _rotary_modules(model):
-        source = Source(ROTARY, tuple(modules), _rotary_facts(model))
-        yield Found(source, lambda: unrotated(model))
 
 
 def _rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -457,17 +455,6 @@ def _arguments(model: nn.Module) -> Iterator[Found]:
             else ""
         )
         yield Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
-
-
-def _sinks(model: nn.Module, culprits: Sequence[str]) -> Found | None:
-    """Return the parameters of modules that count their keys if the count ends without them; else `None`."""
-    sinks = sinks_of(model, culprits)
-    if sinks is None:
-        return None
-    with sinks.silence():
-        if max(probes.absolute(model).values()) > probes.tolerance(model):
-            return None
-    return sinks
 
 
 def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
