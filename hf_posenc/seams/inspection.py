@@ -230,8 +230,8 @@ def inspect(model: nn.Module) -> Positions:
     limit = probes.tolerance(model)
     found = list(_tables(model))
     if rotaries := _rotary_modules(model):  # one source: silenced, all tokens stand at position 0
-        source = Source(ROTARY, tuple(rotaries), _rotary_facts(model))
-        found.insert(0, Found(source, lambda: unrotated(model)))
+        rotation = Source(ROTARY, tuple(rotaries), _rotary_facts(model))
+        found.insert(0, Found(rotation, lambda: unrotated(model)))
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
@@ -252,9 +252,7 @@ def inspect(model: nn.Module) -> Positions:
         rest += scaled
     certificate = max(_largest(absolute, relative), beyond)
     if certificate <= limit:
-        with silenced(
-            found
-        ):  # what makes attention sharper with the position moves no equal rows, and no mean
+        with silenced(found):  # sharpening by position moves no equal rows, and no mean
             doubled = probes.twice(model)
         for path in ([""] if doubled[""] > limit else []) + probes.innermost(doubled, limit):
             kind = type(model.get_submodule(path)).__name__ if path else OUTSIDE
