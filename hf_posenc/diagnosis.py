@@ -200,8 +200,7 @@ def _report_doubts(doubts: Sequence[str], name: str | Path) -> None:
                 f"The config.json of {name} cannot be used: {text}. Restore the checkpoint's own list."
             )
         warnings.warn(
-            f"The config.json of {name} may be wrong, and is used as it is: {text}.",
-            stacklevel=4,
+            f"The config.json of {name} may be wrong, and is used as it is: {text}.", stacklevel=4
         )
 
 

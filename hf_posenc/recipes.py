@@ -57,8 +57,7 @@ def recipes_of(config: Any, key: str) -> tuple[str, ...]:
         key: `"scaled"`: patches that a checkpoint's config has itself. `"unscaled"`: patches that the makers of an
             unscaled checkpoint tell users to add.
     """
-    parts = config, config.get_text_config(decoder=True)
-    return tuple(name for name, one in _recipes().items() if _is_of(parts, one["recipe"], key))
+    return tuple(name for name, one in _recipes().items() if is_of(config, one["recipe"], key))
 
 
 def native_models(config: Any = None) -> tuple[dict[str, Any], ...]:
@@ -70,10 +69,7 @@ def native_models(config: Any = None) -> tuple[dict[str, Any], ...]:
 
 def is_of(config: Any, about: Mapping[str, Any], key: str) -> bool:
     """Return whether a config has a model type of a description, and its values under a key."""
-    return _is_of((config, config.get_text_config(decoder=True)), about, key)
-
-
-def _is_of(parts: tuple[Any, Any], about: Mapping[str, Any], key: str) -> bool:
+    parts = config, config.get_text_config(decoder=True)
     values = about.get(key)
     if values is None or not {part.model_type for part in parts} & {*about["model_types"]}:
         return False

@@ -1,4 +1,4 @@
-"""Patches on disk: saved beside a checkpoint or as a recipe, and loaded into a model."""
+"""Models and adapters on disk, loaded with the patch that they were saved with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -25,172 +25,26 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, UntrainedWarning, one_line
-from hf_posenc.files import disk_errors
+from hf_posenc.errors import PosencError
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
-from hf_posenc.model.parameters import (
-    PARAMETER_FILE,
-    PARAMETERS,
-    trained_parameters,
-    with_axes,
-    write_parameters,
-)
+from hf_posenc.model.parameters import PARAMETER_FILE, PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
+from hf_posenc.patch.files import FILE, fill, read_patch
+from hf_posenc.patch.files import apply_config as apply_config
+from hf_posenc.patch.files import load_patch as load_patch
+from hf_posenc.patch.files import patch_to_save as patch_to_save
+from hf_posenc.patch.files import save_patch as save_patch
+from hf_posenc.patch.patching import get_patch, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
 from hf_posenc.patch.state import state_of
-from hf_posenc.recipes import available_recipes, get_recipe
 
-FILE = "posenc_config.json"
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Attributes of a config that are arguments of the loader, which transformers does not let a config absorb."""
 _LENGTH = "max_position_embeddings"
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
-
-
-def save_patch(model: nn.Module, directory: str | Path) -> Path:
-    """Write a model's patch to `posenc_config.json`, and its trained parameters to `posenc.safetensors`.
-
-    Args:
-        model: A patched model.
-        directory: The folder to write to; created if it does not exist.
-
-    Returns:
-        The file.
-
-    Raises:
-        PosencError: The model is not patched, its method is the user's own and cannot be loaded by name, or the
-            folder cannot be written.
-
-    Examples:
-        >>> from hf_posenc import load_patch, patch_model, save_patch, unpatch_model
-        >>> save_patch(patch_model(model, "yarn", scale=8), "my-patch").name
-        'posenc_config.json'
-        >>> model = load_patch(unpatch_model(model), "my-patch")
-    """
-    config = patch_to_save(model)
-    if config is None:
-        raise PosencError("This model is not patched: nothing to save. Call patch_model first.")
-    if not str(directory or "").strip():
-        raise PosencError(f"{directory!r} is no folder to save the patch to. Give its path.")
-    path = Path(directory) / FILE
-    with disk_errors(f"The patch cannot be saved to {directory}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(config.to_json(), encoding="utf-8")
-        write_parameters(trained_parameters(unwrap(model)), path.parent)
-    return path
-
-
-def patch_to_save(model: nn.Module) -> PatchConfig | None:
-    """Return a model's patch; `None` where it is not patched. Refuse a method that cannot be loaded by name."""
-    patch = get_patch(model)
-    if patch is None:
-        return None
-    for method in patch.methods:
-        if method not in available_methods():
-            raise PosencError(
-                f"{method!r} is a method of your own, which load_patch cannot find by its name. Register its class: "
-                "hf_posenc.register_method."
-            )
-    return patch.config
-
-
-def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
-    """Patch a model as a file describes.
-
-    Args:
-        model: The model to patch, in place.
-        source: A recipe's name (`available_recipes()`), a JSON file, or a directory that `save_patch` wrote to.
-
-    Returns:
-        The same model.
-
-    Raises:
-        PosencError: No such recipe or file, a patch that the model cannot take, or one that it was saved with.
-
-    Examples:
-        >>> from hf_posenc import get_patch, load_patch
-        >>> model = load_patch(model, "llama-2-yarn-64k")  # a published recipe
-        >>> get_patch(model).options
-        {'scale': 16.0}
-    """
-    if not isinstance(source, (str, Path)):
-        raise PosencError(
-            f"A patch is a recipe's name, a JSON file or a directory, not {type(source).__name__}: for a method and "
-            "its options, patch_model."
-        )
-    beside = Path(source) / PARAMETER_FILE
-    config, patch = read_patch(source), get_patch(model)
-    if patch is not None and (beside.is_file() or (config.replace and config != patch.config)):
-        raise PosencError(
-            f"This model is already patched with {patch.config}. Call unpatch_model(model) first."
-        )
-    carried: Any = getattr(getattr(unwrap(model), "config", None), export.BLOCK, None)
-    same_method = isinstance(carried, dict) and carried.get("method") == config.method
-    if patch is None and same_method and PatchConfig.from_dict(carried) == config:
-        raise PosencError(
-            f"This model was saved with {config} and computes it already. hf_posenc.from_pretrained loads the folder "
-            "of a whole model with its patch; load_patch is for a model from before it."
-        )
-    if str(source) in available_recipes():
-        _check_base(model, str(source))
-    if not beside.is_file():
-        return apply_config(model, config)
-    try:
-        loaded = load_file(beside)
-    except (OSError, SafetensorError) as error:
-        raise PosencError(f"{beside} cannot be read: {one_line(error)}.") from error
-    apply_config(model, config, trained=True)
-    try:
-        _fill(trained_parameters(unwrap(model)), loaded, beside)
-    except PosencError:
-        unpatch_model(model)
-        raise
-    return model
-
-
-def _check_base(model: nn.Module, recipe: str) -> None:
-    """Warn of a recipe for checkpoints with another base."""
-    about = get_recipe(recipe)["recipe"]
-    base = {**about.get("scaled", {}), **about.get("unscaled", {})}.get("rope_theta")
-    config: Any = unwrap(model).config
-    entry = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    own = entry.get("full_attention", entry).get("rope_theta")
-    if None not in (base, own) and base != own:
-        warnings.warn(
-            f"{recipe} is for {about['checkpoint']}, whose rope_theta is {base:g}, and this model's is {own:g}: its "
-            "numbers may not suit it.",
-            stacklevel=3,
-        )
-
-
-def read_patch(source: str | Path) -> PatchConfig:
-    """Return the patch that a recipe, file or directory holds."""
-    path = Path(source)
-    if path.is_dir():
-        path = path / FILE
-    if path.is_file():
-        try:
-            return PatchConfig.from_json(path.read_text(encoding="utf-8"))
-        except PosencError as error:
-            raise PosencError(f"{path}: {error}") from error
-    name = str(source)
-    if name not in available_recipes() and (path.suffix or path.name != name):
-        raise PosencError(
-            f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name."
-        )
-    return PatchConfig.from_dict(get_recipe(name))
-
-
-def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False) -> nn.Module:
-    """Patch a model in place; without a warning for untrained parameters, where trained ones are loaded afterwards."""
-    with warnings.catch_warnings():
-        if trained:
-            warnings.simplefilter("ignore", UntrainedWarning)
-        return patch_model(model, **config.request())
 
 
 def from_pretrained(
@@ -592,7 +446,7 @@ def _fill_beside_adapter(
     stored = load_file(file)
     own = {name: each.detach().cpu() for name, each in trained.items()}
     if fresh:
-        _fill(trained, stored, source)
+        fill(trained, stored, source)
     elif stored.keys() != own.keys() or any(not own[name].equal(stored[name]) for name in own):
         raise PosencError(
             f"The adapter in {source} was trained with other parameters of the patch than this model has. Give "
@@ -662,28 +516,7 @@ def _fill_from_checkpoint(
     for name in names:
         with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:
             loaded |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
-    _fill(trained, loaded, path_or_id)
-
-
-def _fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: str | Path) -> None:
-    loaded = with_axes(loaded)
-    missing = sorted(set(trained) - set(loaded))
-    if missing:
-        raise PosencError(
-            f"{source} has no {missing[0]} ({len(missing)} of {len(trained)} parameters of the patch are missing)."
-        )
-    if others := sorted(set(loaded) - set(trained)):
-        raise PosencError(
-            f"{source} has {others[0]}, which this model has not ({len(others)} such)."
-        )
-    for name, parameter in trained.items():
-        if loaded[name].shape != parameter.shape:
-            raise PosencError(
-                f"{source} has {name} of shape {tuple(loaded[name].shape)}, and this model's has "
-                f"{tuple(parameter.shape)}."
-            )
-    for name, parameter in trained.items():
-        parameter.data.copy_(loaded[name])
+    fill(trained, loaded, path_or_id)
 
 
 def _some(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import itertools
 import json
 import math
 import platform
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,10 +35,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.embedded import HELD_OUT, held_out_documents
-from hf_posenc.embedded.corpus import Corpus, environment, select
+from hf_posenc.embedded.corpus import Corpus, Source, select, standard_library
 from hf_posenc.errors import PosencError
 
 END_OF_TEXT = "<|endoftext|>"  # id 0: between documents; bos, eos and pad at once
+_PERMISSIVE = re.compile(
+    r"(?i)\b(MIT|BSD|0BSD|Apache|PSF|Python Software Foundation|ISC|HPND|Unlicense)"
+)
+_RESTRICTIVE = re.compile(r"(?i)\b([AL]?GPL|MPL|Mozilla|GNU|EPL|CDDL|Proprietary)")
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,45 @@ PRESETS = {
         checkpoint_every=6, evaluate_every=10, windows=4,
     ),
 }  # fmt: skip
+
+
+def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
+    """Yield the standard library and the installed distributions with a permissive licence, in corpus order.
+
+    Distributions without a licence in their metadata are left out.
+    """
+    yield standard_library()
+    installed = {
+        _normal(name): distribution
+        for distribution in metadata.distributions()
+        if (name := distribution.metadata["Name"])
+    }
+    for name in sorted(installed.keys() - {_normal(name) for name in exclude}):
+        distribution = installed[name]
+        licence = _licence(distribution)
+        paths = sorted(path.as_posix() for path in distribution.files or () if path.suffix == ".py")
+        if not paths or not _PERMISSIVE.search(licence) or _RESTRICTIVE.search(licence):
+            continue
+        root = Path(str(distribution.locate_file("")))
+        paths = [path for path in paths if not path.startswith("..")]
+        yield Source(name, distribution.version, licence, root, tuple(paths))
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _licence(distribution: metadata.Distribution) -> str:
+    """Return the licence of a distribution: the expression in its metadata, else its classifiers, else the field."""
+    fields = distribution.metadata
+    classifiers = [
+        line.split(" :: ")[-1]
+        for line in fields.get_all("Classifier") or ()
+        if line.startswith("License ::")
+    ]
+    expression = "".join(fields.get_all("License-Expression") or ())
+    lines = "".join(fields.get_all("License") or ()).strip().splitlines()
+    return expression or ", ".join(classifiers) or "".join(lines[:1])[:60]
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, characters: int) -> PreTrainedTokenizerFast:

@@ -2,7 +2,8 @@
 
 Files are selected by rules that a reader can check:
 
-1. The corpus contains the standard library, and every installed distribution with a permissive licence in its metadata.
+1. The corpus contains the standard library; that of the embedded model (`scripts/train_tiny_llama.py`) also every
+   installed distribution with a permissive licence in its metadata.
 2. It contains no tests, no vendored copies (which have other licences) and no generated tables.
 3. It contains no held-out module, and no file that shares more than `HELD_OUT_SHARE` of its distinctive lines with them
    (backports, forks, type-checker plugins that quote them).
@@ -25,7 +26,6 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 from hf_posenc.embedded import HELD_OUT, held_out_documents, held_out_files
@@ -45,10 +45,6 @@ _TEST_FILE = re.compile(r"(test_.*|.*_tests?|tests?|conftest)\.py")
 _GENERATED = re.compile(
     r"(?i)(auto-?|automatically |this file (is|was) )generated|generated (by|from|using|with)|do not edit"
 )
-_PERMISSIVE = re.compile(
-    r"(?i)\b(MIT|BSD|0BSD|Apache|PSF|Python Software Foundation|ISC|HPND|Unlicense)"
-)
-_RESTRICTIVE = re.compile(r"(?i)\b([AL]?GPL|MPL|Mozilla|GNU|EPL|CDDL|Proprietary)")
 _RULES = (
     *("test or vendored", "too short or too long", "not UTF-8", "generated", "held out"),
     *("shares lines with a held-out module", "duplicate", "limit of its distribution"),
@@ -79,28 +75,11 @@ class Corpus:
     left_out: dict[str, int] = field(default_factory=dict)
 
 
-def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
-    """Yield the standard library and the installed distributions with a permissive licence, in corpus order.
-
-    Distributions without a licence in their metadata are left out.
-    """
+def standard_library() -> Source:
+    """Return the standard library of the running Python."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     files = sorted(file.relative_to(stdlib).as_posix() for file in _modules(stdlib))
-    yield Source(STDLIB, platform.python_version(), "PSF-2.0", stdlib, tuple(files))
-    installed = {
-        _normal(name): distribution
-        for distribution in metadata.distributions()
-        if (name := distribution.metadata["Name"])
-    }
-    for name in sorted(installed.keys() - {_normal(name) for name in exclude}):
-        distribution = installed[name]
-        licence = _licence(distribution)
-        paths = sorted(path.as_posix() for path in distribution.files or () if path.suffix == ".py")
-        if not paths or not _PERMISSIVE.search(licence) or _RESTRICTIVE.search(licence):
-            continue
-        root = Path(str(distribution.locate_file("")))
-        paths = [path for path in paths if not path.startswith("..")]
-        yield Source(name, distribution.version, licence, root, tuple(paths))
+    return Source(STDLIB, platform.python_version(), "PSF-2.0", stdlib, tuple(files))
 
 
 def select(
@@ -197,20 +176,3 @@ def _read(file: Path) -> str:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _licence(distribution: metadata.Distribution) -> str:
-    """Return the licence of a distribution: the expression in its metadata, else its classifiers, else the field."""
-    fields = distribution.metadata
-    classifiers = [
-        line.split(" :: ")[-1]
-        for line in fields.get_all("Classifier") or ()
-        if line.startswith("License ::")
-    ]
-    expression = "".join(fields.get_all("License-Expression") or ())
-    lines = "".join(fields.get_all("License") or ()).strip().splitlines()
-    return expression or ", ".join(classifiers) or "".join(lines[:1])[:60]

@@ -36,7 +36,7 @@ from hf_posenc.model.masks import (
     visible,
 )
 from hf_posenc.model.parameters import parameters_in_force
-from hf_posenc.model.positions import LAYER, request_length
+from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
 from hf_posenc.model.sharding import sharded_weights
 
@@ -177,27 +177,19 @@ def hand_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """One call of attention.
+    """One call of attention."""
 
-    Attributes:
-        query: Shape (1, heads, tokens, head_dim).
-        key: Shape (1, key heads, tokens, head_dim): of as many keys as there are queries, the first ones.
-        keys: Number of all keys.
-        kwargs: Further arguments.
-        sees_later: True if the mask shows a query a later key; `None` without a mask that says so.
-        adds: True if the mask is added to scores, as none of the engine's is: the module has made it of one (Doge).
-        features: Width of the output, that of all heads.
-        sharded: The module's weights of which this process computes a part.
-    """
-
-    query: Tensor
+    query: Tensor  # shape (1, heads, tokens, head_dim)
+    # Shape (1, key heads, tokens, head_dim): of as many keys as there are queries, the first ones.
     key: Tensor
-    keys: int
-    kwargs: Mapping[str, Any]
+    keys: int  # number of all keys
+    kwargs: Mapping[str, Any]  # further arguments
+    # True if the mask shows a query a later key; `None` without a mask that says so.
     sees_later: bool | None
+    # True if the mask is added to scores, as none of the engine's is: the module has made it of one (Doge).
     adds: bool
-    features: int
-    sharded: tuple[Tensor, ...]
+    features: int  # width of the output, that of all heads
+    sharded: tuple[Tensor, ...]  # the module's weights of which this process computes a part
 
 
 # The attention function is global. Other threads may run other models meanwhile, which must not notice.
@@ -247,7 +239,11 @@ def posenc_attention(
     ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
-    _refuse_direction(module, layer)
+    if getattr(module, "is_causal", None) != layer.causal:
+        raise PosencError(
+            f"{type(module).__name__}.is_causal was {layer.causal} when the model was patched, and is "
+            f"{module.is_causal} now. Call unpatch_model(model), set it, and patch again."
+        )
     layer.check_heads(query.shape[1])
     query_position = _query_position(module, forward, kwargs, query)
     encoding = layer.encoding_of(module)
@@ -284,7 +280,8 @@ def posenc_attention(
     if layer.request is not None:
         lengths = forward.lengths.get(layer.request)
         if lengths is None:
-            lengths = request_length(query_position, layer.request[1], len(query))
+            longest = (query_position.amax(-1) + 1).clamp(min=layer.request[1])
+            lengths = longest.expand(len(query))
     if layer.turn is not None:
         query, key = layer.turn(query, key, query_position, key_position)
     call = Call(
@@ -308,12 +305,7 @@ def posenc_attention(
 
 
 def _unpatched(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what transformers' sdpa computes; a handle becomes a matrix only where the engine cannot read it.
 
@@ -451,15 +443,6 @@ def _running() -> Forward:
     if torch.compiler.is_compiling():
         return _NOTHING
     return running() or _NOTHING
-
-
-def _refuse_direction(module: nn.Module, layer: Layer) -> None:
-    """Raise if a module was told since the patch to read keys after a query, or no longer to."""
-    if getattr(module, "is_causal", None) != layer.causal:
-        raise PosencError(
-            f"{type(module).__name__}.is_causal was {layer.causal} when the model was patched, and is "
-            f"{module.is_causal} now. Call unpatch_model(model), set it, and patch again."
-        )
 
 
 def _query_position(

@@ -23,19 +23,13 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
 from hf_posenc.methods import METHODS, Method, needs_no_rotation, seam_of
-from hf_posenc.model.attention import (
-    KNOWN,
-    Layer,
-    Recorded,
-    hand_positions,
-    recording,
-)
+from hf_posenc.model.attention import KNOWN, Layer, Recorded, hand_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.forward import named_arguments
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.sampled import Sample
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, plain_parts, rounding_dtype, stored
 
 # Relative tolerances of a layer's queries and keys, and of the whole model's output.
@@ -78,11 +72,7 @@ Inputs = Mapping[str, Tensor]
 
 
 def trial_inputs(model: Any, owner: Any) -> tuple[nn.Module, Inputs, Tensor]:
-    """Return what runs on a few tokens, a model or else its decoder alone; the arguments, and the output of `run`.
-
-    Raises:
-        UnsupportedModelError: Neither can.
-    """
+    """Return what runs on a few tokens, a model or else its decoder alone; the arguments, and the output of `run`."""
     ids = trial_tokens(owner)
     inputs = _inputs(model, ids)
     candidates: list[tuple[nn.Module, Inputs]] = [(model, inputs)]
@@ -147,12 +137,12 @@ def certify(model: Any, uncertain: Mapping[str, nn.Module]) -> None:
     They are those that no table of the text decoder belongs to. A model that cannot be run on tokens gets a warning.
     """
     called: list[str] = []
-    hooks = [
+    handles = [
         module.register_forward_pre_hook(lambda *_, path=name: called.append(path))
         for name, module in uncertain.items()
     ]
     try:
-        with trial(model):
+        with hooked(handles), trial(model):
             run(model, trial_tokens(model))
     except Exception as error:
         warnings.warn(
@@ -160,9 +150,6 @@ def certify(model: Any, uncertain: Mapping[str, nn.Module]) -> None:
             f"that {', '.join(uncertain)} rotates no text. The patch leaves it as it is.",
             stacklevel=4,
         )
-    finally:
-        for hook in hooks:
-            hook.remove()
     if called:
         raise UnsupportedModelError(
             f"{', '.join(dict.fromkeys(called))} of {type(model).__name__} rotates text too, but is no part that "
@@ -217,11 +204,17 @@ def calibrate(
     rotations: dict[tuple[int, Layout], Rotation] = {}
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
-        bidirectional = (
-            bool(first.sees_later) if module in beside else _is_bidirectional(module, first)
-        )
-        if not needs_no_rotation(methods):  # else the model's own attention gets them
-            _check_arguments(name, calls)
+        bidirectional = bool(first.sees_later)
+        if module not in beside:
+            given = first.kwargs.get("is_causal")
+            causal = getattr(module, "is_causal", True) if given is None else given
+            bidirectional = causal is False or bidirectional
+        passed = {key for call in calls for key, value in call.kwargs.items() if value is not None}
+        # Without a rotation to change, the model's own attention gets them.
+        if not needs_no_rotation(methods) and (foreign := sorted(passed - KNOWN)):
+            raise UnsupportedModelError(
+                f"{name} passes {', '.join(foreign)} to attention, unknown to hf_posenc. {FREQUENCY_METHODS_WORK}"
+            )
         if bidirectional:
             _check_directions(name, methods, has_decoder=any(table.part for table in tables))
         inner = _inner_rotary(module)
@@ -253,14 +246,7 @@ def calibrate(
             # One object for all layers, which then share its angles.
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
         layer = CalibratedLayer(
-            name,
-            module,
-            first,
-            rotation,
-            table,
-            len(calls),
-            bidirectional,
-            beside.get(module),
+            name, module, first, rotation, table, len(calls), bidirectional, beside.get(module)
         )
         others = [each for each in counterparts.get(module, ()) if each[module] is not module]
         again = len(counterparts.get(module, ())) - len(others)  # one module in several blocks
@@ -332,11 +318,8 @@ def _argument_of(module: nn.Module, length: int, forward: Callable[[], object]) 
             name for name, value in states if value.dim() == 3 and value.shape[1] == length
         )
 
-    hook = module.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with hooked([module.register_forward_pre_hook(keep, with_kwargs=True)]):
         forward()
-    finally:
-        hook.remove()
     return found[0] if found else None
 
 
@@ -364,12 +347,6 @@ def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
             )
 
 
-def _is_bidirectional(module: nn.Module, call: Recorded) -> bool:
-    given = call.kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if given is None else given
-    return causal is False or bool(call.sees_later)
-
-
 def _check_directions(name: str, methods: Sequence[Method], *, has_decoder: bool) -> None:
     # A table reads both directions alike.
     causal = [m.name for m in methods if not m.bidirectional and seam_of(m) != "rotary"]
@@ -384,18 +361,9 @@ def _check_directions(name: str, methods: Sequence[Method], *, has_decoder: bool
         )
 
 
-def _check_arguments(name: str, calls: Sequence[Recorded]) -> None:
-    for call in calls:
-        given = {name for name, value in call.kwargs.items() if value is not None}
-        if unknown := sorted(given - KNOWN):
-            raise UnsupportedModelError(
-                f"{name} passes {', '.join(unknown)} to attention, unknown to hf_posenc. {FREQUENCY_METHODS_WORK}"
-            )
-
-
 def verify(
     subject: nn.Module,
-    text: Tensor | Inputs,
+    text: Inputs,
     expected: Tensor,
     layers: Sequence[CalibratedLayer],
     wrappers: Wrappers,

@@ -16,17 +16,14 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Context:
-    """Context lengths in tokens; all three are one for a checkpoint without a scaling of its own.
+    """Context lengths in tokens; all three are one for a checkpoint without a scaling of its own."""
 
-    Attributes:
-        original: The length that the table was scaled from. A method that replaces the scaling starts here.
-        reach: The length that the checkpoint reads with its scaling. A method that scales it once more starts here.
-        trained: `reach` where the config counts the scaling in its maximum, or a recipe says that the weights were
-            trained with it; else `original`: the scaling was added to weights that have not met it.
-    """
-
+    # The length that the table was scaled from. A method that replaces the scaling starts here.
     original: int
+    # The length that the checkpoint reads with its scaling. A method that scales it once more starts here.
     reach: int
+    # `reach` where the config counts the scaling in its maximum, or a recipe says that the weights were trained with
+    # it; else `original`: the scaling was added to weights that have not met it.
     trained: int
 
     def __str__(self) -> str:
@@ -46,14 +43,8 @@ def context_of(
 ) -> Context:
     """Return the context lengths of the checkpoint that a table belongs to.
 
-    Args:
-        table: One of its tables.
-        original: The length that the table was scaled from, where the config may not say.
-        compose: For the error message: the method scales the scaled table once more.
-        argument: For the error message: what a user gives.
-
-    Raises:
-        PosencError: The config names no length, or can be read in two ways.
+    `original` is the length that the table was scaled from, where the config may not say. The message of an error
+    depends on `compose` (the method scales the scaled table once more), and names the `argument` that a user gives.
     """
     read = readings(table, original)
     if len(read) == 1:

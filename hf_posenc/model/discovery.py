@@ -52,24 +52,15 @@ def is_scaled(rope_type: str, parameters: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """One rotary table of a live model.
+    """One rotary table of a live model."""
 
-    Attributes:
-        name: The module's path in the model.
-        label: The layer type that the table belongs to; `""` where one table serves all layers.
-        module: The rotary module (the original one, where the model is patched).
-        config: The config that the module was built from.
-        rope_type: The scaling of the live module, in transformers' word.
-        parameters: The entry of `config.rope_parameters` for this table, copied.
-        part: `"encoder"` or `"decoder"` in a model that has both; else `""`.
-    """
-
-    name: str
-    label: str
-    module: nn.Module
-    config: Any
-    rope_type: str
-    parameters: Mapping[str, Any]
+    name: str  # the module's path in the model
+    label: str  # the layer type that the table belongs to; `""` where one table serves all layers
+    module: nn.Module  # the rotary module (the original one, where the model is patched)
+    config: Any  # the config that the module was built from
+    rope_type: str  # the scaling of the live module, in transformers' word
+    parameters: Mapping[str, Any]  # the entry of `config.rope_parameters` for this table, copied
+    # `"encoder"` or `"decoder"` in a model that has both; else `""`.
     part: str = field(default="", kw_only=True)
 
     @property
@@ -209,18 +200,24 @@ def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
 
 def rotary_tables(model: nn.Module) -> tuple[RotaryTable, ...]:
     """Return every `inv_freq` table of the text decoder, in the order of the modules; empty where there is none."""
-    return tuple(
-        RotaryTable(
-            each.name,
-            label,
-            each.module,
-            each.config,
-            *_scaling_of(each.module, each.config, label),
-            part=_part_of(model, each.module),
-        )
-        for each in _text_rotaries(model)
-        for label in table_labels(each.module)
-    )
+    whole: Any = getattr(model, "config", None)
+    text, decoder = whole.get_text_config(decoder=True), _text_decoder(model)
+    rotaries = [rotary for rotary in _rotaries(model) if _TEXT in rotary.modalities]
+    if decoder is None:
+        # Modules whose config is the text decoder's own, where there are any: a protein encoder reads text too.
+        # Otherwise all, if one config covers the whole model: BLT has one more for each of its parts.
+        own = [
+            one for one in rotaries if getattr(one.config, "model_type", None) == text.model_type
+        ]
+        rotaries = own or (rotaries if text is whole else [])
+    inside = set() if decoder is None else {*decoder.modules()}
+    tables = []
+    for each in rotaries:
+        part = "" if decoder is None else "decoder" if each.module in inside else "encoder"
+        for label in table_labels(each.module):
+            described = each.config, *_scaling_of(each.module, each.config, label)
+            tables.append(RotaryTable(each.name, label, each.module, *described, part=part))
+    return tuple(tables)
 
 
 def _sincos_tables(model: nn.Module, attribute: str) -> Iterator[SinCosTable]:
@@ -275,28 +272,6 @@ def _text_decoder(model: Any) -> nn.Module | None:
         return None
     decoder: nn.Module = model.get_decoder()
     return None if decoder is model else decoder
-
-
-def _part_of(model: nn.Module, module: nn.Module) -> str:
-    decoder = _text_decoder(model)
-    if decoder is None:
-        return ""
-    return "decoder" if any(part is module for part in decoder.modules()) else "encoder"
-
-
-def _text_rotaries(model: nn.Module) -> list[_Rotary]:
-    """Return every rotary module of the text decoder, and of a text encoder before it.
-
-    Modules whose config is the text decoder's own, where there are any (a protein encoder reads text too).
-    Otherwise all, if one config covers the whole model (BLT has one more for each of its parts).
-    """
-    whole: Any = getattr(model, "config", None)
-    text = whole.get_text_config(decoder=True)
-    rotaries = [rotary for rotary in _rotaries(model) if _TEXT in rotary.modalities]
-    if _text_decoder(model) is not None:
-        return rotaries
-    own = [each for each in rotaries if getattr(each.config, "model_type", None) == text.model_type]
-    return own or (rotaries if text is whole else [])
 
 
 def uncertain_rotaries(model: nn.Module, tables: Tables) -> dict[str, nn.Module]:
@@ -420,9 +395,10 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
     by_speed = live.argsort(descending=True, stable=True)
     order = None if bool((by_speed == torch.arange(len(live))).all()) else by_speed.argsort()
     live = live[by_speed]
-    for base in (theta, _geometric_base(live[:rotated], dim)):
-        if base is None:
-            continue
+    bases, last = [theta] if theta is not None else [], rotated - 1
+    if last > 0 and 0 < float(live[last]) < 1:  # the base of a geometric table with this last pair
+        bases.append(math.exp(-math.log(float(live[last])) * dim / (2 * last)))
+    for base in bases:
         spec = RopeSpec(dim, float(base), original, order=order)
         plain = _plain(spec, rotated)
         if torch.allclose(live.double(), plain, rtol=_ROUNDED, atol=0):
@@ -450,14 +426,6 @@ def _plain(spec: RopeSpec, rotated: int) -> Tensor:
     return table
 
 
-def _geometric_base(rotated: Tensor, dim: int) -> float | None:
-    """The base of a geometric table, computed from its last rotated pair; `None` where it has none."""
-    last = len(rotated) - 1
-    if last < 1 or not 0 < float(rotated[last]) < 1:
-        return None
-    return math.exp(-math.log(float(rotated[last])) * dim / (2 * last))
-
-
 # The tables of a choice of layers
 
 
@@ -473,7 +441,12 @@ def select(
     `rotated`, the layers are chosen whether they rotate or not: all tables.
     """
     if isinstance(layers, str) and layers in PARTS:
-        tables, layers = [table for table in _in_parts(tables) if table.part == layers], "full"
+        if not any(table.part for table in tables):
+            raise PosencError(
+                'layers="encoder" and layers="decoder" are for models that have both, and this one is not an '
+                'encoder-decoder model. layers is "full", "all" or a list of layer indices.'
+            )
+        tables, layers = [table for table in tables if table.part == layers], "full"
         if not tables:
             raise PosencError(
                 "The part of the model that layers= names has no rotary table of text."
@@ -503,7 +476,10 @@ def select(
         return tuple(tables)
     requested = set(layers)
     groups = [(table, _layers_of(table)) for table in tables]
-    if whole and (names := _of_no_layer_type(tables)):
+    labels = {table.label: table.config for table in tables if table.label}
+    by_type = (label in (getattr(c, "layer_types", None) or ()) for label, c in labels.items())
+    if whole and labels and not any(by_type):
+        names = [*labels]
         raise PosencError(
             f"layers={sorted(requested)}: the tables of this model, {' and '.join(names)}, are not those of layer "
             f"types, and a layer may read several. Name one, as in layers={names[-1]!r}."
@@ -526,11 +502,7 @@ def select(
 
 
 def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
-    """Return the layers of `"full"` attention, of `"sliding"` windows or chunks, of `"all"`, or of a config's own type.
-
-    Raises:
-        PosencError: There is no such layer.
-    """
+    """Return the layers of `"full"` attention, `"sliding"` windows or chunks, `"all"`, or a config's own type."""
     count = range(getattr(config, "num_hidden_layers", None) or 0)
     types = list(getattr(config, "layer_types", None) or ["full_attention" for _ in count])
     attends = [
@@ -546,24 +518,6 @@ def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
             'key is "full", "sliding", "all", one of these types, a layer\'s number, or a range.'
         )
     return tuple(found)
-
-
-def _of_no_layer_type(tables: Tables) -> list[str]:
-    """Return the names of the tables where a config names none of them by a layer type."""
-    labels = {table.label: table.config for table in tables if table.label}
-    by_type = any(
-        label in (getattr(config, "layer_types", None) or ()) for label, config in labels.items()
-    )
-    return [] if by_type else list(labels)
-
-
-def _in_parts(tables: Tables) -> Tables:
-    if not any(table.part for table in tables):
-        raise PosencError(
-            'layers="encoder" and layers="decoder" are for models that have both, and this one is not an '
-            'encoder-decoder model. layers is "full", "all" or a list of layer indices.'
-        )
-    return tables
 
 
 def _layers_of(table: RotaryTable) -> frozenset[int]:

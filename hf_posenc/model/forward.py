@@ -43,24 +43,19 @@ def text_of(args: Any, kwargs: Any) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """The record of one forward of a decoder, or of one call of an attention module; its fields never change.
+    """The record of one forward of a decoder, or of one call of an attention module; its fields never change."""
 
-    Attributes:
-        positions: Those of the queries, shape (batch or 1, queries); `None`: the module hands them over itself.
-        key_positions: Those of the keys, shape (batch or 1, keys); `None`: they follow from the mask.
-        mask: The mask of a module that leaves in its own one the chosen keys alone.
-        others: Number of keys of another text, which come last.
-        weights: True if attention weights are to be returned.
-        lengths: The lengths in force with `update="request"`, shape (batch,), by bucket and original length.
-        rotated: The keys that layers keep from one step to the next, by the layer's index in the cache.
-    """
-
+    # Those of the queries, shape (batch or 1, queries); `None`: the module hands them over itself.
     positions: Tensor | None = None
+    # Those of the keys, shape (batch or 1, keys); `None`: they follow from the mask.
     key_positions: Tensor | None = None
+    # The mask of a module that leaves in its own one the chosen keys alone.
     mask: Mask | None = None
-    others: int = 0
-    weights: bool = False
+    others: int = 0  # number of keys of another text, which come last
+    weights: bool = False  # True if attention weights are to be returned
+    # The lengths in force with `update="request"`, shape (batch,), by bucket and original length.
     lengths: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
+    # The keys that layers keep from one step to the next, by the layer's index in the cache.
     rotated: Mapping[int, RotatedKeys] = field(default_factory=dict)
 
 

@@ -96,14 +96,10 @@ def _real(value: Any) -> Any:
 
 
 class UnwrittenMask(Unwritten):
-    """A mask of attention in code of a model's own: additive, or bool and True for hidden pairs.
+    """A mask of attention in code of a model's own: additive, or bool and True for hidden pairs."""
 
-    Attributes:
-        handle: The same mask as `posenc_mask` returns it.
-        bias: What an additive one holds for visible pairs, of a shape that broadcasts; `None`: zeros.
-    """
-
-    handle: Tensor | None
+    handle: Tensor | None  # the same mask as `posenc_mask` returns it
+    # What an additive one holds for visible pairs, of a shape that broadcasts; `None`: zeros.
     bias: Tensor | None = None
 
     @classmethod
@@ -202,7 +198,11 @@ _scalars: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 def nothing(size: Sequence[int], like: Tensor) -> Tensor:
     """Return zeros of a shape, with the memory of one number; `is_nothing` knows them and their views."""
-    return _scalar(like).expand(*size)
+    key = like.device, like.dtype
+    if key not in _scalars:
+        with torch.inference_mode(False):
+            _scalars[key] = torch.zeros((), device=like.device, dtype=like.dtype)
+    return _scalars[key].expand(*size)
 
 
 def is_nothing(value: Tensor) -> bool:
@@ -216,14 +216,6 @@ def is_nothing(value: Tensor) -> bool:
         scalar is not None
         and scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     )
-
-
-def _scalar(like: Tensor) -> Tensor:
-    key = like.device, like.dtype
-    if key not in _scalars:
-        with torch.inference_mode(False):
-            _scalars[key] = torch.zeros((), device=like.device, dtype=like.dtype)
-    return _scalars[key]
 
 
 class UnwrittenZeros(Unwritten):

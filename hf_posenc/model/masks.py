@@ -288,16 +288,10 @@ class WrittenMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class ChosenMask(Mask):
-    """A mask, and the keys that an indexer has chosen for each query.
+    """A mask, and the keys that an indexer has chosen for each query."""
 
-    Attributes:
-        mask: The keys that a query may see.
-        indices: Places of the chosen keys, shape (batch, queries, chosen).
-        keys: Number of keys.
-    """
-
-    mask: Mask
-    indices: Tensor
+    mask: Mask  # the keys that a query may see
+    indices: Tensor  # places of the chosen keys, shape (batch, queries, chosen)
     keys: int
 
     def rows(self, start: int, stop: int) -> Tensor | None:

@@ -47,10 +47,8 @@ class MethodParameters(nn.Module):
     def __init__(self, values: Mapping[str, Tensor] | None = None, mesh: Any = None) -> None:
         """Store parameters of all heads.
 
-        Args:
-            values: Their initial values, by name.
-            mesh: The processes that share the heads of the layers, in tensor parallelism. All of them have the values
-                of the first, and each gradient is the sum of theirs.
+        All processes of a mesh, which share the heads of the layers in tensor parallelism, have the values of the
+        first, and each gradient is the sum of theirs.
         """
         super().__init__()
         self.mesh = mesh
@@ -102,12 +100,7 @@ class MethodParameters(nn.Module):
 def share_parameters(decoder: nn.Module, sharing: Sequence[tuple[nn.Module, Method]]) -> None:
     """Move the parameters that a method shares among attention layers to their decoder, with the first layer's values.
 
-    Args:
-        decoder: The module that gets them.
-        sharing: The layers, each with its method.
-
-    Raises:
-        UnsupportedModelError: The layers need them in different shapes, on different devices or for other methods.
+    Raises for layers that need them in different shapes, on different devices or for other methods.
     """
     shared: MethodParameters | None = None
     for layer, method in sharing:

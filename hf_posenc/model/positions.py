@@ -32,11 +32,7 @@ _LAST = "_hf_posenc_last_positions"
 
 
 def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Add the positions that a mask shows to a call without `position_ids`: a forward pre-hook.
-
-    Returns:
-        The arguments of the forward; `None` where they stay.
-    """
+    """Add the positions that a mask shows to a call without `position_ids`: a forward pre-hook."""
     if len(args) > 1:  # by their names
         args, kwargs = (), named_arguments(module, args, kwargs)
     inputs = text_of(args, kwargs)
@@ -109,15 +105,6 @@ class DecoderWatch(Entering):
 
     Positions that leave gaps are refused, since the position of a key is its place in the cache. So is a cache that
     another patch has filled, or none: its keys are at other positions.
-
-    Attributes:
-        filled_by: The patch, which is another one if it compares as such, and in words as a string.
-        counts: Of a model whose layers get no positions: `"tokens"`, which a mask shows, or `"places"`, padding too.
-        config: Of which another attention implementation is refused; `None`: any is fine.
-        lengths: Bucket and original length of the layers with `update="request"`.
-        rotated: Layers that keep rotated keys, by their index in the cache.
-        passes: True if the layers hand keywords on to the attention function.
-        computes: True if the methods compute attention, from the place of a key in the cache.
     """
 
     def __init__(
@@ -128,10 +115,16 @@ class DecoderWatch(Entering):
         *,
         computes: bool = True,
     ) -> None:
-        self.filled_by, self.counts, self.computes = filled_by, counts, computes
-        self.config: Any = None
+        # The patch, which is another one if it compares as such, and in words as a string.
+        self.filled_by = filled_by
+        # Of a model whose layers get no positions: "tokens", which a mask shows, or "places", padding too.
+        self.counts = counts
+        self.computes = computes  # attention, from the place of a key in the cache
+        self.config: Any = None  # of which another attention implementation is refused
+        # Bucket and original length of the layers with `update="request"`.
         self.lengths: set[tuple[int, int]] = set()
-        self.rotated: set[int] = set()
+        self.rotated: set[int] = set()  # layers that keep rotated keys, by their index in the cache
+        # The layers hand keywords on to the attention function.
         parameters = inspect.signature(owner.forward).parameters.values()
         self.passes = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
@@ -297,11 +290,6 @@ def watch_caches(model: nn.Module, filled_by: object) -> list[RemovableHandle]:
     outer = {each for each in takers if not {*takers}.isdisjoint([*each.modules()][1:])}
     watches = ((each, DecoderWatch(each, filled_by, computes=False)) for each in takers)
     return [hook for each, watch in watches if each not in outer for hook in watch.around(each)]
-
-
-def request_length(positions: Tensor, original: int, batch: int) -> Tensor:
-    """Return the length in force for each row, shape (batch,), with `update="request"` and no cache."""
-    return (positions.amax(-1) + 1).clamp(min=original).expand(batch)
 
 
 def _shown(mask: Any, start: int, tokens: int) -> bool:

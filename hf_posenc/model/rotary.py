@@ -153,7 +153,11 @@ class PosencRotary(RotaryWrapper):
             _set_table(engine, label, *self.table(label, length), x.device)
         if self.own_forward:
             return engine.forward(x, position_ids, *args, **kwargs)
-        return _half_split_forward(engine, label, x, position_ids)
+        inv_freq: Tensor = getattr(engine, attribute(label, FREQUENCIES))
+        factor: float = getattr(engine, attribute(label, "attention_scaling"))
+        angles = position_ids[..., None].float() * inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
     def extra_repr(self) -> str:
         knobs = ", ".join(f"{knob}={value!r}" for knob, value in self.method.options().items())
@@ -220,14 +224,6 @@ def _set_table(
 ) -> None:
     setattr(engine, attribute(label, FREQUENCIES), inv_freq.to(device))
     setattr(engine, attribute(label, "attention_scaling"), factor)
-
-
-def _half_split_forward(engine: nn.Module, label: str, x: Tensor, position_ids: Tensor) -> CosSin:
-    inv_freq: Tensor = getattr(engine, attribute(label, FREQUENCIES))
-    factor: float = getattr(engine, attribute(label, "attention_scaling"))
-    angles = position_ids[..., None].float() * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 
 # Read-back: the rotation that a rotary module really computes.

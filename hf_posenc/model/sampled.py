@@ -29,16 +29,12 @@ _OF_MODULES = {*vars(nn.Module())} - {"training"}
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The blocks of a model that stand for others.
+    """The blocks of a model that stand for others."""
 
-    Attributes:
-        twins: The blocks for which each block stands.
-        head: A plain layer that turns hidden states into logits, of which a few are enough.
-        empty: The modules that run, of a model that has weights on the meta device.
-    """
-
-    twins: Mapping[nn.Module, tuple[nn.Module, ...]]
+    twins: Mapping[nn.Module, tuple[nn.Module, ...]]  # the blocks for which each block stands
+    # A plain layer that turns hidden states into logits, of which a few are enough.
     head: nn.Module | None = None
+    # The modules that run, of a model that has weights on the meta device.
     empty: tuple[nn.Module, ...] = ()
     _filled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 

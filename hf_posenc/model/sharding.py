@@ -28,13 +28,8 @@ def sharded_weights(module: nn.Module) -> tuple[Any, ...]:
 def processes_of_heads(name: str, weights: Sequence[Any], features: int) -> Any:
     """Return the device mesh of the processes that share the heads of an attention module; `None`: each has all.
 
-    Args:
-        name: The module's path.
-        weights: Its `sharded_weights`.
-        features: Width of what its attention returned in this process.
-
-    Raises:
-        UnsupportedModelError: No weight of the module shows which heads are this process's own.
+    `weights` are its `sharded_weights`, and `features` is the width of what its attention returned in this process.
+    Raises if no weight shows which heads are this process's own.
     """
     if not weights:
         return None

@@ -32,15 +32,10 @@ _HALF = 0.02
 
 @dataclass(frozen=True)
 class OwnTemperature:
-    """The factor of a model's own on its queries.
-
-    Attributes:
-        method: Its law.
-        original: The length L of the law, in tokens.
-    """
+    """The factor of a model's own on its queries."""
 
     method: Temperature
-    original: int
+    original: int  # the length L of the law, in tokens
 
     def factor(self, m: Tensor) -> Tensor:
         """Return the factor on the query at m, of m's shape, float64."""
@@ -109,11 +104,7 @@ class _Past(DynamicCache):
 def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature | None]:
     """Return the attention modules that scale their queries by position, and their law; `None`: an unknown one.
 
-    Modules are not among them where the decoder cannot be run after tokens that are not there.
-
-    Args:
-        owner: The decoder, whose attention is recorded.
-        ids: A few tokens, shape (1, tokens).
+    There are none where the decoder cannot be run after tokens that are not there.
     """
     tolerance = _TOLERANCE.get(rounding_dtype(owner), _HALF)
     with recording() as start:

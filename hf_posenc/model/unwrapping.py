@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import UnsupportedModelError
 
@@ -53,6 +54,26 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
+def config_parts(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a config and every config inside it, by dotted path; the outermost is `""`."""
+    yield "", config
+    for key, value in vars(config).items():
+        if hasattr(value, "get_text_config"):
+            for path, part in config_parts(value):
+                yield f"{key}.{path}".rstrip("."), part
+
+
+def configs_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return every config of a model and its modules, once, by the path of the module and that within its config."""
+    places: dict[int, tuple[tuple[str, str], Any]] = {}
+    for name, module in model.named_modules():
+        outer = vars(module).get("config")
+        if hasattr(outer, "get_text_config") and id(outer) not in places:
+            for path, config in config_parts(outer):
+                places.setdefault(id(config), ((name, path), config))
+    return dict(places.values())
+
+
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put every module of the model into evaluation mode, and each back into its own mode on exit.
@@ -88,6 +109,17 @@ def trial(model: nn.Module) -> Iterator[None]:
     finally:
         if prepared is not None:
             own["forward"] = prepared
+
+
+@contextlib.contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end of a block."""
+    registered = [*handles]
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
 
 
 def owner_of(model: nn.Module, place: str) -> Any:

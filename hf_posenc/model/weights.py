@@ -86,11 +86,8 @@ def _hooks(module: nn.Module) -> list[Any]:
 def damaged_weights(named: Iterable[tuple[str, Tensor]], *, sampled: bool = False) -> str | None:
     """Return a sentence on weights that are not finite, or all zero; `None` if there are none.
 
-    Only plain tensors are computed on: `plain_parts`. A warning names weights of a kind that has none.
-
-    Args:
-        named: The weights, by name.
-        sampled: Read of every matrix the first row alone, which takes no time.
+    Only plain tensors are computed on: `plain_parts`. A warning names weights of a kind that has none. If `sampled`,
+    the first row alone is read of every matrix, which takes no time.
     """
     unread: dict[str, str] = {}
     all_zero = None  # nothing was read yet

@@ -88,14 +88,13 @@ def install_attention(
     with trial(model):
         try:
             with state.sample.only():
-                subject, text, expected = trial_inputs(model, owners[-1])
                 ids = trial_tokens(owners[0])
+                subject, text, expected = trial_inputs(model, owners[-1])
         except UnsupportedModelError:  # blocks that need what others leave for them
             if empty:
                 raise
             state.sample = Sample({})
             subject, text, expected = trial_inputs(model, owners[-1])
-            ids = trial_tokens(owners[0])
     tried: tuple[Any, Inputs] = owners[0], {"input_ids": ids}
     if _is_pair(model):
         tried = subject, text
@@ -198,9 +197,13 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
     sample = state.sample
     with trial(model), sample.only():
         ids = trial_tokens(owner)
-        subject, expected = _reference(model, owner, ids)
+        subject, text, expected = trial_inputs(model, owner)
     _choose_engine(owner, state)
-    if owner.config._attn_implementation != ENGINE or not _calls_engine(owner, ids):
+    calls: Mapping[nn.Module, object] = {}
+    if owner.config._attn_implementation == ENGINE:  # which another tower alone may call
+        with trial(owner), alone(owner), recording() as calls:
+            run(owner, ids)
+    if not calls:
         _hand_over(owner, ids, state)
     with trial(model), sample.only():
         watch = DecoderWatch(owner, state.config, counts="tokens")
@@ -211,13 +214,13 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         watch.passes = all(KEYWORD in layer.recorded.kwargs for layer in layers)
         if owner.config._attn_implementation == ENGINE:
             watch.config = owner.config
-        verify(subject, ids, expected, layers, {}, engine=True)
+        verify(subject, text, expected, layers, {}, engine=True)
         for layer in layers:
             encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
             Layer(encoding, patched=True).attach(layer.module)
         _share(owner, layers)
         state.hooks += _watch_cache(model, watch, layers)
-        run(subject, ids)
+        run(subject, text)
 
 
 def warn_untrained(methods: Sequence[Method], *, stacklevel: int) -> None:
@@ -269,7 +272,9 @@ def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> No
                 "computes attention itself is defined by the position of a key, of which such a key has none. log_n "
                 f"works there. {FREQUENCY_METHODS_WORK}"
             )
-    elif indexers and not _keep_rotation(methods):
+    elif indexers and not all(
+        seam_of(method) == "query" or getattr(method, "keep_rope", False) for method in methods
+    ):
         raise UnsupportedModelError(
             f"{type(owner).__name__} chooses the keys of a query by a {indexers[0]}, from rotated queries and keys of "
             "its own, which a method that changes the rotation in attention does not follow. log_n and biases with "
@@ -290,27 +295,10 @@ def _name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _keep_rotation(methods: Sequence[Method]) -> bool:
-    """Return whether these methods leave the rotation of all queries and keys as it is."""
-    return all(
-        seam_of(method) == "query" or getattr(method, "keep_rope", False) for method in methods
-    )
-
-
-def _reference(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
-    """The model to verify, the whole one or else its decoder alone, and its output for a few tokens."""
-    try:
-        return model, run(model, ids)
-    except Exception:  # it needs an image beside the text
-        with alone(owner):
-            return owner, run(owner, ids)
-
-
 def _choose_engine(owner: Any, state: State) -> str | None:
     """Set the attention implementation of the decoder, and of nothing that it contains (an audio codec).
 
-    Returns:
-        The model's own implementation where the methods only scale its queries; `None` where the engine computes.
+    Returns the model's own one where the methods only scale its queries; `None` where the engine computes.
     """
     register()
     parts = [part for _, part in config_parts(owner.config)]
@@ -332,13 +320,6 @@ def _choose_engine(owner: Any, state: State) -> str | None:
         if vars(part)[IMPLEMENTATION] == ENGINE:
             vars(part)[IMPLEMENTATION] = register_scaled(native)
     return native
-
-
-def _calls_engine(owner: nn.Module, ids: Tensor) -> bool:
-    """Return whether some layer calls the attention function that was set, which only another tower may do."""
-    with trial(owner), alone(owner), recording() as calls:
-        run(owner, ids)
-    return bool(calls)
 
 
 def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
@@ -437,16 +418,9 @@ def _give_encodings(
 
 
 def _chosen(
-    layers: Sequence[CalibratedLayer],
-    sharing: Sequence[CalibratedLayer],
-    config: Any,
-    state: State,
+    layers: Sequence[CalibratedLayer], sharing: Sequence[CalibratedLayer], config: Any, state: State
 ) -> list[CalibratedLayer]:
-    """Return the layers in which a method is in force: layers that rotate, and others where it multiplies queries.
-
-    Raises:
-        UnsupportedModelError: A choice that some method cannot change.
-    """
+    """Return the layers in which a method is in force: layers that rotate, and others where it multiplies queries."""
     methods, requested = state.in_attention, state.config.layers
     scaled = [layer for layer in layers if layer.table is None] if of_queries(methods) else []
     eligible = [*sharing, *scaled] if needs_no_rotation(methods) else [*sharing]
@@ -484,11 +458,7 @@ def of_queries(methods: Sequence[Method]) -> list[Method]:
 
 
 def encoding_of(
-    base: Encoding,
-    layer: CalibratedLayer,
-    methods: Sequence[Method],
-    *,
-    compose: bool,
+    base: Encoding, layer: CalibratedLayer, methods: Sequence[Method], *, compose: bool
 ) -> Encoding:
     """The encoding of one layer; its parameters become a child of the attention module."""
     call, mesh, share = layer.recorded, None, (0, 1)

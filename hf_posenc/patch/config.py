@@ -96,9 +96,8 @@ class PatchConfig:
         )
         if not self.elsewhere:
             return own
-        return "; ".join(
-            (f"{own} in {_layers_in_words(self.layers)}", *map(_with_layers, self.elsewhere))
-        )
+        rest = (f"{part} in {_layers_in_words(part.layers)}" for part in self.elsewhere)
+        return "; ".join((f"{own} in {_layers_in_words(self.layers)}", *rest))
 
     def build(self) -> tuple[Method, ...]:
         """Return the method objects; raise for an unknown method or option, or a value out of range."""
@@ -248,10 +247,6 @@ def check_seams(parts: Sequence[Method | type[Method]]) -> None:
 def of_kind(part: Method | type[Method], kind: type[Method]) -> bool:
     """Return whether a method, a class or an object, is of a kind."""
     return issubclass(part if isinstance(part, type) else type(part), kind)
-
-
-def _with_layers(part: PatchConfig) -> str:
-    return f"{part} in {_layers_in_words(part.layers)}"
 
 
 def _layers_in_words(layers: Layers) -> str:

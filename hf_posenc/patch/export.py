@@ -29,6 +29,7 @@ from hf_posenc.model.rotary import (
     probed_length,
     rotary_output,
 )
+from hf_posenc.model.unwrapping import config_parts as config_parts
 from hf_posenc.rope import RopeSpec
 
 BLOCK = "hf_posenc"
@@ -144,15 +145,6 @@ def restore(config: Any, before: Mapping[str, Any]) -> None:
             vars(config).pop(key, None)
         else:
             vars(config)[key] = copy.deepcopy(value)
-
-
-def config_parts(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a config and every config inside it, by dotted path; the outermost is `""`."""
-    yield "", config
-    for key, value in vars(config).items():
-        if hasattr(value, "get_text_config"):
-            for path, part in config_parts(value):
-                yield f"{key}.{path}".rstrip("."), part
 
 
 def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) -> dict[str, Any]:

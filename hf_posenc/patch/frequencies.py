@@ -77,10 +77,7 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
     """Raise if layers with a window or chunks alone rotate by one of some tables, in a model with other layers.
 
     The blocks of the sample are run on a few tokens; of a model without weights all blocks, on the meta device. Nothing
-    is refused if that fails.
-
-    Raises:
-        UnsupportedModelError: There is such a table. The message says what the model needs.
+    is refused if that fails. The message says what the model needs.
     """
     by_config: dict[int, list[RotaryTable]] = {}
     for table in tables:

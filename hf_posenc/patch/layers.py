@@ -23,19 +23,13 @@ from hf_posenc.patch.state import LayerPart, State
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What brings queries and keys from the model's own rotation to that in which an encoding reads them.
+    """What brings queries and keys from the model's own rotation to that in which an encoding reads them."""
 
-    Attributes:
-        own: The rotation that they have.
-        frequencies: Frequencies beyond it, shape (d/2,), radians per token; `None`: none.
-        factor: The factor on cos and sin beyond it.
-        encoding: The encoding that reads them, keys at its `cached_position`.
-    """
-
-    own: Rotation
+    own: Rotation  # the rotation that they have
+    # Frequencies beyond it, shape (d/2,), radians per token; `None`: none.
     frequencies: Tensor | None
-    factor: float
-    encoding: Encoding
+    factor: float  # the factor on cos and sin beyond it
+    encoding: Encoding  # the encoding that reads them, keys at its `cached_position`
 
     def __call__(self, query: Tensor, key: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         """Turn queries, (batch, heads, queries, head_dim), at m and keys at n; positions are (batch or 1, length)."""
@@ -87,11 +81,7 @@ def _give_parts(
 
 
 def _chosen(layers: Sequence[CalibratedLayer], part: LayerPart) -> list[CalibratedLayer]:
-    """Return the layers of a part, without those in which its methods have nothing to change.
-
-    Raises:
-        UnsupportedModelError: There is none, or one that was asked for by its number is not among them.
-    """
+    """Return the layers of a part in which its methods change something; raise if there are none, or a number lacks."""
     anywhere = bool(of_queries(part.methods))
     every = [layer for layer in layers if layer_index(layer.name, layer.module) in part.layers]
     found = [layer for layer in every if layer.table is not None or anywhere]

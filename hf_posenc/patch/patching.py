@@ -28,27 +28,19 @@ from hf_posenc.model.discovery import (
     uncertain_rotaries,
 )
 from hf_posenc.model.parameters import trained_parameters
-from hf_posenc.model.repositioned import RepositionedRotary
-from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.sampled import Sample, sample_of
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.unwrapping import configs_of, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
 from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
-from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
+from hf_posenc.patch.report import EffectiveTables, Patch
+from hf_posenc.patch.report import inspect_rope as inspect_rope
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.scaled import moving_note
-from hf_posenc.patch.state import (
-    STATE,
-    State,
-    config_values,
-    configs_of,
-    own_config,
-    replace_modules,
-    state_of,
-)
+from hf_posenc.patch.state import STATE, State, config_values, own_config, replace_modules, state_of
 from hf_posenc.seams.held import refuse_replica
 from hf_posenc.seams.hidden import refuse_hidden, version_of
 from hf_posenc.seams.inspection import Positions, inspect
@@ -207,11 +199,7 @@ def native_seams() -> tuple[type[NativeSeam], ...]:
 def _source(
     model: nn.Module, method: MethodLike, sample: Sample
 ) -> tuple[RotaryTable, ...] | NativeSeam:
-    """Return what a request patches: the rotary tables of a model, or another seam that is found by trial.
-
-    Raises:
-        UnsupportedModelError: Neither, with the places where the model's positions come from.
-    """
+    """Return what a request patches: the rotary tables of a model, or another seam that is found by trial."""
     methods = named(method)
     lack: UnsupportedModelError | None = None
     try:
@@ -587,70 +575,3 @@ def inspect_positions(model: nn.Module) -> Positions:
     return (
         dataclasses.replace(positions, patch=str(state.config)) if state is not None else positions
     )
-
-
-def inspect_rope(model: nn.Module) -> EffectiveTables:
-    """Return every rotary table of a model's text decoder as it is in force, patched or not.
-
-    A tuple that prints as one table. Equal tables are listed once, length-dependent ones as for a text within the
-    original length.
-
-    Args:
-        model: A model, also wrapped by PEFT, DDP or `torch.compile`.
-
-    Raises:
-        UnsupportedModelError: A model without rotary embedding.
-
-    Examples:
-        >>> from hf_posenc import inspect_rope, patch_model
-        >>> (plain,), (longer,) = inspect_rope(model), inspect_rope(patch_model(model, "pi", scale=4))
-        >>> (plain.inv_freq / longer.inv_freq).mean().item()  # radians per token
-        4.0
-    """
-    from hf_posenc.seams.handover import tables_in_place  # imports transformers
-
-    inner, state = unwrap(model), state_of(model)
-    wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}
-    dropped = {
-        (id(native_rotary(rotary)), label)
-        for rotary in inner.modules()
-        if isinstance(rotary, RepositionedRotary)
-        and rotary.encoding
-        and not rotary.encoding.rotates
-        for label in rotary.labels
-    }
-    dropped |= {
-        (holder, "")
-        for holder, table in tables_in_place(inner).items()
-        if table.encoding and not table.encoding.rotates
-    }
-    effective: dict[tuple[Any, ...], EffectiveTable] = {}
-    for table in tables_of(inner):
-        wrapper = wrappers.get(id(table.module))
-        (inv_freq, factor), kind = table.live(), table.rope_type
-        theta = table.parameters.get("rope_theta")
-        if wrapper is not None and table.label in wrapper.specs:
-            inv_freq, live_factor = wrapper.table(table.label)
-            factor, kind = float(live_factor), "default"
-            if state is not None and wrapper.method in state.methods:
-                kind = wrapper.method.label
-            theta = wrapper.specs[table.label].theta
-        elif state is not None and isinstance(table, SinCosTable):
-            scalings = [
-                each
-                for each in state.methods
-                if isinstance(each, RopeScaling) and each not in state.in_attention
-            ]
-            kind = scalings[0].label if scalings else kind
-        if (id(table.module), table.label) in dropped:
-            inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
-        patched_table = wrapper is not None and table.label in wrapper.specs
-        difference = "" if patched_table else foreign_frequencies(inner, table)
-        label, inv_freq = table.label or None, inv_freq.detach()
-        values = inv_freq.shape if inv_freq.is_meta else tuple(inv_freq.tolist())
-        key = label, kind, theta, factor, inv_freq.device, values
-        before = effective[key].modules if key in effective else ()
-        names = (*before, table.name)
-        entry = EffectiveTable(label, names, kind, theta, inv_freq, factor, difference)
-        effective[key] = entry
-    return EffectiveTables(effective.values())

@@ -12,12 +12,7 @@ from hf_posenc.lengths import plain, read_length
 from hf_posenc.methods import Growing, Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
 from hf_posenc.methods.contract import called
 from hf_posenc.model.context import context_of, readings
-from hf_posenc.model.discovery import (
-    CutTableError,
-    RotaryTable,
-    layers_of_type,
-    select,
-)
+from hf_posenc.model.discovery import CutTableError, RotaryTable, layers_of_type, select
 from hf_posenc.patch.config import (
     Layers,
     PatchConfig,
@@ -328,11 +323,7 @@ def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> Non
 
 
 def _common_length(tables: Sequence[RotaryTable], *, compose: bool, optional: bool) -> int:
-    """Return the length that a method starts from; 0 where the tables do not name one and it is optional.
-
-    Raises:
-        PosencError: There is none, or the parts of a model have different ones.
-    """
+    """Return the length that a method starts from; 0 where the tables do not name one and it is optional."""
     if optional and any(len(readings(table)) != 1 for table in tables):
         return 0
     lengths = {

@@ -164,12 +164,8 @@ def _withhold(values: dict[str, Any], model: Any, advice: str) -> None:
     Before it builds a model, transformers reads the name of its file of weights from the config, in every family and
     whatever the caller passes; in the configs inside too, since a class of the text model alone reads only that one.
     The other values serve those who build the model from the config. They keep an activation function when they save
-    the config again, which drops the rest. Tokenizers and commands read the config, so that loads.
-
-    Args:
-        values: The JSON, edited in place.
-        model: The patched model.
-        advice: The sentence that stands for the values.
+    the config again, which drops the rest. Tokenizers and commands read the config, so that loads. The JSON is edited
+    in place; `advice` is the sentence that stands for the values.
     """
     parts = dict(export.config_parts(model.config))
     text = model.config.get_text_config(decoder=True)

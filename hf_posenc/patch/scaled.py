@@ -8,12 +8,7 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, LongRoPE, Method, get_method
 from hf_posenc.model.context import config_length, readings
-from hf_posenc.model.discovery import (
-    PER_LENGTH,
-    RotaryTable,
-    layers_of_type,
-    local_layers,
-)
+from hf_posenc.model.discovery import PER_LENGTH, RotaryTable, layers_of_type, local_layers
 
 _ORIGINAL = "original_max_position_embeddings"
 _OF_THE_TABLE = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")

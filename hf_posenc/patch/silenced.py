@@ -42,15 +42,10 @@ class Silenced(ShownTable):
 
 @dataclass(frozen=True, eq=False)
 class SilencedTable(NativeSeam):
-    """Tables that are read by position, silenced for a method that gives positions elsewhere, or nowhere.
-
-    Attributes:
-        tables: The tables.
-        others: What else gives the model positions, in words; empty if nothing does.
-    """
+    """Tables that are read by position, silenced for a method that gives positions elsewhere, or nowhere."""
 
     tables: tuple[Table, ...] = ()
-    others: str = ""
+    others: str = ""  # what else gives the model positions, in words; empty if nothing does
     sources = (LEARNED, SINUSOIDAL)
     in_attention = True
     has_length = True

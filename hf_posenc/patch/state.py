@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable
 from hf_posenc.model.sampled import Sample
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.unwrapping import configs_of, unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.seams.native import NativeSeam, Removable, Swappable
@@ -28,58 +28,46 @@ _SeamT = TypeVar("_SeamT", RotaryTable, NativeSeam)
 
 @dataclass(frozen=True)
 class LayerPart:
-    """The methods of some layers, where layers differ.
-
-    Attributes:
-        layers: Their numbers.
-        methods: The methods.
-        original: The context length that they start from, in tokens.
-        compose: Start from the scaled frequencies of a checkpoint.
-        strict: Refuse layers in which the methods have nothing to change.
-    """
+    """The methods of some layers, where layers differ."""
 
     layers: tuple[int, ...]
     methods: tuple[Method, ...]
-    original: int
-    compose: bool
-    strict: bool
+    original: int  # the context length that they start from, in tokens
+    compose: bool  # start from the scaled frequencies of a checkpoint
+    strict: bool  # refuse layers in which the methods have nothing to change
 
 
 @dataclass
 class State:
-    """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own.
-
-    Attributes:
-        original: The original context length, in tokens; 0 if the model has none.
-        extended: The context length that the patch reaches; `None` where it follows the text.
-        parts: The methods by layers, where layers differ or share a rotary table with layers that are not chosen. All
-            of them are then computed in attention.
-        native: The seam of a model without rotary embedding; `None` where rotation is patched.
-        export: The form in which plain transformers computes the patch, as in `Patch`.
-        attention: The attention implementation that the engine replaces, as in `Patch`.
-        changes: Every config and module with attributes that were set, and their values from before.
-        tensors: The tables that were swapped, and their tensors from before.
-        hooks: The forward hooks that refuse texts past the end of those tables, or count positions without padding.
-        warned: True once saving has warned that the patch is not loaded with the folder by everyone.
-        adapters: The PEFT configs that saving has made carry the patch.
-        sample: The blocks on which the patch is tried.
-        dropped: What the checkpoint's own scaling had and the methods which replace it have not, as in `Patch`.
-    """
+    """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own."""
 
     config: PatchConfig
-    original: int
+    original: int  # the original context length, in tokens; 0 if the model has none
+    # The context length that the patch reaches; `None` where it follows the text.
     extended: int | None
     methods: tuple[Method, ...]
+    # The methods by layers, where layers differ or share a rotary table with layers that are not chosen. All of them
+    # are then computed in attention.
     parts: tuple[LayerPart, ...] = ()
+    # The seam of a model without rotary embedding; `None` where rotation is patched.
     native: NativeSeam | None = None
+    # The form in which plain transformers computes the patch, as in `Patch`.
     export: str | None = None
+    # The attention implementation that the engine replaces, as in `Patch`.
     attention: str | None = None
+    # Every config and module with attributes that were set, and their values from before.
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    # The tables that were swapped, and their tensors from before.
     tensors: list[tuple[Swappable, Tensor]] = field(default_factory=list)
+    # The forward hooks that refuse texts past the end of those tables, or count positions without padding.
     hooks: list[Removable] = field(default_factory=list)
+    # True once saving has warned that the patch is not loaded with the folder by everyone.
     warned: bool = False
+    # The PEFT configs that saving has made carry the patch.
     adapters: list[Any] = field(default_factory=list)
+    # The blocks on which the patch is tried.
     sample: Sample = field(default_factory=lambda: Sample({}))
+    # What the checkpoint's own scaling had and the methods which replace it have not, as in `Patch`.
     dropped: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -129,17 +117,6 @@ def own_config(model: nn.Module, seams: Sequence[_SeamT]) -> tuple[_SeamT, ...]:
         if hasattr(config, "get_text_config"):
             vars(module)["config"] = copy.deepcopy(config, copies)
     return tuple(replace(each, config=copies.get(id(each.config), each.config)) for each in seams)
-
-
-def configs_of(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return every config of a model and its modules, once, by the path of the module and that within its config."""
-    places: dict[int, tuple[tuple[str, str], Any]] = {}
-    for name, module in model.named_modules():
-        outer = vars(module).get("config")
-        if hasattr(outer, "get_text_config") and id(outer) not in places:
-            for path, config in export.config_parts(outer):
-                places.setdefault(id(config), ((name, path), config))
-    return dict(places.values())
 
 
 def config_values(model: nn.Module) -> dict[tuple[str, str], dict[str, Any]]:

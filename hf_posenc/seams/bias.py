@@ -34,7 +34,7 @@ from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
 from hf_posenc.model.sampled import Sample
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.handover import UnwrittenMasks, hand_over, handed_over, search, take_back
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
@@ -48,37 +48,24 @@ _OF_EFFECT = 0.02  # how far outputs may differ by the rounding of a model's own
 
 @dataclass(frozen=True)
 class Place:
-    """The place among a block's arguments where biases are put.
+    """The place among a block's arguments where biases are put."""
 
-    Attributes:
-        key: The argument that gets them: its name, or its index among those without a name.
-        others: Arguments that carry the same biases once more, which become zero.
-        visible: The argument is an additive mask, (batch, 1 or heads, queries, keys), of which only the hidden pairs
-            stay, or (`adds`) all else too; else it is (heads or batch * heads, 1, keys).
-        adds: The argument is a mask without biases.
-        exact: Biases are float32; else of the argument's dtype.
-    """
-
-    key: Key
-    others: tuple[Key, ...]
+    key: Key  # the argument that gets them: its name, or its index among those without a name
+    others: tuple[Key, ...]  # arguments that carry the same biases once more, which become zero
+    # The argument is an additive mask, (batch, 1 or heads, queries, keys), of which only the hidden pairs stay, or
+    # (`adds`) all else too; else it is (heads or batch * heads, 1, keys).
     visible: bool
-    adds: bool = False
-    exact: bool = True
+    adds: bool = False  # the argument is a mask without biases
+    exact: bool = True  # biases are float32; else of the argument's dtype
 
 
 @dataclass(frozen=True)
 class ExactBias:
-    """A forward pre-hook of a block, which replaces the biases among its arguments; it can be copied and pickled.
+    """A forward pre-hook of a block, which replaces the biases among its arguments; it can be copied and pickled."""
 
-    Attributes:
-        place: The place where the biases go.
-        slopes: The score per token of distance, for each head; not negative.
-        layer: The index of the block's layer in a cache.
-    """
-
-    place: Place
-    slopes: tuple[float, ...]
-    layer: int
+    place: Place  # the place where the biases go
+    slopes: tuple[float, ...]  # the score per token of distance, for each head; not negative
+    layer: int  # the index of the block's layer in a cache
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the block's arguments with exact biases, or without any where the engine computes them."""
@@ -100,7 +87,10 @@ class ExactBias:
         m, n = shared(own, question, lambda: self.positions(values))
         # A few queries have few biases, and the block's own code needs no help for them.
         many = m.shape[1] * n.shape[1] > max(forward.least for forward in forwards)
-        if not many or not all(_follows(forward.module) for forward in forwards):
+        # Attention code may run in another way since it was handed over.
+        configs = (getattr(forward.module, "config", None) for forward in forwards)
+        same = all(getattr(c, "_attn_implementation", "eager") == "eager" for c in configs)
+        if not many or not same:
             return False
         forward = Forward(m, n, weights=bool(values.get("output_attentions")))
         self._remove_biases(values, n.shape[1], forward)
@@ -163,12 +153,6 @@ class ExactBias:
         return place.index_select(1, rows), place
 
 
-def _follows(module: Any) -> bool:
-    """Return whether attention code still runs as it did when it was handed over."""
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", "eager") == "eager"
-
-
 def _hiding(mask: Tensor) -> Tensor:
     """Return an additive mask that hides the pairs that another one hides, in all heads alike."""
     hidden = ~visible(mask).any(1, keepdim=True)
@@ -185,13 +169,9 @@ def _on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelALiBi(ALiBi):
-    """ALiBi with the slopes of a model, already divided by the scale.
+    """ALiBi with the slopes of a model, already divided by the scale."""
 
-    Args:
-        own: The slope of each head.
-    """
-
-    own: tuple[float, ...] = ()
+    own: tuple[float, ...] = ()  # the slope of each head
 
     def slopes(self, heads: int, device: torch.device | None = None) -> Tensor:
         return _on(self.own, torch.device("cpu") if device is None else device)
@@ -249,14 +229,10 @@ def _is_mask(value: Any, queries: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class BiasSeam(NativeSeam):
-    """The blocks of a model that are handed ALiBi.
+    """The blocks of a model that are handed ALiBi."""
 
-    Attributes:
-        blocks: The outermost modules that receive it, by path.
-        slopes: The slopes in each of their arguments that carries it, as the model has them.
-    """
-
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # the outermost modules that receive it, by path
+    # The slopes in each of their arguments that carries it, as the model has them.
     slopes: Mapping[Key, tuple[float, ...]]
     sources = (ALIBI,)
 
@@ -278,8 +254,13 @@ class BiasSeam(NativeSeam):
                 f"{type(model).__name__} hands ALiBi to its blocks in different ways, which hf_posenc does not patch. "
                 "Please report it, with the model type."
             )
-        widths = {each.value.shape[-1] for each in found}
-        return cls(model.config, _length(model.config, max(widths)), tuple(sites), slopes)
+        # The trained length: the width of biases made for all texts at once, or what the config names.
+        width = max(each.value.shape[-1] for each in found)
+        length: int | None = width
+        if width <= 2 * TOKENS:
+            named = (getattr(model.config, key, None) for key in LENGTH_KEYS)
+            length = next((value for value in named if isinstance(value, int)), None)
+        return cls(model.config, length, tuple(sites), slopes)
 
     def install(self, model: nn.Module, state: Undo, method: Method) -> None:
         """Find the place of the biases by trial, at scale 1; then put in those of the requested scale."""
@@ -388,12 +369,8 @@ class BiasSeam(NativeSeam):
         self, model: nn.Module, ids: Tensor, place: Place, slopes: tuple[float, ...]
     ) -> Tensor:
         """Return the output of the model with biases in a place."""
-        hooks = self._hook(model, place, slopes)
-        try:
+        with hooked(self._hook(model, place, slopes)):
             return run(model, ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _hook(
         self, model: nn.Module, place: Place, slopes: tuple[float, ...]
@@ -407,14 +384,6 @@ class BiasSeam(NativeSeam):
         return hooks
 
 
-def _length(config: Any, width: int) -> int | None:
-    """Return the trained length: the width of biases that are made for all texts at once, or what the config names."""
-    if width > 2 * TOKENS:
-        return width
-    named = (getattr(config, key, None) for key in LENGTH_KEYS)
-    return next((value for value in named if isinstance(value, int)), None)
-
-
 def _arguments_of(model: nn.Module, path: str) -> dict[Key, Any]:
     """Return the arguments with which a module is called, by index and by name."""
     values: dict[Key, Any] = {}
@@ -422,11 +391,8 @@ def _arguments_of(model: nn.Module, path: str) -> dict[Key, Any]:
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
         values.update({**dict(enumerate(args)), **kwargs})
 
-    hook = model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with hooked([model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)]):
         run(model, trial_tokens(model))
-    finally:
-        hook.remove()
     return values
 
 

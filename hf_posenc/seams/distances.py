@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import T5, Method
 from hf_posenc.model.calibration import trial_tokens
+from hf_posenc.model.unwrapping import configs_of
 from hf_posenc.seams.inspection import BY_DISTANCE, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
 from hf_posenc.seams.traces import read_tables, rows_read
@@ -51,31 +52,21 @@ def divided(distance: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Table:
-    """A relative position bias.
+    """A relative position bias."""
 
-    Attributes:
-        path: The module with the function from distances to rows.
-        weight: The table itself.
-        function: The name of that function.
-        limit: The attribute of the module, and of its config, with the distance from which all keys share a row;
-            `None`: there is none.
-    """
-
-    path: str
-    weight: str
-    function: str
+    path: str  # the module with the function from distances to rows
+    weight: str  # the table itself
+    function: str  # the name of that function
+    # The attribute of the module, and of its config, with the distance from which all keys share a row; `None`: there
+    # is none.
     limit: str | None
 
 
 @dataclass(frozen=True, eq=False)
 class DistanceSeam(NativeSeam):
-    """The trained relative position biases of a model.
+    """The trained relative position biases of a model."""
 
-    Attributes:
-        tables: All of them: those of the encoder, of the decoder, of every layer.
-    """
-
-    tables: tuple[Table, ...]
+    tables: tuple[Table, ...]  # all of them: those of the encoder, of the decoder, of every layer
     sources = (BY_DISTANCE,)
 
     @classmethod
@@ -147,7 +138,7 @@ class DistanceSeam(NativeSeam):
                     f"{type(model).__name__} has no setting for the distance from which all keys share a row, which "
                     'mode="max_distance" raises. mode="distance" divides distances instead.'
                 )
-            for each in [*model.modules(), *_configs(model)]:
+            for each in [*model.modules(), *configs_of(model).values()]:
                 if isinstance(vars(each).get(name), int):
                     value = {name: round(vars(each)[name] * method.scale)}
                     if isinstance(each, nn.Module):
@@ -164,14 +155,7 @@ class DistanceSeam(NativeSeam):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of a function from distances to rows.
-
-    Attributes:
-        function: The function that was called.
-        distance: Its distances, a whole tensor of any shape.
-        rows: The rows that it returned, of the same shape.
-        args, kwargs: Its other arguments.
-    """
+    """A call of a function from distances to rows: whole tensors of one shape; and its other arguments."""
 
     function: Callable[..., Tensor]
     distance: Tensor
@@ -218,11 +202,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _tables(model: nn.Module) -> Iterator[Table]:
-    """Yield the relative position biases, with the functions that return the rows at which they are read.
-
-    Raises:
-        UnsupportedModelError: A table whose rows no function of a module around it returns.
-    """
+    """Yield the relative position biases, each with the function that returns the rows at which it is read."""
     weights = [reading.name for reading in read_tables(model) if reading.first is None]
     paths = {path: path.split(".") for path in weights}
     around = {
@@ -279,12 +259,6 @@ def _calls(model: nn.Module, tables: Sequence[Table]) -> list[_Call]:
         rows = read[table.weight][0][1]
         found.append(next(one for one in made if torch.equal(one.rows, rows)))
     return found
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return every config of a model and of its modules, once."""
-    configs = [vars(module).get("config") for module in model.modules()]
-    return list({id(config): config for config in configs if hasattr(config, "to_dict")}.values())
 
 
 def _is_native(model: Any, tables: Sequence[Table]) -> bool:

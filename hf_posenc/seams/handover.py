@@ -66,19 +66,12 @@ class _Search(Scope):
 
 @dataclass(frozen=True)
 class Found:
-    """What `search` found.
+    """What `search` found."""
 
-    Attributes:
-        modules: The attention modules.
-        both_directions: Those that are not causal.
-        features_first: Modules whose keys have features before tokens.
-        operations: Operations on scores that are unknown.
-    """
-
-    modules: tuple[nn.Module, ...]
-    both_directions: tuple[nn.Module, ...]
-    features_first: tuple[nn.Module, ...]
-    operations: tuple[str, ...]
+    modules: tuple[nn.Module, ...]  # the attention modules
+    both_directions: tuple[nn.Module, ...]  # those that are not causal
+    features_first: tuple[nn.Module, ...]  # modules whose keys have features before tokens
+    operations: tuple[str, ...]  # operations on scores that are unknown
 
 
 def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
@@ -106,26 +99,23 @@ class HandedOver(Replaced):
     """The forward of a module whose attention is handed to `posenc_attention`, or which reads a table by position.
 
     It is not traced by `torch.compile`.
-
-    Attributes:
-        bidirectional: True if queries see later keys.
-        transposed: False if keys have features before tokens.
-        optional: True if the module's own code computes the same, and is used unless an argument carries a record.
-        least: Pairs of a query and a key up to which that code is used, where it is `optional`.
-        table: The sin-cos table that the module holds.
-        embedding: The table of the embedding that rotates the module's queries and keys outside of it.
     """
 
     def __init__(
         self, module: nn.Module, *, bidirectional: bool = False, transposed: bool = True
     ) -> None:
         super().__init__(module)
-        self.bidirectional, self.transposed = bidirectional, transposed
+        self.bidirectional = bidirectional  # queries see later keys
+        self.transposed = transposed  # False if keys have features before tokens
         names = inspect.signature(type(module).forward).parameters
         self.names = tuple(itertools.islice(names, 1, None))
-        self.table: RepositionedTable | None = None
+        self.table: RepositionedTable | None = None  # the sin-cos table that the module holds
+        # The table of the embedding that rotates the module's queries and keys outside of it.
         self.embedding: RepositionedTable | None = None
-        self.optional, self.least = False, 0
+        # The module's own code computes the same, and is used unless an argument carries a record.
+        self.optional = False
+        # Pairs of a query and a key up to which that code is used, where it is optional.
+        self.least = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = kwargs.pop(KEYWORD, None) or carried((*args, *kwargs.values()))

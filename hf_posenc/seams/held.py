@@ -72,18 +72,14 @@ class TableEnd:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or (length := length_of(args, kwargs)) is None:
             return
-        tokens = _longest(sum(length), kwargs.get("attention_mask"))
+        tokens, rows = sum(length), tokens_of_rows(kwargs.get("attention_mask"))
+        if rows is not None:  # the longest text of a padded batch
+            tokens = min(tokens, max(rows))
         if tokens > self.positions:
             raise PosencError(
                 f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
                 f"Patch it with a target_length of at least {tokens:,}."
             )
-
-
-def _longest(tokens: int, mask: Any) -> int:
-    """Return the tokens of the longest text of a padded batch, at most `tokens`."""
-    rows = tokens_of_rows(mask)
-    return tokens if rows is None else min(tokens, max(rows))
 
 
 def tokens_of_rows(mask: Any) -> list[int] | None:

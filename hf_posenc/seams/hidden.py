@@ -45,13 +45,8 @@ _tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyD
 def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample) -> None:
     """Raise if an unpatched model gets positions from more than its rotation, and from no recurrence or convolution.
 
-    Only where the blocks of a sample show something is the whole model tried.
-
-    A model is not tried if its weights are not all in this process, nor filled in by the sample, or if it does not run
-    on tokens alone.
-
-    Raises:
-        UnsupportedModelError: There is such a place; the message names it.
+    Only where the blocks of a sample show something is the whole model tried. It is not tried if its weights are not
+    all in this process, nor filled in by the sample, or if it does not run on tokens alone.
     """
     lacking = not sample.empty and any(each.is_meta for each in model.parameters())
     if lacking or is_sharded(model):
@@ -115,7 +110,11 @@ def _beside(model: nn.Module, tables: Tables) -> list[Source]:
         return []
     found = [each for each in positions.sources if each.kind not in _ROTATION]
     # Its other experiments add up rounding from block to block, which half precision has enough of.
-    found += [each for each in positions.hidden if any(_near(each, path) for path in left)]
+    found += [
+        each
+        for each in positions.hidden
+        if any(_within(one, two) or _within(two, one) for one in left for two in each.places)
+    ]
     named = [place for each in positions.rest for place in each.places]
     if not found and not any(each.kind in (SCALING, QUERIES) for each in positions.rest):
         for path, size in left.items():
@@ -125,11 +124,6 @@ def _beside(model: nn.Module, tables: Tables) -> list[Source]:
     config: Any = model.config
     allowed = adapter_of(model).beside.get(config.get_text_config(decoder=True).model_type, ())
     return [each for each in found if each.kind not in allowed]
-
-
-def _near(source: Source, path: str) -> bool:
-    """Return whether a module is, or lies in or around, one of the places of a source."""
-    return any(_within(path, place) or _within(place, path) for place in source.places)
 
 
 def _within(path: str, place: str) -> bool:

@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.context import readings
-from hf_posenc.model.discovery import (
-    UNSCALED,
-    RotaryTable,
-    foreign_frequencies,
-    tables_of,
-)
+from hf_posenc.model.discovery import UNSCALED, RotaryTable, foreign_frequencies, tables_of
 from hf_posenc.model.rotary import moves_with_length, table_labels
+from hf_posenc.model.unwrapping import hooked
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
 
@@ -170,34 +166,19 @@ class Positions:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, its heading first."""
-        heading = ("source", "where", "details", "absolute", "relative")
-        cells = [
-            (
-                each.kind,
-                each.where,
-                each.facts,
-                self._cell(each.absolute),
-                self._cell(each.relative),
-            )
-            for each in (*self.sources, *self.rest)
-        ]
-        return [heading, *cells]
 
-    def _cell(self, value: float) -> str:
-        return f"{value:.2g}" if value > self.tolerance else "0"
+        def cell(value: float) -> str:
+            return f"{value:.2g}" if value > self.tolerance else "0"
+
+        heading = ("source", "where", "details", "absolute", "relative")
+        every = (*self.sources, *self.rest)
+        cells = ((each, cell(each.absolute), cell(each.relative)) for each in every)
+        return [heading, *((each.kind, each.where, each.facts, *moved) for each, *moved in cells)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON has it."""
-        return {
-            "model": self.model,
-            "sources": [vars(source) for source in self.sources],
-            "rest": [vars(source) for source in self.rest],
-            "certificate": self.certificate,
-            "tolerance": self.tolerance,
-            "complete": self.complete,
-            "patch": self.patch,
-            "bidirectional": self.bidirectional,
-        }
+        listed = {key: [*map(vars, getattr(self, key))] for key in ("sources", "rest")}
+        return {**vars(self), **listed, "complete": self.complete}
 
     def __repr__(self) -> str:
         return "\n".join((text_table(self.rows()), *self.notes()))
@@ -247,15 +228,20 @@ def inspect(model: nn.Module) -> Positions:
         UnsupportedModelError: A model that cannot be run on a few tokens alone.
     """
     limit = probes.tolerance(model)
-    found = [*_rotaries(model), *_tables(model)]
+    found = list(_tables(model))
+    if rotaries := _rotary_modules(model):  # one source: silenced, all tokens stand at position 0
+        rotation = Source(ROTARY, tuple(rotaries), _rotary_facts(model))
+        found.insert(0, Found(rotation, lambda: unrotated(model)))
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
             found += _arguments(model)
     with silenced(found):
-        absolute = probes.absolute(model)
-        if sinks := _sinks(model, probes.innermost(absolute, limit)):
-            found.append(sinks)
+        sinks = sinks_of(model, probes.innermost(probes.absolute(model), limit))
+        if sinks is not None:  # modules count their keys: the count ends without sinks
+            with sinks.silence():
+                if max(probes.absolute(model).values()) <= limit:
+                    found.append(sinks)
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         beyond = probes.shifted(model)
@@ -266,9 +252,7 @@ def inspect(model: nn.Module) -> Positions:
         rest += scaled
     certificate = max(_largest(absolute, relative), beyond)
     if certificate <= limit:
-        with silenced(
-            found
-        ):  # what makes attention sharper with the position moves no equal rows, and no mean
+        with silenced(found):  # sharpening by position moves no equal rows, and no mean
             doubled = probes.twice(model)
         for path in ([""] if doubled[""] > limit else []) + probes.innermost(doubled, limit):
             kind = type(model.get_submodule(path)).__name__ if path else OUTSIDE
@@ -331,13 +315,6 @@ def silenced(found: Iterable[Found]) -> Iterator[None]:
 # What is found, and how it is silenced
 
 
-def _rotaries(model: nn.Module) -> Iterator[Found]:
-    """Yield the rotary embeddings as one source: silenced, all tokens stand at position 0."""
-    if modules := _rotary_modules(model):
-        source = Source(ROTARY, tuple(modules), _rotary_facts(model))
-        yield Found(source, lambda: unrotated(model))
-
-
 def _rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if table_labels(module)}
 
@@ -345,21 +322,17 @@ def _rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def unrotated(model: nn.Module) -> Iterator[None]:
     """Put all tokens at position 0 of every rotary embedding."""
-    with contextlib.ExitStack() as hooks:
-        for module in _rotary_modules(model).values():
-            handle = module.register_forward_pre_hook(_at_zero, with_kwargs=True)
-            hooks.callback(handle.remove)
-        yield
 
-
-def _at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
     def zero(value: Any) -> Any:
-        whole = (
-            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-        )
+        whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         return torch.zeros_like(value) if whole else value
 
-    return tuple(map(zero, args)), {key: zero(value) for key, value in kwargs.items()}
+    def at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(map(zero, args)), {key: zero(value) for key, value in kwargs.items()}
+
+    rotaries = _rotary_modules(model).values()
+    with hooked(m.register_forward_pre_hook(at_zero, with_kwargs=True) for m in rotaries):
+        yield
 
 
 def _rotary_facts(model: nn.Module) -> str:
@@ -421,13 +394,7 @@ def _tables(model: nn.Module) -> Iterator[Found]:
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
-    """Return whether inner products of rows depend on the distance alone, as those of sines and cosines do.
-
-    Args:
-        table: At least two axes.
-        axis: The axis of positions.
-        start: The first row that counts.
-    """
+    """Return whether inner products of rows from `start` on, along an axis, depend on the distance alone."""
     rows = table.detach().movedim(axis, 0).flatten(1).double()[start:][:64]
     products = rows @ rows.T
     uneven = (products[1:, 1:] - products[:-1, :-1]).abs().max()
@@ -486,17 +453,6 @@ def _arguments(model: nn.Module) -> Iterator[Found]:
             else ""
         )
         yield Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
-
-
-def _sinks(model: nn.Module, culprits: Sequence[str]) -> Found | None:
-    """Return the parameters of modules that count their keys if the count ends without them; else `None`."""
-    sinks = sinks_of(model, culprits)
-    if sinks is None:
-        return None
-    with sinks.silence():
-        if max(probes.absolute(model).values()) > probes.tolerance(model):
-            return None
-    return sinks
 
 
 def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
 from hf_posenc.model.sampled import Sample
-from hf_posenc.seams.inspection import (
-    RECURRENCE,
-    ROTARY,
-    ROTARY_TABLE,
-    Positions,
-    with_article,
-)
+from hf_posenc.seams.inspection import RECURRENCE, ROTARY, ROTARY_TABLE, Positions, with_article
 
 
 class Swappable(Protocol):
@@ -36,16 +30,7 @@ class Removable(Protocol):
 
 
 class Undo(Protocol):
-    """The record of a patch (`hf_posenc.patch.state.State`), to which a seam reports all that it changes.
-
-    Attributes:
-        original: The trained length L that the method starts from, in tokens; 0 if the model has none.
-        extended: The length that the patch reaches; `None` where it has no end.
-        export: The form in which plain transformers computes the patch, as in `Patch`.
-        tensors: Places whose tensor was swapped, and their tensors from before.
-        hooks: Hooks of the patch, and what else it takes out by itself.
-        sample: The blocks on which the patch is tried.
-    """
+    """The part of a patch's record (`hf_posenc.patch.state.State`) to which a seam reports all that it changes."""
 
     original: int
     extended: int | None
@@ -67,24 +52,16 @@ class NativeSeam:
 
     A seam is kept in the patched model, so it holds paths rather than modules. All that `install` changes goes through
     the record of the patch, which undoes it.
-
-    Attributes:
-        config: The config of the model; one of its own once the patch is installed.
-        length: The trained length L, in tokens; `None` if the model has none.
-
-    Attributes:
-        sources: The kinds of `Source` that the seam patches.
-        in_attention: True if its methods compute attention themselves, in the engine.
-        has_length: True if the length that the model reads is a matter of the seam, with every method.
-        purpose: The use of its methods; `{}` stands for a source.
     """
 
-    config: Any
-    length: int | None
-    sources: ClassVar[tuple[str, ...]] = ()
+    config: Any  # of the model; one of its own once the patch is installed
+    length: int | None  # the trained length L, in tokens; `None` if the model has none
+    sources: ClassVar[tuple[str, ...]] = ()  # the kinds of `Source` that the seam patches
+    # True if its methods compute attention themselves, in the engine.
     in_attention: ClassVar[bool] = False
+    # True if the length that the model reads is a matter of the seam, with every method.
     has_length: ClassVar[bool] = False
-    purpose: ClassVar[str] = "Methods for {}"
+    purpose: ClassVar[str] = "Methods for {}"  # the use of its methods; `{}` stands for a source
 
     @classmethod
     def takes(cls, method: type[Method], source: str) -> bool:
@@ -98,11 +75,7 @@ class NativeSeam:
 
     @classmethod
     def of(cls, model: nn.Module, positions: Positions) -> NativeSeam:
-        """Build the seam of a model that has a source which the requested method patches.
-
-        Raises:
-            UnsupportedModelError: A source in a form that cannot be patched.
-        """
+        """Build the seam of a model with a source that the requested method patches; raise for another form."""
         raise NotImplementedError
 
     @abstractmethod
@@ -162,12 +135,7 @@ _ROTARY_METHODS = (
 def choose(
     seams: Seams, model: nn.Module, positions: Positions, methods: Sequence[Method | type[Method]]
 ) -> NativeSeam:
-    """Return the seam of a model that the requested methods patch.
-
-    Raises:
-        UnsupportedModelError: The model has none, with the places where its positions come from and what patches them.
-        PosencError: Several methods.
-    """
+    """Return the seam of a model that the requested methods patch; else raise with its sources and their methods."""
     kinds = [each if isinstance(each, type) else type(each) for each in methods]
     for seam in seams:
         for source in positions.sources:

@@ -16,6 +16,7 @@ No model family is known by name. Attention without positions is a function of a
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError, one_line
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, is_offloaded, is_quantized
 
 TOKENS = 7
@@ -66,19 +67,11 @@ def ordinary_tokens(model: Any, count: int, seed: int = 0) -> Tensor:
         for key, value in vars(vars(module).get("config") or object).items():
             if "token_i" in key and isinstance(value, int):
                 special.add(value)
-    size = _vocabulary(model)
-    usable = [
-        token
-        for token in range(min(size, 4 * (count + len(special)) + 100))
-        if token not in special
-    ]
+    size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    if not isinstance(size, int):
+        size = int(model.get_input_embeddings().num_embeddings)
+    usable = sorted({*range(min(size, 4 * (count + len(special)) + 100))} - special)
     return torch.tensor([random.Random(seed).sample(usable, count)], device=_device(model))
-
-
-def _vocabulary(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    size = getattr(config, "vocab_size", None)
-    return size if isinstance(size, int) else int(model.get_input_embeddings().num_embeddings)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -100,10 +93,7 @@ def _device(model: nn.Module) -> torch.device:
 def forward(model: Any, ids: Tensor, **arguments: Any) -> list[Tensor]:
     """Run a model without a cache and return its outputs for each token, in float64, shape (1, tokens, features).
 
-    An encoder-decoder gets the same tokens on both sides.
-
-    Raises:
-        UnsupportedModelError: A model that does not run on tokens alone, or has no output for each token.
+    An encoder-decoder gets the same tokens on both sides. A model that does not run on tokens alone is refused.
     """
     known = inspect.signature(model.forward).parameters
     arguments = {"input_ids": ids, **arguments}
@@ -169,7 +159,7 @@ def twice(model: nn.Module, mended: Collection[str] = ()) -> dict[str, float]:
         moved[path] = max(moved.get(path, 0.0), difference)
         return difference
 
-    def show(path: str, args: Any, kwargs: Any) -> Any:
+    def show(path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = next(filter(_is_text, (*args, *kwargs.values())), None)
         if hidden is None or hidden.shape[_token_axis(hidden)] != TOKENS:
             return args, kwargs
@@ -178,7 +168,7 @@ def twice(model: nn.Module, mended: Collection[str] = ()) -> dict[str, float]:
         rows = hidden.index_select(_token_axis(hidden), order.to(hidden.device))
         return _exchanged(hidden, rows, args, kwargs)
 
-    def compare(path: str, output: Any) -> None:
+    def compare(path: str, _: nn.Module, args: Any, output: Any) -> None:
         nonlocal unequal
         result = _first(output)
         if result is None or result.shape[_token_axis(result)] != TOKENS:
@@ -190,19 +180,13 @@ def twice(model: nn.Module, mended: Collection[str] = ()) -> dict[str, float]:
             difference = note(path, result)
             unequal = difference > limit if not around[path] else unequal
 
-    with contextlib.ExitStack() as hooks:
-        for path, module in modules.items():
-            before = module.register_forward_pre_hook(
-                lambda _, args, kwargs, path=path: show(path, args, kwargs),
-                with_kwargs=True,
-            )
-            after = module.register_forward_hook(
-                lambda _, args, output, path=path: compare(path, output)
-            )
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
-        with trial(model):
-            outputs = forward(model, ordinary_tokens(model, 3)[:, _TWICE])
+    handles = []
+    for path, module in modules.items():
+        before = functools.partial(show, path)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(functools.partial(compare, path)))
+    with hooked(handles), trial(model):
+        outputs = forward(model, ordinary_tokens(model, 3)[:, _TWICE])
     if not unequal:
         for output in outputs:
             note("", output)
@@ -421,15 +405,9 @@ def _watching(model: nn.Module, record: Recorder) -> Iterator[None]:
 
         return watch
 
-    hooks = [
-        module.register_forward_hook(hook(path), with_kwargs=True)
-        for path, module in block_modules(model)
-    ]
-    try:
+    modules = block_modules(model)
+    with hooked(m.register_forward_hook(hook(path), with_kwargs=True) for path, m in modules):
         yield
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def _variation(rows: Tensor) -> float:

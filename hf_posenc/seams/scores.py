@@ -29,31 +29,21 @@ from hf_posenc.model.repositioned import RepositionedTable
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """Queries (..., queries, d) and keys (..., keys, d) of a running module, and what was done to their products.
+    """Queries (..., queries, d) and keys (..., keys, d) of a running module, and what was done to their products."""
 
-    Attributes:
-        scope: The forward that multiplied them.
-        path: The modules that were running then, the innermost last.
-        query: Three or four dimensions.
-        key: As many.
-        factor: The factor on the products.
-        added: Tensors that were added, each with the factor on it since; they broadcast to the scores.
-        hidden: Bool tensors of the pairs that were given no weight; they broadcast to the scores.
-        zeroed: Bool, of pairs whose score was multiplied by 0 and is yet to be hidden; broadcasts to the scores.
-        lead: Batch and heads; `None` where only their product was seen.
-        dropout: Probability of leaving out a weight.
-    """
-
-    scope: Scope
-    path: tuple[nn.Module, ...]
-    query: Tensor
-    key: Tensor
+    scope: Scope  # the forward that multiplied them
+    path: tuple[nn.Module, ...]  # the modules that were running then, the innermost last
+    query: Tensor  # three or four dimensions
+    key: Tensor  # as many
     factor: float = 1.0
+    # Tensors that were added, each with the factor on it since; they broadcast to the scores.
     added: tuple[tuple[Tensor, float], ...] = ()
+    # Bool tensors of the pairs that were given no weight; they broadcast to the scores.
     hidden: tuple[Tensor, ...] = ()
+    # Bool, of pairs whose score was multiplied by 0 and is yet to be hidden; broadcasts to the scores.
     zeroed: Tensor | None = None
-    lead: tuple[int, int] | None = None
-    dropout: float = 0.0
+    lead: tuple[int, int] | None = None  # batch and heads; `None` where only their product was seen
+    dropout: float = 0.0  # probability of leaving out a weight
 
     @property
     def size(self) -> torch.Size:

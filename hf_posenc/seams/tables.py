@@ -11,7 +11,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from hf_posenc.methods.contract import check_table
 from hf_posenc.model.forward import Entering, running
 from hf_posenc.model.memory import free_memory
 from hf_posenc.model.sharding import refuse_parts_of_texts
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import configs_of, hooked, owner_of, trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import Held, ShownTable, TableEnd, held, length_of, tokens_of_rows
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
@@ -50,15 +50,10 @@ class Table:
 
 @dataclass(eq=False)
 class LongText(Entering):
-    """Hooks of a model that enter `True` for a text that needs the longer table of `update="request"`.
+    """Hooks of a model that enter `True` for a text that needs the longer table of `update="request"`."""
 
-    Attributes:
-        trained: The positions of the original table.
-        method: The method that makes the longer one.
-    """
-
-    trained: int
-    method: TableMethod
+    trained: int  # the positions of the original table
+    method: TableMethod  # the method that makes the longer one
     breaks = True
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,19 +131,13 @@ def _axis(table: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Waves:
-    """The formula of a sinusoidal table.
+    """The formula of a sinusoidal table."""
 
-    Attributes:
-        frequencies: Shape (n,), float64, in radians per token.
-        shifted: True if rows are counted from that of the padding before position 0, as fairseq does.
-        alternating: True if sines and cosines take turns; False if all sines come first.
-        width: Number of columns; those past the 2 n columns of the formula are 0.
-    """
-
-    frequencies: Tensor
+    frequencies: Tensor  # shape (n,), float64, in radians per token
+    # True if rows are counted from that of the padding before position 0, as fairseq does.
     shifted: bool
-    alternating: bool
-    width: int
+    alternating: bool  # True if sines and cosines take turns; False if all sines come first
+    width: int  # number of columns; those past the 2 n columns of the formula are 0
 
     def columns(self, angles: Tensor) -> Tensor:
         """Return the rows for angles of shape (positions, n)."""
@@ -158,11 +147,7 @@ class _Waves:
 
 
 def _waves(rows: Tensor, start: int) -> _Waves:
-    """Return the formula that gives the rows of a table, those before position 0 included.
-
-    Raises:
-        UnsupportedModelError: None does.
-    """
+    """Return the formula that gives the rows of a table, those before position 0 included; raise if none does."""
     known = rows[start:].double().cpu()
     pairs, width = known.shape[1] // 2, known.shape[1]
     tolerance = _FORMULA if rows.dtype in (torch.float32, torch.float64) else _ROUNDED
@@ -190,16 +175,12 @@ def _waves(rows: Tensor, start: int) -> _Waves:
 
 @dataclass(frozen=True, eq=False)
 class TableSeam(NativeSeam):
-    """Tables that are read by position, learned or sinusoidal; those of an encoder and a decoder grow alike.
-
-    Attributes:
-        tables: The tables.
-        beside: What else gives the model positions, in words, and stays as it is; empty if nothing does.
-        rest: What depends on order besides all known sources, in words; empty if the certificate is rounding.
-    """
+    """Tables that are read by position, learned or sinusoidal; those of an encoder and a decoder grow alike."""
 
     tables: tuple[Table, ...] = ()
+    # What else gives the model positions, in words, and stays as it is; empty if nothing does.
     beside: str = ""
+    # What depends on order besides all known sources, in words; empty if the certificate is rounding.
     rest: str = ""
     sources = (LEARNED, SINUSOIDAL)
 
@@ -366,16 +347,9 @@ def _swap(state: Undo, place: Held, tensor: Tensor) -> None:
 
 def _owners(model: nn.Module, place: Held) -> list[nn.Module]:
     """Return the innermost models of transformers around the modules that hold a tensor."""
-    holders = {id(module) for module, _ in place.places}
-    owners: dict[int, nn.Module] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in holders:
-            continue
-        parts = path.split(".") if path else []
-        around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
-        owner = next((each for each in around if hasattr(each, "get_input_embeddings")), model)
-        owners[id(owner)] = owner
-    return list(owners.values())
+    holders = {module for module, _ in place.places}
+    paths = (p for p, each in model.named_modules(remove_duplicate=False) if each in holders)
+    return list(dict.fromkeys(owner_of(model, f"{path}.") for path in paths))
 
 
 # What hangs on the length
@@ -397,19 +371,39 @@ def take_over_lengths(
 ) -> tuple[list[tuple[Any, dict[str, Any]]], nn.Module]:
     """Give a model the buffers and numbers of its class for tables of new lengths; the tables themselves stay.
 
-    Returns:
-        The edits of configs, which are yet to be written, and the model that was built from them, without weights.
-
-    Raises:
-        UnsupportedModelError: Something hangs on the length in an unknown way, or memory is too small for it.
+    Returns the edits of configs, which are yet to be written, and the model that was built from them, without weights.
     """
-    growth = _growth(tables, lengths)
-    edits = list(_config_edits(model, growth))
+    # Old lengths and numbers of rows with the new ones; configs may count a few rows less or more.
+    growth: dict[int, int] = {}
+    for table in sorted(tables, key=lambda one: one.positions):
+        more = lengths[table.path] - table.positions
+        near = range(table.positions - _APART, table.positions + table.start + 1)
+        growth |= {number: number + more for number in near}
+    growth |= {table.positions: lengths[table.path] for table in tables}  # its own comes first
+    edits: list[tuple[Any, dict[str, Any]]] = []
+    for config in configs_of(model).values():
+        values = {
+            key: growth[value]
+            for key, value in vars(config).items()
+            if _is_number(value)
+            and value in growth
+            and _LENGTH.search(key)
+            and _RELATIVE not in key
+        }
+        edits += [(config, values)] if values else []
     places = {table.path for table in tables}
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     _check_memory(model, edits, tables, lengths)
     twin = _twin(model, edits)
-    _check_other_weights(model, twin, weights - places)
+    others = dict(twin.named_parameters(remove_duplicate=False))
+    if moved := sorted(
+        name
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if name not in places and name in others and others[name].shape != weight.shape
+    ):
+        raise UnsupportedModelError(
+            f"The size of {', '.join(moved)} follows the length of {type(model).__name__}, and it is no table of "
+            "positions that could be made longer in the same way."
+        )
     for table in tables:
         longer = held(twin, table.path).tensor()
         if longer.shape[_axis(longer)] != table.start + lengths[table.path]:
@@ -422,49 +416,8 @@ def take_over_lengths(
     return edits, twin
 
 
-def _growth(tables: Sequence[Table], lengths: Mapping[str, int]) -> dict[int, int]:
-    """Return old lengths and numbers of rows with the new ones; configs may count a few rows less or more."""
-    growth: dict[int, int] = {}
-    for table in sorted(tables, key=lambda one: one.positions):
-        more = lengths[table.path] - table.positions
-        near = range(table.positions - _APART, table.positions + table.start + 1)
-        growth |= {number: number + more for number in near}
-    for table in tables:  # its very length comes before that of a near one
-        growth[table.positions] = lengths[table.path]
-    return growth
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return every config of a model and its parts."""
-    found: dict[int, Any] = {}
-    waiting = [vars(module).get("config") for module in model.modules()]
-    while waiting:
-        config = waiting.pop(0)
-        if hasattr(config, "get_text_config") and id(config) not in found:
-            found[id(config)] = config
-            waiting += vars(config).values()
-    return list(found.values())
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _config_edits(
-    model: nn.Module, growth: Mapping[int, int]
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the configs that name a length of the tables, with the new values."""
-    for config in _configs(model):
-        values = {
-            key: growth[value]
-            for key, value in vars(config).items()
-            if _is_number(value)
-            and value in growth
-            and _LENGTH.search(key)
-            and _RELATIVE not in key
-        }
-        if values:
-            yield config, values
 
 
 def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.Module:
@@ -529,20 +482,6 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     }
 
 
-def _check_other_weights(model: nn.Module, twin: nn.Module, names: set[str]) -> None:
-    """Refuse a model with weights besides the tables whose size depends on the length."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    longer = dict(twin.named_parameters(remove_duplicate=False))
-    moved = [
-        name for name in sorted(names & longer.keys()) if own[name].shape != longer[name].shape
-    ]
-    if moved:
-        raise UnsupportedModelError(
-            f"The size of {', '.join(moved)} follows the length of {type(model).__name__}, and it is no table of "
-            "positions that could be made longer in the same way."
-        )
-
-
 def _follow(
     model: nn.Module, twin: nn.Module, state: Undo, growth: Mapping[int, int], tables: set[str]
 ) -> None:
@@ -593,11 +532,7 @@ class _ReachedError(Exception):
 
 
 def run_past(model: Any, ids: Tensor, tables: Sequence[Table], lengths: Mapping[str, int]) -> None:
-    """Run a text past the old length up to the end of the first block, on each side of an encoder-decoder.
-
-    Raises:
-        VerificationError: It does not run.
-    """
+    """Verify that a text past the old length runs through the first block, on each side of an encoder-decoder."""
     longest = min(lengths.values())
     if longest <= min(table.positions for table in tables):
         return
@@ -617,10 +552,8 @@ def run_past(model: Any, ids: Tensor, tables: Sequence[Table], lengths: Mapping[
         if hidden is not None and hidden.dim() == 3 and max(hidden.shape[:2]) >= tokens:
             raise _ReachedError
 
-    with contextlib.ExitStack() as hooks:
-        for path, block in probes.block_modules(model):
-            if probes.is_block(path):
-                hooks.callback(block.register_forward_hook(stop, with_kwargs=True).remove)
+    blocks = [block for path, block in probes.block_modules(model) if probes.is_block(path)]
+    with hooked(block.register_forward_hook(stop, with_kwargs=True) for block in blocks):
         for inputs in sides:
             try:
                 with trial(model):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, is_plain
 from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
 
@@ -30,33 +30,21 @@ _LONGER = TOKENS + 3  # the length of a second text
 
 @dataclass(frozen=True)
 class Reading:
-    """The rows of a tensor that a forward reads.
+    """The rows of a tensor that a forward reads."""
 
-    Attributes:
-        name: The tensor's path in the model.
-        axis: The axis of the tensor that rows are counted along.
-        first: The row of position 0; `None` for a relative position bias.
-    """
-
-    name: str
-    axis: int
-    first: int | None
+    name: str  # the tensor's path in the model
+    axis: int  # the axis of the tensor that rows are counted along
+    first: int | None  # the row of position 0; `None` for a relative position bias
 
 
 @dataclass(frozen=True, eq=False)
 class Argument:
-    """A float argument of a module that depends on positions and not on tokens.
+    """A float argument of a module that depends on positions and not on tokens."""
 
-    Attributes:
-        path: The module's path in the model.
-        key: The argument: its name, or its index among those without a name.
-        value: Its value for the text of the trace.
-        slopes: The factors on the distance, one for each head, where it is linear in the place of the key; else `None`.
-    """
-
-    path: str
-    key: int | str
-    value: Tensor
+    path: str  # the module's path in the model
+    key: int | str  # the argument: its name, or its index among those without a name
+    value: Tensor  # its value for the text of the trace
+    # The factors on the distance, one for each head, where it is linear in the place of the key; else `None`.
     slopes: tuple[float, ...] | None
 
 
@@ -67,7 +55,10 @@ def read_tables(model: nn.Module) -> list[Reading]:
     readings = []
     for name, reads in first.items():
         others, long = second.get(name, []), longer.get(name)
-        same = len(reads) == len(others) and all(map(_same, reads, others))
+        same = len(reads) == len(others) and all(
+            a == b and torch.equal(rows, again)
+            for (a, rows), (b, again) in zip(reads, others, strict=True)
+        )
         if not same or not long:
             continue
         (axis, index), (_, later) = reads[0], long[0]
@@ -77,10 +68,6 @@ def read_tables(model: nn.Module) -> list[Reading]:
         elif _by_distance(index, TOKENS) and _by_distance(later, _LONGER):
             readings.append(Reading(name, axis, None))
     return readings
-
-
-def _same(one: tuple[int, Tensor], other: tuple[int, Tensor]) -> bool:
-    return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
 def _start(index: Tensor, tokens: int) -> int | None:
@@ -184,18 +171,13 @@ def weighing(model: nn.Module, paths: Collection[str]) -> set[str]:
 
     Weights are known by a softmax, or by a kernel of attention. A recurrence has neither.
     """
-    trace = _Kernels()
-    with contextlib.ExitStack() as hooks:
-        for path in paths:
-            module = model.get_submodule(path)
-            before = module.register_forward_pre_hook(
-                lambda *_, path=path: trace.entered.append(path)
-            )
-            after = module.register_forward_hook(lambda *_: trace.entered.pop() and None)
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
-        with trial(model), trace:
-            forward(model, ordinary_tokens(model, TOKENS))
+    trace, handles = _Kernels(), []
+    for path in paths:
+        module, enter = model.get_submodule(path), lambda *_, path=path: trace.entered.append(path)
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(lambda *_: trace.entered.pop() and None))
+    with hooked(handles), trial(model), trace:
+        forward(model, ordinary_tokens(model, TOKENS))
     return trace.weighing - trace.convolving
 
 
@@ -236,10 +218,7 @@ def users_of(model: nn.Module, sources: Collection[str]) -> set[str]:
     """Return the paths of the modules that compute with what the modules of some paths return.
 
     A use inside of a submodule counts for that alone. No value is compared, so models on the meta device are traced
-    too.
-
-    Raises:
-        Exception: A model that cannot be run on a few tokens alone.
+    too. Raises whatever a model raises that cannot be run on a few tokens alone.
     """
     on_meta = execution_device(model).type == "meta"
     if on_meta:  # the only precision that experts have there; a copy takes no memory
@@ -331,13 +310,13 @@ def _arguments(model: nn.Module, ids: Tensor) -> dict[tuple[str, int | str], Ten
 
         return keep
 
-    with contextlib.ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if path:
-                handle = module.register_forward_pre_hook(hook(path), with_kwargs=True)
-                hooks.callback(handle.remove)
-        with trial(model):
-            forward(model, ids)
+    handles = (
+        module.register_forward_pre_hook(hook(path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if path
+    )
+    with hooked(handles), trial(model):
+        forward(model, ids)
     return values
 
 
@@ -355,11 +334,8 @@ def flattened(model: nn.Module, arguments: Sequence[Argument]) -> Iterator[None]
 
         return flatten
 
-    with contextlib.ExitStack() as hooks:
-        for path, own in keys.items():
-            module = model.get_submodule(path)
-            handle = module.register_forward_pre_hook(hook(own), with_kwargs=True)
-            hooks.callback(handle.remove)
+    modules = ((model.get_submodule(path), own) for path, own in keys.items())
+    with hooked(m.register_forward_pre_hook(hook(own), with_kwargs=True) for m, own in modules):
         yield
 
 

@@ -223,9 +223,7 @@ def test_the_selection_does_not_depend_on_the_order_of_the_files(
 
 
 def test_the_environment_names_the_standard_library_first_and_only_permissive_packages() -> None:
-    from hf_posenc.embedded.corpus import environment
-
-    sources = list(environment(exclude=["numpy"]))
+    sources = list(train_tiny_llama.environment(exclude=["numpy"]))
     assert sources[0].name == STDLIB
     assert "typing.py" in sources[0].files
     names = [item.name for item in sources[1:]]

@@ -361,9 +361,7 @@ def test_plain_transformers_loads_what_is_saved(
 ) -> None:
     """``save_pretrained``, then the model class's own ``from_pretrained``: the same logits, with no help from here."""
     patch(model, **NATIVE[case][0])
-    state = get_patch(model)
-    assert state is not None
-    if state.export is None:
+    if zoo.in_force(model).export is None:
         if not PAGE_IS_CURRENT:
             pytest.skip("this transformers cannot load it")
         assert model_type in NOT_EXPORTED, "this type used to export"
@@ -420,13 +418,8 @@ def with_another_rotary(model_type: str) -> Any:
 def test_a_rotary_module_that_no_table_belongs_to_is_no_silent_half(
     method: str, options: dict[str, Any]
 ) -> None:
-    model, tokens = with_another_rotary("llama"), zoo.tokens(LENGTH)
-    before, config = zoo.logits(model, tokens), copy.deepcopy(model.config.to_dict())
-    with pytest.raises(UnsupportedModelError, match="other of LlamaForCausalLM rotates text too"):
-        patch_model(model, method, **options)
-    assert get_patch(model) is None
-    assert model.config.to_dict() == config
-    assert torch.equal(zoo.logits(model, tokens), before)
+    words = "other of LlamaForCausalLM rotates text too"
+    zoo.refused(with_another_rotary("llama"), words, method, **options)
 
 
 def test_a_rotary_module_that_cannot_be_tried_is_no_silent_half() -> None:
@@ -441,8 +434,7 @@ def test_a_config_that_another_part_reads_too_is_not_scaled() -> None:
     """Plain transformers would scale Moonshine's encoder of speech with its decoder."""
     model = zoo.build("moonshine")
     patch_model(model, "yarn", scale=4.0)
-    state = get_patch(model)
-    assert state is not None
+    state = zoo.in_force(model)
     assert state.export is None
     assert [table.modules for table in state.tables] == [("model.decoder.rotary_emb",)]
     assert model.config.rope_parameters["rope_type"] == "default"
@@ -454,9 +446,7 @@ def test_parts_of_different_lengths_have_no_common_one() -> None:
     with pytest.raises(hf_posenc.PosencError, match=r"encoder\S*: 64; \S*decoder\S*: 192"):
         patch_model(model, "yarn", scale=4.0)
     patch_model(model, "yarn", scale=4.0, original_max_position_embeddings=64)
-    state = get_patch(model)
-    assert state is not None
-    assert state.extended_length == 256
+    assert zoo.in_force(model).extended_length == 256
 
 
 FEW_COMPOSITES = ("qwen2_5_vl", "evolla", "gemma3")
@@ -482,8 +472,7 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
     want = expected_logits(model, "yarn", tokens)
     patch(model, **NATIVE["yarn"][0])
     assert zoo.relative_difference(zoo.logits(model, tokens), want) < 1e-4
-    state = get_patch(model)
-    assert state is not None
+    state = zoo.in_force(model)
     assert not [m for table in state.tables for m in table.modules if zoo.NOT_TEXT_MODULE.search(m)]
     for name, buffer in others.items():
         assert torch.equal(model.get_buffer(name), buffer)
@@ -510,10 +499,7 @@ OTHER_TOWERS = {
 
 @pytest.mark.parametrize(
     "model_type",
-    quick(
-        [t for t in WITHOUT_ROPE if t in CONFIG_MAPPING],
-        ("gpt2", "bloom", "mamba"),
-    ),
+    quick([t for t in WITHOUT_ROPE if t in CONFIG_MAPPING], ("gpt2", "bloom", "mamba")),
 )
 def test_models_without_rope_are_refused_by_name(model: PreTrainedModel, model_type: str) -> None:
     config = copy.deepcopy(model.config.to_dict())

@@ -193,8 +193,7 @@ REFUSED = {
     ),
     "deepseek_v4": MERGED,
     **dict.fromkeys(
-        ("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"),
-        NOT_ALONE,
+        ("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"), NOT_ALONE
     ),
 }
 """Types that are refused, with what the message says.

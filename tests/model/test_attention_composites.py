@@ -80,10 +80,7 @@ def test_composite_models_are_as_before_with_a_window_longer_than_the_text(model
     assert torch.equal(zoo.logits(model, ids), before)
 
 
-REFUSED_COMPOSITES = {
-    "mistral_large4": SPARSE,
-    "diffusion_gemma": "besides attention",
-}
+REFUSED_COMPOSITES = {"mistral_large4": SPARSE, "diffusion_gemma": "besides attention"}
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])

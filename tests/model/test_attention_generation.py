@@ -146,18 +146,6 @@ def test_beam_search(name: str) -> None:
     torch.testing.assert_close(cached.sequences_scores, plain.sequences_scores)
 
 
-@pytest.mark.parametrize("name", FEWER)
-def test_drafts_that_are_taken_back(name: str) -> None:
-    """Prompt lookup and assisted decoding crop the cache wherever a draft was wrong."""
-    model = patched_by(name)
-    ids = torch.cat((zoo.tokens(9), zoo.tokens(9), zoo.tokens(5)), 1)
-    assert_greedy(model, ids, generate(model, input_ids=ids, prompt_lookup_num_tokens=4))
-    assistant = build(**TOKENS, num_hidden_layers=1)
-    assert_greedy(model, ids, generate(model, input_ids=ids, assistant_model=assistant))
-    patch_model(assistant, "rerope", window=5)
-    assert_greedy(model, ids, generate(model, input_ids=ids, assistant_model=assistant))
-
-
 @pytest.mark.parametrize(
     ("model_type", "name"),
     covering(("gemma3_text", "mistral"), ("rerope", "alibi", "dynamic_ntk_row")),
@@ -166,11 +154,7 @@ def test_layers_with_a_sliding_window(model_type: str, name: str) -> None:
     model = zoo.build(model_type, sliding_window=8, eos_token_id=None)
     case = CASES[name]
     patch_model(
-        model,
-        case.method,
-        layers="all",
-        original_max_position_embeddings=ORIGINAL,
-        **case.options,
+        model, case.method, layers="all", original_max_position_embeddings=ORIGINAL, **case.options
     )
     for cache in ("dynamic", "static"):
         check_padded_batch(model, cache)
@@ -179,18 +163,14 @@ def test_layers_with_a_sliding_window(model_type: str, name: str) -> None:
 # ------------------------------------------------------------------------------------------
 # torch.compile
 
-TRACED = [
-    pytest.param(name, marks=() if name in ("self_extend", "dynamic_ntk_row") else pytest.mark.slow)
-    for name in FEW
-]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [p for p in TRACED if p.values[0] != "dynamic_ntk_row"])
+@pytest.mark.parametrize("name", FEW)
 def test_a_compiled_forward(layer: PreTrainedModel, name: str) -> None:
-    model = apply(layer, name)
+    """Blocks of queries that share frequencies begin where positions say, which no single graph can hold."""
+    model, whole = apply(layer, name), name not in ("xpos", "dynamic_ntk_row")
     torch._dynamo.reset()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=name != "xpos")
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=whole)
     for length in (40, 31):
         ids = zoo.tokens(length)
         assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids), name)
@@ -269,17 +249,6 @@ def test_compiled_steps_with_a_pinned_length(layer: PreTrainedModel, bucket: int
 
 
 @pytest.mark.slow
-def test_a_compiled_forward_by_blocks(model: PreTrainedModel) -> None:
-    """Blocks of queries that share frequencies begin where positions say, which no single graph can hold."""
-    apply(model, "dynamic_ntk_row")
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(model, backend="eager")
-    for length in (40, 31):
-        ids = zoo.tokens(length)
-        assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rerope", "alibi"])
 def test_compiled_to_machine_code(layer: PreTrainedModel, name: str) -> None:
     model = apply(layer, name)
@@ -348,7 +317,10 @@ def test_the_chosen_implementation_comes_back(model: PreTrainedModel, chosen: st
 
 @pytest.mark.parametrize(
     ("model_type", "method"),
-    [("llama", "rerope"), ("bert", "alibi"), ("gpt2", "alibi"), ("opt", "alibi")],
+    [
+        *(("llama", "rerope"), ("llama", "log_n")),
+        *(("bert", "alibi"), ("gpt2", "alibi"), ("opt", "alibi")),
+    ],
 )
 def test_another_implementation_after_the_patch_is_refused(model_type: str, method: str) -> None:
     model = zoo.build(model_type)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc import get_patch, inspect_rope, patch_model, patched
+from hf_posenc import inspect_rope, patch_model, patched
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates
 from hf_posenc.evaluation.recommend import recommend
@@ -110,14 +110,12 @@ def test_a_scaled_checkpoint_is_scaled_further(checkpoint: dict[str, Any]) -> No
         patch_model(model, "yarn", scale=2, layers="all")
     assert f"{read.original:,} tokens, to {2 * read.original:,}" in str(raised.value)
     with patched(model, "pi", scale=2, replace=True, layers="all"):
-        patch = get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         assert patch.original_max_position_embeddings == read.original
         assert patch.extended_length == 2 * read.original
     assert f"{read.reach:,} tokens, to {2 * read.reach:,}" in str(raised.value)
     with patched(model, "pi", target_length=2 * read.reach, compose=True, layers="all"):
-        patch = get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         assert patch.original_max_position_embeddings == read.reach
         assert patch.options["scale"] == 2
 
@@ -174,9 +172,7 @@ def test_two_readings_are_asked_about(checkpoint: dict[str, Any]) -> None:
     for read in (before, after):
         given: dict[str, Any] = {"original_max_position_embeddings": read.original}
         with patched(model, "yarn", scale=2, replace=True, **given):
-            patch = get_patch(model)
-            assert patch is not None
-            assert patch.extended_length == 2 * read.original
+            assert zoo.in_force(model).extended_length == 2 * read.original
     with pytest.raises(PosencError, match="two ways"):
         checked_candidates(model, ["truncation"])
     option = f"original_max_position_embeddings={before.original}"

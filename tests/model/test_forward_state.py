@@ -332,11 +332,7 @@ def gradients(
 
 @pytest.mark.parametrize(("kind", "name", "options", "reentrant"), AGAIN)
 def test_a_layer_that_is_computed_again_has_its_own_forward(
-    kind: str,
-    name: str,
-    options: dict[str, Any],
-    reentrant: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, name: str, options: dict[str, Any], reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another forward, of the same length and of another one, between a forward and its backward.
 

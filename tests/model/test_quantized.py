@@ -321,9 +321,7 @@ def test_a_lora_is_trained_on_four_bits(method: str, checkpoint: Path, tmp_path:
     model.save_pretrained(tmp_path / "adapter")
     base = peft.prepare_model_for_kbit_training(load("bitsandbytes 4", checkpoint, tmp_path))
     loaded: Any = hf_posenc.load_adapter(base, tmp_path / "adapter")
-    patch = get_patch(loaded)
-    assert patch is not None
-    assert patch.method == method
+    assert zoo.in_force(loaded).method == method
     with trial(loaded):
         assert torch.equal(logits(loaded), expected)
 

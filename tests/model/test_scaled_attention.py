@@ -77,8 +77,7 @@ def test_the_models_own_implementation_gets_scaled_queries(
     assert torch.equal(calls.queries[0], plain * factor)
     assert set(calls.names) == {name} if "flash" in name else {f"hf_posenc_{name}"}
     assert_close(got, reference(model, CASES["log_n"], IDS))
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.attention == name
     assert len(patch.layers) == 2
     unpatch_model(model)
@@ -193,10 +192,7 @@ def test_beside_bands_layers_that_do_not_rotate_have_it_too() -> None:
 def test_layers_in_which_a_method_has_nothing_to_change(
     model_type: str, method: str, layers: list[int], message: str
 ) -> None:
-    model = zoo.build(model_type)
-    with pytest.raises(PosencError, match=message):
-        patch_model(model, method, layers=layers)
-    assert get_patch(model) is None
+    zoo.refused(zoo.build(model_type), message, method, layers=layers)
 
 
 OWN: dict[str, tuple[int, dict[str, Any]]] = {
@@ -291,9 +287,7 @@ def test_a_layer_with_a_rotary_of_its_own_is_chosen_by_it() -> None:
     """Although those of the other layers hold the same frequencies."""
     model = zoo.build("moshi")
     patch_model(model, "rerope", layers=[3])
-    state = get_patch(model)
-    assert state is not None
-    assert state.layers == ("model.layers.3.self_attn",)
+    assert zoo.in_force(model).layers == ("model.layers.3.self_attn",)
 
 
 def test_a_copy_in_another_process_registers_its_implementation() -> None:
@@ -303,13 +297,6 @@ def test_a_copy_in_another_process_registers_its_implementation() -> None:
         mapping.pop("hf_posenc_sdpa")
     loaded = pickle.loads(stored)
     assert torch.equal(zoo.logits(loaded, IDS), expected)
-
-
-def test_an_implementation_that_is_set_afterwards_is_refused() -> None:
-    model = apply(build(), "log_n")
-    model.set_attn_implementation("eager")
-    with pytest.raises(PosencError, match="'eager' afterwards"):
-        zoo.logits(model, IDS)
 
 
 def test_a_factor_of_each_head_is_found_and_has_no_law() -> None:

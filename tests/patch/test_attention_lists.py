@@ -63,10 +63,7 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 YARN = ("yarn", {"scale": 4.0})
 LISTS: dict[str, tuple[list[Any], Case]] = {
     "yarn, log_n": ([YaRN(scale=4), LogN()], Case("log_n", law="log_n", table=YARN)),
-    "yarn, rerope": (
-        [YaRN(scale=4), ReRoPE(window=8)],
-        replace(CASES["rerope"], table=YARN),
-    ),
+    "yarn, rerope": ([YaRN(scale=4), ReRoPE(window=8)], replace(CASES["rerope"], table=YARN)),
     "rerope, log_n": ([ReRoPE(window=8), LogN()], CASES["rerope_log_n"]),
     "alibi, log_n": (
         [ALiBi(keep_rope=True), "log_n"],

@@ -57,8 +57,7 @@ def test_unpatching_restores_everything(model: PreTrainedModel, name: str) -> No
     model.train()
     before, logits = copy.deepcopy(everything(model)), zoo.logits(model, IDS)
     apply(model, name)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.method == CASES[name].method
     assert CASES[name].method in str(patch)
     token_by_token(model, IDS[:, :12])
@@ -206,10 +205,7 @@ def test_saved_and_loaded(model: PreTrainedModel, name: str, tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path)
     assert_close(zoo.logits(loaded, IDS), expected, tolerance=1e-6)
-    ours, theirs = get_patch(model), get_patch(loaded)
-    assert ours is not None
-    assert theirs is not None
-    assert ours.config == theirs.config
+    assert zoo.in_force(model).config == zoo.in_force(loaded).config
     assert set(parameters_of(loaded)) == set(parameters_of(model))
     assert torch.equal(zoo.logits(unpatch_model(loaded), IDS), before)
 
@@ -228,8 +224,7 @@ def test_alibi_needs_no_length() -> None:
     every: tuple[dict[str, Any], ...] = ({}, {"scale": 2.0})
     for options in every:
         patch_model(model, "alibi", layers="all", **options)
-        patch = get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         assert patch.extended_length is None
         assert "0 ->" not in str(patch)
         patch_model(other, "alibi", layers="all", original_max_position_embeddings=64, **options)

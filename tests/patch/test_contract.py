@@ -151,13 +151,7 @@ CASES: list[tuple[type[Method], dict[str, Any], str, Any, str]] = [
         "initial (b) returned float32 of shape (2,) on cpu with nan",
     ),
     (DistanceBias, BIAS, "horizon", lambda self, drop, heads, *_: -drop, "from -64 to -64"),
-    (
-        DistanceBias,
-        BIAS,
-        "horizon",
-        lambda self, drop, heads, *_: drop / 4,
-        "below -drop",
-    ),
+    (DistanceBias, BIAS, "horizon", lambda self, drop, heads, *_: drop / 4, "below -drop"),
     (
         DistanceBias,
         BIAS,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
+from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.methods import (
     Clip,
     DynamicNTK,
@@ -57,8 +57,7 @@ def test_filters_change_the_finished_table_in_order(which: str, tmp_path: Path) 
     methods, model = LISTS[which], build()
     before = zoo.logits(model, IDS)
     patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     (table,) = patch.tables
     want, factor = table_of(methods, table.dim, model.config.rope_parameters["rope_theta"])
     torch.testing.assert_close(table.inv_freq, torch.tensor(want), rtol=1e-6, atol=0)
@@ -95,9 +94,7 @@ def test_the_order_matters() -> None:
     tables = []
     for filters in ([ResonanceRoPE(), Clip(soft=4)], [Clip(soft=4), ResonanceRoPE()]):
         model = patch_model(build(), [YaRN(scale=4), *filters])
-        patch = get_patch(model)
-        assert patch is not None
-        tables.append(patch.tables[0].inv_freq)
+        tables.append(zoo.in_force(model).tables[0].inv_freq)
     assert not torch.equal(*tables)
 
 
@@ -139,9 +136,7 @@ def test_a_filter_follows_a_dynamic_method_through_its_lengths() -> None:
 def test_p_rope_saves_natively(model_type: str, tmp_path: Path) -> None:
     model = zoo.build(model_type)
     patch_model(model, "clip", share=0.5)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.export == "rope_parameters"
+    assert zoo.in_force(model).export == "rope_parameters"
     parameters = model.config.rope_parameters
     own = parameters.get("full_attention", parameters)
     assert (own["rope_type"], own["partial_rotary_factor"]) == ("proportional", 0.5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_posenc import get_patch, patch_model, patched, unpatch_model
+from hf_posenc import patch_model, patched, unpatch_model
 from tests.patch.test_patching import LENGTH, logits
 from tests.support import zoo
 
@@ -49,8 +49,7 @@ def test_half_precision_is_no_worse_than_the_native_rotation(dtype: torch.dtype)
     model.cuda()
     patch_model(model, "yarn", scale=4)
     model.to(dtype)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     positions = torch.arange(19_000, 20_000, device="cuda")[None]
     rotary = model.get_submodule("model.rotary_emb")
     cos, _ = rotary(torch.zeros(1, 1, 1, dtype=dtype, device="cuda"), positions)

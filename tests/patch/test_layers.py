@@ -101,23 +101,19 @@ def test_every_layer_has_its_own_methods(which: str, tmp_path: Path) -> None:
     want = reference(model, cases, IDS)
     assert_close(zoo.logits(model, IDS), want)
     assert_close(zoo.logits(copy.deepcopy(model), IDS), want)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.export is None
     assert [name.split(".")[2] for name in patch.layers] == [str(layer) for layer in cases]
     model.save_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path)
     assert torch.equal(zoo.logits(loaded, IDS), zoo.logits(model, IDS))
-    again = get_patch(loaded)
-    assert again is not None
-    assert again.config == patch.config
+    assert zoo.in_force(loaded).config == patch.config
     unpatch_model(model)
     assert_close(zoo.logits(model, IDS), reference(model, {}, IDS))
 
 
 @pytest.mark.parametrize(
-    ("which", "way"),
-    covering(["yarn, rerope", "bias, bands", "by row, xpos", "two buckets"], WAYS),
+    ("which", "way"), covering(["yarn, rerope", "bias, bands", "by row, xpos", "two buckets"], WAYS)
 )
 def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
     model, cases = patched(which)
@@ -132,10 +128,7 @@ GROWING: dict[str, tuple[Any, Any]] = {
         DynamicNTK(scale=2.0, update="request", bucket=4),
         lambda texts: replace(NTK, options={"text": texts(4)}),
     ),
-    "lampe": (
-        LaMPE(**ROOM, bucket=16),
-        lambda texts: Case("lampe", {**ROOM, "text": texts(16)}),
-    ),
+    "lampe": (LaMPE(**ROOM, bucket=16), lambda texts: Case("lampe", {**ROOM, "text": texts(16)})),
 }
 
 
@@ -185,8 +178,7 @@ def test_layers_with_tables_of_their_own_keep_their_attention() -> None:
     patch_model(model, {"full": NoPE(), "sliding": None})
     patch_model(other, "nope")
     assert torch.equal(zoo.logits(model, IDS), zoo.logits(other, IDS))
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.attention is None
     by_type = {table.layer_type: bool(table.inv_freq.any()) for table in patch.tables}
     assert by_type == {"full_attention": False, "sliding_attention": True}
@@ -222,9 +214,7 @@ def test_sliding_layers_that_share_the_table_stay() -> None:
     after = model(input_ids=IDS, output_hidden_states=True, use_cache=False).hidden_states
     assert zoo.relative_difference(after[1], before[1]) < 2e-6  # of a sliding layer
     assert zoo.relative_difference(after[2], before[2]) > 1e-3
-    state = get_patch(model)
-    assert state is not None
-    assert len(state.layers) == 2
+    assert len(zoo.in_force(model).layers) == 2
 
 
 def test_a_choice_of_layers_for_a_table_that_others_share() -> None:
@@ -280,20 +270,13 @@ def test_a_dropped_scaling_beside_bands_is_saved(tmp_path: Path) -> None:
     ],
 )
 def test_dictionaries_that_cannot_be_met(request_: Any, message: str) -> None:
-    model = build()
-    before = zoo.logits(model, IDS)
-    with pytest.raises(PosencError, match=message):
-        patch_model(model, request_)
-    assert get_patch(model) is None
-    assert torch.equal(zoo.logits(model, IDS), before)
+    zoo.refused(build(), message, request_)
 
 
 def test_numbers_of_a_dictionary() -> None:
     """A scale is that of methods by name; other options and layers are refused beside it."""
     model = patch_model(build(), {0: "yarn", 1: "nope"}, scale=4)
-    patch = get_patch(model)
-    assert patch is not None
-    assert str(patch.config) == "yarn(scale=4) in layer 0; nope() in layer 1"
+    assert str(zoo.in_force(model).config) == "yarn(scale=4) in layer 0; nope() in layer 1"
     for wrong in ({"beta_fast": 8}, {"layers": [0]}):
         with pytest.raises(PosencError, match="belongs into it"):
             patch_model(build(), {0: "yarn", 1: "nope"}, scale=4, **wrong)
@@ -316,8 +299,7 @@ MORE_UNROTATED = (
 
 
 @pytest.mark.parametrize(
-    ("model_type", "device"),
-    [*covering(UNROTATED, DEVICES), *late(MORE_UNROTATED, DEVICES)],
+    ("model_type", "device"), [*covering(UNROTATED, DEVICES), *late(MORE_UNROTATED, DEVICES)]
 )
 def test_frequencies_of_window_layers_alone_are_refused(model_type: str, device: str) -> None:
     model: Any = zoo.build(model_type)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_posenc import get_patch, patch_model, unpatch_model
+from hf_posenc import patch_model, unpatch_model
 from hf_posenc.adapters import LegacyKeys, get_adapter
 from tests.support import zoo
 
@@ -76,7 +76,5 @@ def test_undone_with_the_patch() -> None:
     model = zoo.build("olmo2")
     before = model.config.to_dict()
     patch_model(model, "pi", scale=4)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.export == "rope_parameters"
+    assert zoo.in_force(model).export == "rope_parameters"
     assert unpatch_model(model).config.to_dict() == before

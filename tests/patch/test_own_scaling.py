@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import get_patch, inspect_rope, patch_model, patched, unpatch_model
+from hf_posenc import inspect_rope, patch_model, patched, unpatch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LongRoPE, ReRoPE, RopeScaling, SelfExtend, YaRN
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
+from tests.support.attention_ways import in_steps
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + i for i in range(8)]
 LISTS: dict[str, Any] = {"short_factor": SHORT, "long_factor": LONG}
@@ -47,12 +48,7 @@ def run(model: Any, ids: Tensor, **kwargs: Any) -> Any:
 
 def by_steps(model: Any, ids: Tensor, first: int) -> Tensor:
     """The logits of a text whose tokens come one by one after the first ones, from a cache."""
-    output = run(model, ids[:, :first], use_cache=True)
-    logits = [output.logits]
-    for at in range(first, ids.shape[1]):
-        output = run(model, ids[:, at : at + 1], past_key_values=output.past_key_values)
-        logits.append(output.logits)
-    return torch.cat(logits, 1)
+    return in_steps(model, ids, [first, *[1] * (ids.shape[1] - first)])
 
 
 def off(a: Tensor, b: Tensor) -> float:
@@ -157,10 +153,7 @@ def test_a_saved_patch_of_its_own_scaling_is_loaded(
     model.save_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path)
     assert off(run(loaded, IDS).logits, logits) < CLOSE
-    patch, other = get_patch(loaded), get_patch(model)
-    assert patch is not None
-    assert other is not None
-    assert patch.config == other.config
+    assert zoo.in_force(loaded).config == zoo.in_force(model).config
 
 
 def test_numbers_or_another_method_are_asked_about() -> None:
@@ -212,9 +205,7 @@ def test_its_own_scaling_reaches_what_the_checkpoint_does(
     patch_model(model, rope["rope_type"])
     model.save_pretrained(tmp_path)
     for one in (model, hf_posenc.from_pretrained(tmp_path)):
-        patch = get_patch(one)
-        assert patch is not None
-        assert patch.extended_length == one.config.max_position_embeddings == longest
+        assert zoo.in_force(one).extended_length == one.config.max_position_embeddings == longest
 
 
 # One list for all texts
@@ -243,8 +234,7 @@ def test_the_long_list_serves_texts_of_every_length(length: int) -> None:
     with pytest.raises(PosencError, match=line):
         patch_model(model, "self_extend", scale=2, window=8)
     patch_model(model, "self_extend", scale=2, window=8, compose=True)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 128)
     logits = run(model, IDS[:, :length]).logits
     unpatch_model(model)
@@ -343,16 +333,14 @@ def test_knobs_start_from_those_of_the_checkpoint(
         numbers = {**numbers, "scale": factor}
     before = run(model, IDS).logits
     patch_model(model, method, **numbers)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.options == {"scale": factor, **knobs}
     assert not patch.dropped
     assert patch.original_max_position_embeddings == 64
     assert off(run(model, IDS).logits, before) < CLOSE
     unpatch_model(model)
     patch_model(model, method, scale=2 * factor, replace=True)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.options == {"scale": 2 * factor, **knobs}
     assert patch.dropped == {"factor": factor}
 
@@ -362,14 +350,12 @@ def test_the_report_says_what_is_dropped(method: Any) -> None:
     model = zoo.build("gpt_oss", rope_parameters=GPT_OSS)
     options: dict[str, Any] = {"truncate": True} if method == "yarn" else {}
     patch_model(model, method, replace=True, **options)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.dropped == {"truncate": False}
     assert "drops of the checkpoint's own scaling: truncate=False" in str(patch)
     unpatch_model(model)
     patch_model(model, "ntk", scale=4, replace=True)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.dropped["rope_type"] == "yarn"
     assert patch.dropped["truncate"] is False
     assert "rope_theta" not in patch.dropped
@@ -378,16 +364,12 @@ def test_the_report_says_what_is_dropped(method: Any) -> None:
 def test_the_report_of_layers_says_it_too() -> None:
     model = zoo.build("gpt_oss", rope_parameters=GPT_OSS)
     patch_model(model, {"full": YaRN(scale=32.0), "sliding": ReRoPE(window=8)}, replace=True)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.dropped == {"truncate": False}
+    assert zoo.in_force(model).dropped == {"truncate": False}
 
 
 def test_a_plain_checkpoint_has_nothing_to_drop() -> None:
     model = zoo.build("llama")
     patch_model(model, "yarn", scale=4, replace=True)
-    patch = get_patch(model)
-    assert patch is not None
-    assert not patch.dropped
+    assert not zoo.in_force(model).dropped
     with pytest.raises(PosencError, match="needs scale"):
         patch_model(zoo.build("llama"), "yarn")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import pickle
 import re
 import warnings
@@ -33,6 +32,7 @@ from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.patch import patching
 from hf_posenc.patch.report import COLUMNS
 from tests.support import zoo
+from tests.support.attention_ways import in_steps
 from tests.support.selection import covering, late
 
 LENGTH = 96  # half as many again as the tiny models' 64
@@ -169,11 +169,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
 def test_a_request_that_cannot_be_met_says_why(
     model: PreTrainedModel, method: Any, kwargs: dict[str, Any], message: str
 ) -> None:
-    before = logits(model)
-    with pytest.raises(PosencError, match=message):
-        patch_model(model, method, **kwargs)
-    assert get_patch(model) is None
-    assert torch.equal(logits(model), before)
+    zoo.refused(model, message, method, **kwargs)
 
 
 def test_a_second_unpatch_is_refused(model: PreTrainedModel) -> None:
@@ -183,17 +179,6 @@ def test_a_second_unpatch_is_refused(model: PreTrainedModel) -> None:
         unpatch_model(model)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "bert", "bloom", "mamba"])
-def test_models_without_rotary_embedding_are_refused(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
-        patch_model(zoo.from_config(zoo.tiny_config(model_type)), "yarn", scale=4)
-
-
-def test_falcon_with_alibi_is_refused_although_it_owns_a_rotary_module() -> None:
-    with pytest.raises(UnsupportedModelError, match="ALiBi"):
-        patch_model(zoo.build("falcon", alibi=True), "yarn", scale=4)
-
-
 def test_anything_but_a_transformers_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no transformers config"):
         patch_model(nn.Linear(2, 2), "yarn", scale=4)
@@ -201,8 +186,7 @@ def test_anything_but_a_transformers_model_is_refused() -> None:
 
 def test_target_length_is_scale_times_the_original_length(model: PreTrainedModel) -> None:
     patch_model(model, "yarn", target_length=512)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert (patch.method, patch.options) == ("yarn", {"scale": 8})
     assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 512)
     assert model.config.max_position_embeddings == 512
@@ -222,9 +206,7 @@ def test_the_config_says_how_far_the_model_reads(method: str) -> None:
     model = zoo.build("llama")
     before = model.config.to_dict()
     patch_model(model, method, scale=4)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.extended_length == model.config.max_position_embeddings == 256
+    assert zoo.in_force(model).extended_length == model.config.max_position_embeddings == 256
     assert unpatch_model(model).config.to_dict() == before
 
 
@@ -391,16 +373,11 @@ class TestScaledCheckpoints:
             "llama", max_position_embeddings=128, rope_parameters={**parameters, **more, **length}
         )
 
-    def test_default_is_an_error(self, scaled: PreTrainedModel) -> None:
-        with pytest.raises(PosencError, match=r"already scaled.*llama3.*factor=2.0.*replace=True"):
-            patch_model(scaled, "yarn", scale=4)
-
     def test_replace_starts_from_theta_and_the_original_length(
         self, scaled: PreTrainedModel
     ) -> None:
         patch_model(scaled, "pi", scale=4, replace=True)
-        patch = get_patch(scaled)
-        assert patch is not None
+        patch = zoo.in_force(scaled)
         assert patch.original_max_position_embeddings == 64
         expected = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / 4
         torch.testing.assert_close(patch.tables[0].inv_freq.double(), expected, rtol=1e-6, atol=0)
@@ -408,8 +385,7 @@ class TestScaledCheckpoints:
     def test_compose_scales_what_is_there(self, scaled: PreTrainedModel, tmp_path: Path) -> None:
         (before,) = inspect_rope(scaled)
         patch_model(scaled, "pi", scale=3, compose=True)
-        patch = get_patch(scaled)
-        assert patch is not None
+        patch = zoo.in_force(scaled)
         assert (patch.original_max_position_embeddings, patch.extended_length) == (128, 384)
         torch.testing.assert_close(patch.tables[0].inv_freq, before.inv_freq / 3)
         # and it travels, as a longrope list
@@ -430,29 +406,23 @@ class TestLayers:
     def tables(self, model: nn.Module) -> dict[str | None, str]:
         return {table.layer_type: table.rope_type for table in inspect_rope(model)}
 
-    def test_full_attention_is_the_default(self) -> None:
-        model = zoo.build("gemma3_text")
-        patch_model(model, "yarn", scale=4)
-        assert self.tables(model) == {"full_attention": "yarn", "sliding_attention": "default"}
-        parameters = model.config.rope_parameters
-        assert parameters["full_attention"]["rope_type"] == "yarn"
-        assert parameters["sliding_attention"]["rope_type"] == "default"
-
-    def test_all_patches_both(self) -> None:
-        model = zoo.build("gemma3_text")
-        patch_model(model, "yarn", scale=4, layers="all")
-        assert set(self.tables(model).values()) == {"yarn"}
-
-    def test_indices_of_one_kind_are_that_kind(self) -> None:
+    @pytest.mark.parametrize("choice", ["full", "all", "indices"])
+    def test_tables_of_a_choice(self, choice: str) -> None:
+        """Full attention is the default, and its indices are the same choice."""
         model = zoo.build("gemma3_text")
         full = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
-        patch_model(model, "yarn", scale=4, layers=full)
-        assert self.tables(model) == {"full_attention": "yarn", "sliding_attention": "default"}
+        chosen: dict[str, Any] = {"all": {"layers": "all"}, "indices": {"layers": full}}
+        patch_model(model, "yarn", scale=4, **chosen.get(choice, {}))
+        types = {"full_attention": "yarn", "sliding_attention": "default"}
+        types |= {"sliding_attention": "yarn"} if choice == "all" else {}
+        assert self.tables(model) == types
+        if choice != "all":
+            parameters = model.config.rope_parameters
+            assert {kind: entry["rope_type"] for kind, entry in parameters.items()} == types
 
     def test_indices_across_kinds_are_patched_in_attention(self) -> None:
         model = patch_model(zoo.build("gemma3_text"), "yarn", scale=4, layers=[0, 3])
-        patch = get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         assert patch.layers == ("model.layers.0.self_attn", "model.layers.3.self_attn")
         assert set(self.tables(model).values()) == {"default"}
 
@@ -533,11 +503,6 @@ class TestRotaryAttributes:
         (table,) = inspect_rope(model)
         assert torch.equal(compiled(), table.inv_freq * table.attention_factor)
 
-    def test_survive_to_empty(self, model: Any) -> None:
-        patch_model(model, "yarn", scale=4)
-        model.to("meta").to_empty(device="cpu")
-        self.check(model)
-
 
 class TestPrecision:
     """Frequencies are made in float64 and stay float32, whatever happens to the model."""
@@ -583,26 +548,24 @@ class TestPrecision:
 class TestHazards:
     """Operations of other code on models."""
 
-    def test_deepcopies_are_independent(self, model: PreTrainedModel) -> None:
+    @pytest.mark.parametrize(
+        "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+    )
+    @pytest.mark.parametrize(
+        ("method", "options"), [("yarn", {"scale": 4}), ("dynamic_yarn", {"update": "sequence"})]
+    )
+    def test_copies_are_independent(
+        self, model: PreTrainedModel, method: str, options: dict[str, Any], copied: Any
+    ) -> None:
         before = logits(model)
-        patch_model(model, "yarn", scale=4)
+        patch_model(model, method, **options)
         expected = logits(model)
-        clone = copy.deepcopy(model)
+        clone = copied(model)
         unpatch_model(model)
         assert torch.equal(logits(clone), expected)
         unpatch_model(clone)
         assert torch.equal(logits(clone), before)
         assert clone.config.to_dict() == model.config.to_dict()
-
-    def test_pickled_whole(self, model: PreTrainedModel) -> None:
-        before = logits(model)
-        patch_model(model, "dynamic_yarn", update="sequence")
-        expected, buffer = logits(model), io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
-        assert torch.equal(logits(loaded), expected)
-        assert torch.equal(logits(unpatch_model(loaded)), before)
 
     @pytest.mark.parametrize("method", ["yarn", *late(["dynamic_ntk"])])
     def test_compiled_before_and_after(self, method: str) -> None:
@@ -615,28 +578,6 @@ class TestHazards:
             assert zoo.relative_difference(expected, before) > 1e-2
             assert torch.equal(logits(compiled), expected)
         assert torch.equal(logits(compiled), before)
-
-    def test_gradient_checkpointing(self, model: PreTrainedModel) -> None:
-        patch_model(model, "yarn", scale=4)
-        ids = zoo.tokens(LENGTH)
-
-        def gradient() -> Tensor:
-            model.zero_grad()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            grad = model.get_parameter("model.layers.0.self_attn.q_proj.weight").grad
-            assert grad is not None
-            return grad.clone()
-
-        model.train()
-        expected = gradient()
-        model.gradient_checkpointing_enable()
-        torch.testing.assert_close(gradient(), expected)
-
-    def test_state_dict_has_the_names_of_the_checkpoint(self, model: PreTrainedModel) -> None:
-        names = list(model.state_dict())
-        patch_model(model, "yarn", scale=4)
-        assert list(model.state_dict()) == names
-        assert [name for name, _ in model.named_parameters()] == names
 
     def test_peft(self, model: PreTrainedModel) -> None:
         peft = pytest.importorskip("peft")
@@ -667,70 +608,12 @@ class TestHazards:
         accelerate.hooks.remove_hook_from_module(model, recurse=True)
         assert torch.equal(logits(model), expected)
 
-    def test_dispatched_over_a_device_map(self, model: PreTrainedModel, tmp_path: Path) -> None:
-        with patched(model, "yarn", scale=4):
-            expected = logits(model)
-        model.save_pretrained(tmp_path / "checkpoint")
-        loaded = LlamaForCausalLM.from_pretrained(
-            tmp_path / "checkpoint",
-            device_map={"model": "cpu", "lm_head": "disk"},
-            offload_folder=str(tmp_path / "offload"),
-        ).eval()
-        patch_model(loaded, "yarn", scale=4)
-        assert torch.equal(logits(loaded), expected)
-
-    def test_patched_on_the_meta_device_then_loaded(self, model: PreTrainedModel) -> None:
-        weights = copy.deepcopy(model.state_dict())
-        with patched(model, "yarn", scale=4):
-            expected = logits(model)
-        with torch.device("meta"):
-            config: Any = model.config
-            empty = LlamaForCausalLM(config).eval()
-            patch_model(empty, "yarn", scale=4)
-        empty.to_empty(device="cpu")
-        empty.load_state_dict(weights)
-        assert torch.equal(logits(empty), expected)
-
-    def test_fully_sharded(self, model: PreTrainedModel, tmp_path: Path) -> None:
-        """FSDP2 over a single process: it moves buffers and hooks every module as on many."""
-        import torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard
-
-        with patched(model, "yarn", scale=4):
-            expected = logits(model)
-        init = f"file://{tmp_path / 'rendezvous'}"
-        dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
-        try:
-            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-            patch_model(model, "yarn", scale=4)
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            assert torch.equal(logits(model), expected)
-        finally:
-            dist.destroy_process_group()
-
-    def test_replicas_of_data_parallel_share_no_state(self, model: PreTrainedModel) -> None:
-        patch_model(model, "dynamic_ntk", update="sequence")
-        expected = logits(model)
-        rotary = model.get_submodule("model.rotary_emb")
-        replica = rotary._replicate_for_data_parallel()
-        x, positions = torch.zeros(1, LENGTH, 1), torch.arange(LENGTH)[None]
-        for ours, theirs in zip(rotary(x, positions), replica(x, positions), strict=True):
-            assert torch.equal(ours, theirs)
-        assert torch.equal(logits(model), expected)
-
 
 class TestDynamicAndCache:
     """update="sequence" cannot be exact with a cache, and says so once."""
 
     def decode(self, model: PreTrainedModel, prompt: int, total: int) -> None:
-        ids = zoo.tokens(total)
-        with torch.no_grad():
-            cache = model(input_ids=ids[:, :prompt], use_cache=True).past_key_values
-            for position in range(prompt, total):
-                step = ids[:, position : position + 1]
-                cache = model(input_ids=step, past_key_values=cache).past_key_values
+        in_steps(model, zoo.tokens(total), [prompt, *[1] * (total - prompt)])
 
     def test_warns_once_past_the_original_length(self, model: PreTrainedModel) -> None:
         patch_model(model, "dynamic_ntk", update="sequence")
@@ -763,23 +646,13 @@ class TestDynamicAndCache:
             unpatch_model(one)
             assert not any(module._forward_pre_hooks for module in one.modules())
 
-    def test_static_methods_decode_as_they_prefill(self, model: PreTrainedModel) -> None:
-        patch_model(model, "yarn", scale=4)
-        ids = zoo.tokens(LENGTH)
-        with torch.no_grad():
-            cache = model(input_ids=ids[:, :50], use_cache=True).past_key_values
-            rest = model(input_ids=ids[:, 50:], past_key_values=cache).logits
-        assert zoo.relative_difference(rest, logits(model)[:, 50:]) < 1e-5
-
 
 class TestPatch:
     """get_patch reads the model."""
 
     def test_reads_the_live_tables(self, model: PreTrainedModel) -> None:
         patch_model(model, "yarn", scale=4)
-        patch = get_patch(model)
-        assert patch is not None
-        (table,) = patch.tables
+        (table,) = zoo.in_force(model).tables
         assert (table.layer_type, table.modules, table.dim) == (None, ("model.rotary_emb",), 16)
         positions = torch.arange(LENGTH)[None]
         cos, _ = model.get_submodule("model.rotary_emb")(torch.zeros(1, LENGTH, 1), positions)
@@ -788,8 +661,7 @@ class TestPatch:
 
     def test_prints_well(self, model: PreTrainedModel) -> None:
         patch_model(model, "yarn", scale=4, beta_fast=16)
-        patch = get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         text, page = str(patch), patch._repr_html_()
         for part in ("yarn(scale=4, beta_fast=16)", "64 -> 256 tokens", "native rope_parameters"):
             assert part in text
@@ -802,20 +674,6 @@ class TestPatch:
         patch_model(model, "yarn", scale=4)
         (table,) = inspect_rope(model)
         assert len(table.modules) == model.config.num_hidden_layers
-
-
-def test_importing_the_package_changes_nothing_in_transformers() -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    assert hf_posenc.__version__
-    assert set(ROPE_INIT_FUNCTIONS) == {
-        "linear",
-        "proportional",
-        "dynamic",
-        "yarn",
-        "longrope",
-        "llama3",
-    }
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -843,8 +701,7 @@ def test_edits_of_the_config_in_a_block_stay(family: str) -> None:
     with patched(model, "pi", scale=2, replace=True):
         del model.config.get_text_config(decoder=True).added
     assert not hasattr(text, "added")
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.method == "yarn"
     unpatch_model(model)
     assert (text.use_cache, text.max_position_embeddings) == (False, zoo.ORIGINAL_LENGTH)

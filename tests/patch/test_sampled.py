@@ -50,7 +50,7 @@ def _calls(model: nn.Module, blocks: Any, *args: Any, **options: Any) -> list[in
     return [calls[module] for module in inner]
 
 
-def _llama(**options: Any) -> Any:
+def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
         "hidden_size": 64,
@@ -67,7 +67,7 @@ def _llama(**options: Any) -> Any:
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
 def test_a_patch_runs_one_block_of_each_kind(method: Any, options: dict[str, Any]) -> None:
-    model = _llama()
+    model = llama()
     first, *others = _calls(model, model.model.layers, method, **options)
     assert first
     assert not any(others)
@@ -80,7 +80,7 @@ def test_the_blocks_of_a_model_without_rotation_too() -> None:
 
 
 def test_verify_full_runs_all() -> None:
-    model = _llama()
+    model = llama()
     calls = _calls(model, model.model.layers, "rerope", window=16, verify="full")
     assert len({*calls}) == 1
     assert calls[0]
@@ -145,7 +145,7 @@ def _hooked(layer: Any) -> None:
     ("change", "method"), covering([_wrapped, _new_forward, _hooked], ["pi", "rerope"])
 )
 def test_one_block_that_was_changed_by_hand_is_found_at_any_depth(change: Any, method: str) -> None:
-    model = _llama()
+    model = llama()
     change(model.model.layers[5])
     options: dict[str, Any] = {"window": 16} if method == "rerope" else {"scale": 4}
     with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
@@ -153,9 +153,9 @@ def test_one_block_that_was_changed_by_hand_is_found_at_any_depth(change: Any, m
 
 
 def test_a_class_that_was_changed_by_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _llama()
+    model = llama()
     unpatch_model(patch_model(model, "pi", scale=4))
-    other = _llama()
+    other = llama()
     kind = type(other.model.layers[0].mlp)
     native = kind.forward
     monkeypatch.setattr(
@@ -177,7 +177,7 @@ def test_a_class_that_was_changed_by_hand_is_found(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_blocks_that_differ_are_of_several_kinds(change: Any) -> None:
-    model = _llama()
+    model = llama()
     assert [len(each) for each in sample_of(model).twins.values()] == [DEPTH - 1]
     change(model.model.layers[5])
     assert [len(each) for each in sample_of(model).twins.values()] == [DEPTH - 2]
@@ -210,7 +210,7 @@ def test_a_model_is_patched_on_the_meta_device_then_loaded(
 
 def test_positions_beside_the_rotation_are_found_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = _llama()
+        model = llama()
     _wrapped(model.model.layers[5])
     with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
         patch_model(model, "rerope", window=16)
@@ -228,7 +228,7 @@ def test_what_needs_weights_is_refused_on_the_meta_device(
     method: str, options: dict[str, Any], words: str
 ) -> None:
     with torch.device("meta"):
-        model = _llama()
+        model = llama()
         with pytest.raises(UnsupportedModelError, match=f"meta device.*{words}"):
             patch_model(model, method, **options)
     assert get_patch(model) is None
@@ -237,7 +237,7 @@ def test_what_needs_weights_is_refused_on_the_meta_device(
 def test_of_offloaded_blocks_one_is_run() -> None:
     from accelerate import cpu_offload
 
-    model, ids = _llama(), zoo.tokens(40)
+    model, ids = llama(), zoo.tokens(40)
     with patched(model, "rerope", window=16):
         expected = zoo.logits(model, ids)
     for layer in model.model.layers:

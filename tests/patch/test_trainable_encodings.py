@@ -18,7 +18,6 @@ from hf_posenc import (
     available_methods,
     from_pretrained,
     get_method,
-    get_patch,
     load_patch,
     patch_model,
     save_patch,
@@ -27,6 +26,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters
 from tests.support import attention_references as naive
+from tests.support import zoo
 from tests.support.selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
@@ -174,10 +174,7 @@ def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> 
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(mine) <= set(file.keys())
     loaded = from_pretrained(tmp_path).eval()
-    ours, theirs = get_patch(model), get_patch(loaded)
-    assert ours is not None
-    assert theirs is not None
-    assert ours.config == theirs.config
+    assert zoo.in_force(model).config == zoo.in_force(loaded).config
     assert all(torch.equal(trained_parameters(loaded)[name], value) for name, value in mine.items())
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=fresh).logits, model(input_ids=fresh).logits)

@@ -86,14 +86,12 @@ class TestCarriesItsPatch:
     )
     def test_comes_back_and_merges(self, base: Path, tmp_path: Path, name: str) -> None:
         model = trained(base, PATCHES[name])
-        expected, patch = zoo.logits(model, IDS), get_patch(model)
-        assert patch is not None
+        expected, patch = zoo.logits(model, IDS), zoo.in_force(model)
         adapter = saved(model, tmp_path / "adapter")
         assert zoo.relative_difference(expected, zoo.logits(load(base), IDS)) > 0.01
 
         loaded: Any = from_pretrained(adapter).eval()
-        found = get_patch(loaded)
-        assert found is not None
+        found = zoo.in_force(loaded)
         assert found.config == patch.config
         assert torch.equal(zoo.logits(loaded, IDS), expected)
         assert not any(parameter.requires_grad for parameter in loaded.parameters())
@@ -101,8 +99,7 @@ class TestCarriesItsPatch:
 
         merged = loaded.merge_and_unload()
         assert zoo.relative_difference(zoo.logits(merged, IDS), expected) < 1e-4
-        found = get_patch(merged)
-        assert found is not None
+        found = zoo.in_force(merged)
         assert found.config == patch.config
         again = load(saved(merged, tmp_path / "merged"))
         assert torch.equal(zoo.logits(again, IDS), zoo.logits(merged, IDS))

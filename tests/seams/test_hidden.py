@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
 from hf_posenc.errors import UntrainedWarning
@@ -18,9 +19,9 @@ from hf_posenc.model.sampled import sample_of
 from hf_posenc.seams import hidden, probes
 from hf_posenc.seams.hidden import refuse_hidden
 from scripts.positions_coverage import rotary_encoders
+from tests.patch.test_sampled import llama
 from tests.support import zoo
 from tests.support.families import build_text_model
-from tests.support.selection import quick
 
 METHODS: dict[str, dict[str, Any]] = {
     "pi": {"scale": 4},
@@ -185,58 +186,34 @@ HIDDEN: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 def _llama() -> LlamaForCausalLM:
-    """A Llama of one key head for each query head."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=128,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return llama(num_hidden_layers=3)
+
+
+FEW = [("learned table", method) for method in METHODS] + [
+    (source, "pi")
+    for source in ("bias in the mask", "positions in values", "second rotation", "before the head")
+]
 
 
 @pytest.mark.parametrize(
-    "source",
-    quick(
-        HIDDEN,
-        (
-            "learned table",
-            "bias in the mask",
-            "positions in values",
-            "second rotation",
-            "before the head",
-        ),
-    ),
+    ("source", "method"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for case in itertools.product(HIDDEN, METHODS)
+    ],
 )
-def test_a_hidden_source_is_refused_by_every_method(source: str) -> None:
+def test_a_hidden_source_is_refused_by_every_method(source: str, method: str) -> None:
     model, (hide, words) = _llama(), HIDDEN[source]
     hide(model)
     before, config = zoo.logits(model, zoo.tokens(9)), model.config.to_dict()
-    for method, options in METHODS.items() if source == "learned table" else [("pi", {"scale": 4})]:
-        with pytest.raises(UnsupportedModelError, match="more than its rotary embedding") as error:
-            patch_model(model, method, **options)
-        assert words in str(error.value)
-        assert "hf-posenc inspect MODEL" in str(error.value)
-        assert get_patch(model) is None
-        assert torch.equal(zoo.logits(model, zoo.tokens(9)), before)
-        assert model.config.to_dict() == config
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("source", HIDDEN)
-def test_a_hidden_source_is_refused_by_each_method(source: str, method: str) -> None:
-    model = _llama()
-    HIDDEN[source][0](model)
-    before = zoo.logits(model, zoo.tokens(9))
-    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
+    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding") as error:
         patch_model(model, method, **METHODS[method])
+    assert words in str(error.value)
+    assert "hf-posenc inspect MODEL" in str(error.value)
+    assert get_patch(model) is None
     assert torch.equal(zoo.logits(model, zoo.tokens(9)), before)
+    assert model.config.to_dict() == config
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("method", METHODS)

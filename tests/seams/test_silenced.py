@@ -18,13 +18,14 @@ from hf_posenc import (
     PosencError,
     UnsupportedModelError,
     from_pretrained,
-    get_patch,
     patch_model,
     unpatch_model,
 )
 from hf_posenc.errors import UntrainedWarning
 from hf_posenc.methods import ALiBi
 from hf_posenc.seams.inspection import inspect
+from tests.support import zoo
+from tests.support.attention_ways import in_steps
 from tests.support.families import build_text_model
 from tests.support.selection import covering, late, quick
 from tests.support.zoo import relative_difference, tokens
@@ -228,13 +229,7 @@ def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -
     torch.manual_seed(0)
     patch_model(model, method, target_length=100)
     whole = _run(model, ids)
-    with torch.no_grad():
-        first = model(input_ids=ids[:, :10], use_cache=True)
-        cache, parts = first.past_key_values, [first.logits]
-        for start, stop in ((10, 60), (60, 67), (67, 68), (68, 84)):
-            out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
-            parts.append(out.logits)
-    assert relative_difference(torch.cat(parts, 1).double(), whole) < 1e-5
+    assert relative_difference(in_steps(model, ids, [10, 50, 7, 1, 16]), whole) < 1e-5
     padded = torch.cat((torch.zeros(2, 5, dtype=torch.long), ids), 1)
     mask = torch.cat((torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)), 1)
     assert relative_difference(_run(model, padded, attention_mask=mask)[:, 5:], whole) < 1e-5
@@ -252,9 +247,7 @@ def test_a_patch_survives_copies_and_is_undone_to_the_bit(model_type: str, metho
     assert relative_difference(out, before) > 1e-2
     assert torch.equal(_run(copy.deepcopy(model), ids), out)
     assert torch.equal(_run(pickle.loads(pickle.dumps(model)), ids), out)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.method == method
+    assert zoo.in_force(model).method == method
     assert torch.equal(_run(unpatch_model(model), ids), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
@@ -273,8 +266,7 @@ def test_a_saved_model_keeps_its_rows_and_its_patch(
     loaded = from_pretrained(tmp_path)
     assert relative_difference(_run(loaded.eval(), ids), out) < 1e-6
     assert torch.equal(loaded.get_parameter(name), rows)
-    patch = get_patch(loaded)
-    assert patch is not None
+    patch = zoo.in_force(loaded)
     assert patch.extended_length == 128
     assert str(patch.config) == f"{method}(target_length=128)"
 
@@ -290,27 +282,6 @@ def test_gradients_reach_the_trained_bias_and_the_weights() -> None:
     )
     assert grads["transformer.wte.weight"] is not None
     assert grads["transformer.wpe.weight"] is None  # its rows are not read
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["alibi", "kerple_log", "t5", "nope"])
-def test_it_learns_to_copy(method: str) -> None:
-    """Tokens after a separator repeat those before it; chance is ln 16 = 2.8."""
-    torch.manual_seed(0)
-    model = patch_model(build_text_model("gpt2", n_layer=2), method)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(300):
-        text = torch.randint(10, 26, (32, 6))
-        ids = torch.cat((text, torch.full((32, 1), 5), text), 1)
-        logits = model(input_ids=ids).logits[:, 6:-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    assert losses[0] > 2.7
-    assert losses[-1] < 1.5
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bart"])
@@ -370,9 +341,7 @@ def test_the_length_is_that_of_the_target_or_the_scale(
     method: str, options: dict[str, Any], length: int
 ) -> None:
     model = patch_model(build_text_model("gpt2", n_layer=1), method, **options)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.extended_length == length
+    assert zoo.in_force(model).extended_length == length
     assert torch.isfinite(_run(model, tokens(length))).all()
     with pytest.raises(PosencError, match=f"{length + 1} tokens: the patched tables"):
         _run(model, tokens(length + 1))

@@ -33,6 +33,8 @@ from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, inspect
 from hf_posenc.training import choose_parameters
+from tests.support import zoo
+from tests.support.attention_ways import in_steps
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import late
 
@@ -66,9 +68,7 @@ def method_of(name: str, scale: float) -> TableMethod:
 
 
 def table_of(model: PreTrainedModel) -> Tensor:
-    patch = get_patch(model)
-    assert patch is not None
-    return model.get_parameter(patch.places[1][0]).detach().clone()
+    return model.get_parameter(zoo.in_force(model).places[1][0]).detach().clone()
 
 
 # Rows: each formula once more, one position at a time, in float64
@@ -175,8 +175,7 @@ def test_a_model_built_longer_with_the_same_weights_is_equal(model_type: str, me
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     short = outputs(model, ids_of(model, 40))
     patch_model(model, method, target_length=4 * LENGTH)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert (patch.export, patch.extended_length) == ("weights", 4 * LENGTH)
     table, before = table_of(model), original[patch.places[1][0]]
     start = len(before) - LENGTH
@@ -221,8 +220,7 @@ def test_what_plain_transformers_cannot_have_is_loaded_with_its_patch(
     with pytest.raises((ValueError, KeyError)):
         type(model).from_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path).eval()
-    patch = get_patch(loaded)
-    assert patch is not None
+    patch = zoo.in_force(loaded)
     assert (patch.method, patch.export) == (method, None)
     ids = ids_of(model, 2 * LENGTH)
     assert difference(outputs(model, ids), outputs(loaded, ids)) == 0
@@ -237,13 +235,11 @@ def test_a_patch_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method", "tables"),
-    [("bert", "tile", 1), ("marian", "sinusoidal", 2)],
+    ("model_type", "method", "tables"), [("bert", "tile", 1), ("marian", "sinusoidal", 2)]
 )
 def test_weak_tables_are_found_in_bfloat16(model_type: str, method: str, tables: int) -> None:
     model: Any = build_text_model(model_type)
-    patch = get_patch(patch_model(model.bfloat16(), method, scale=2))
-    assert patch is not None
+    patch = zoo.in_force(patch_model(model.bfloat16(), method, scale=2))
     assert len(patch.places) == tables + 1  # and a heading
 
 
@@ -318,14 +314,8 @@ def test_decoding_past_the_trained_length_equals_one_forward() -> None:
     model: Any = build_text_model("gpt2")
     patch_model(model, "hierarchical", scale=2)
     ids = ids_of(model, LENGTH + 6)
-    with torch.no_grad():
-        cache = model(ids[:, : LENGTH - 2], use_cache=True).past_key_values
-        steps = [
-            model(ids[:, i : i + 1], past_key_values=cache).logits
-            for i in range(LENGTH - 2, LENGTH + 6)
-        ]
-        whole = model(ids).logits[:, LENGTH - 2 :]
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=2e-5)
+    steps = in_steps(model, ids, [LENGTH - 2, *[1] * 8])
+    torch.testing.assert_close(steps, zoo.logits(model, ids), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -382,8 +372,7 @@ def test_requests_are_repeated_replaced_and_temporary() -> None:
     with patched(model, "group", scale=4, replace=True):
         assert len(model.transformer.wpe.weight) == 4 * LENGTH
     assert model.transformer.wpe.weight is weight
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert "transformer.wpe.weight" in str(patch)
     assert "learned table" in patch._repr_html_()
     with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
@@ -402,9 +391,7 @@ def test_trained_rows_are_not_replaced() -> None:
         patch_model(model, "group", scale=2, replace=True)
     with patched(model, "group", scale=2, replace=True):
         pass
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.method == "tile"
+    assert zoo.in_force(model).method == "tile"
 
 
 @pytest.mark.parametrize(
@@ -414,8 +401,7 @@ def test_the_trainer_chooses_learned_tables_and_no_sines(model_type: str, method
     model: Any = build_text_model(model_type)
     patch_model(model, method, scale=2)
     choose_parameters(model, "full")
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
     assert frozen == ({row[0] for row in patch.places[1:]} if method == "sinusoidal" else set())
     if model_type == "gpt2":
@@ -452,13 +438,7 @@ def test_the_trainer_chooses_learned_tables_and_no_sines(model_type: str, method
 def test_a_refused_model_is_as_it_was(
     model_type: str, request_: tuple[Any, dict[str, Any]], words: str
 ) -> None:
-    model = build_text_model(model_type)
-    ids = ids_of(model, 20)
-    before = outputs(model, ids)
-    with pytest.raises(PosencError, match=words):
-        patch_model(model, request_[0], **request_[1])
-    assert get_patch(model) is None
-    assert difference(outputs(model, ids), before) == 0
+    zoo.refused(build_text_model(model_type), words, request_[0], **request_[1])
 
 
 def test_a_rotation_that_is_weak_in_the_first_block_is_named() -> None:
@@ -506,8 +486,7 @@ def test_every_table_grows(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*makes the table of .* longer")
         patch_model(model, "hierarchical" if learned else "sinusoidal", scale=4)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     long = ids_of(model, 3 * patch.original_max_position_embeddings)
     grown = outputs(model, long)
     if learned:

@@ -24,13 +24,14 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a tiny model needs nothing from anywhere
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_posenc import PosencError, available_methods, get_method
+from hf_posenc import Patch, PosencError, available_methods, get_method, get_patch, patch_model
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.model.sampled import sample_of
@@ -326,6 +327,13 @@ def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": input_ids}
 
 
+def in_force(model: torch.nn.Module) -> Patch:
+    """Return the patch of a model that has one."""
+    patch = get_patch(model)
+    assert patch is not None
+    return patch
+
+
 @torch.no_grad()
 def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
     """Logits of ``model`` in float64, or its last hidden state if it has no head. No cache."""
@@ -337,6 +345,17 @@ def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
     values = getattr(out, "logits", None)
     final: Tensor = out.last_hidden_state if values is None else values
     return final.double()
+
+
+def refused(model: PreTrainedModel, words: str, method: Any, **options: Any) -> None:
+    """Assert that a patch is refused with these words, and that the model is as it was."""
+    ids, config = tokens(9), copy.deepcopy(model.config.to_dict())
+    before = logits(model, ids)
+    with pytest.raises(PosencError, match=words):
+        patch_model(model, method, **options)
+    assert get_patch(model) is None
+    assert model.config.to_dict() == config
+    assert torch.equal(logits(model, ids), before)
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:

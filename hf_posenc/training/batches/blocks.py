@@ -305,10 +305,9 @@ def read_standard_library() -> Iterator[Document]:
     Selected by the rules of `hf_posenc.embedded.corpus`: no tests, no tables, no duplicates. The held-out modules that
     `read_embedded` reads for evaluation are excluded, and so is every file that quotes them.
     """
-    from hf_posenc.embedded.corpus import environment, select
+    from hf_posenc.embedded.corpus import select, standard_library
 
-    first = itertools.islice(environment(), 1)  # the standard library, which is used whole
-    for _, path, text in select(first, bytes_per_source=0).files:
+    for _, path, text in select([standard_library()], bytes_per_source=0).files:  # it is used whole
         yield Document(path, text)
 
 
