@@ -380,13 +380,11 @@ def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
             cells = _cells(result, candidate.label, protocol)
             shift = 2 ** (step * (index - (len(candidates) - 1) / 2))
             intervals = [(cell.length * shift, *(cell.ratio_interval or (1, 1))) for cell in cells]
-            ranges = [
-                (x, a, b) for x, a, b in intervals if _positive(a) and _positive(b) and a != b
-            ]
+            ranges = [(x, a, b) for x, a, b in intervals if positive(a) and positive(b) and a != b]
             if ranges:
                 x, low, high = zip(*ranges, strict=True)
                 panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
-            ratios = [(c.length * shift, c.ratio or 0.0) for c in cells if _positive(c.ratio)]
+            ratios = [(c.length * shift, c.ratio or 0.0) for c in cells if positive(c.ratio)]
             if candidate.method is not None or any(ratio != 1.0 for _, ratio in ratios):
                 _line(panel, candidate.label, ratios, look)  # the baseline is the line at 1
         length_axis(panel, lengths)
@@ -396,7 +394,8 @@ def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
     return drawn
 
 
-def _positive(value: float | None) -> bool:
+def positive(value: float | None) -> bool:
+    """Return whether a value is on a log axis."""
     return value is not None and math.isfinite(value) and value > 0
 
 
