@@ -192,7 +192,7 @@ def _ratio(cell: Cell | None, itself: str) -> Field:
     if cell.ratio_interval is not None:
         shown.append(f"\n{'-'.join(map(ratio_text, cell.ratio_interval))}", "aside")
     if cell.differs:
-        shown.append(" ").append(VERDICTS[cell.differs], VERDICTS[cell.differs])
+        shown.append("\n").append(VERDICTS[cell.differs], VERDICTS[cell.differs])
     return shown
 
 
