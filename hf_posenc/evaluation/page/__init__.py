@@ -13,6 +13,7 @@ from hf_posenc.evaluation.grid import Field, Grid
 from hf_posenc.evaluation.measuring.identity import version_of
 from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
 from hf_posenc.evaluation.page.sections import sections
+from hf_posenc.evaluation.plots import available
 
 __all__ = ["TITLE", "Collection", "Source", "Unfinished", "collect", "render"]
 
@@ -58,7 +59,7 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
         version=version_of("hf-posenc"),
         colours=_COLOURS,
         collection=collection,
-        sections=sections(sources, figures=figures and plots.available()),
+        sections=sections(sources, figures=figures and available()),
         runs=_runs(collection.files),
         problems=dict.fromkeys(problems),
         settings=_settings(sources),

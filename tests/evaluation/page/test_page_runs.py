@@ -110,16 +110,17 @@ def test_another_setting_of_a_protocol_is_another_section(
 
 
 def test_another_model_has_a_baseline_of_its_own(tmp_path: Path) -> None:
-    other = result()
+    other = result({"none": (30.0, 29.0, 92.0, 240.0), "yarn": CURVES["yarn"]})
     other["model"]["weights_sha256"] = "ee" * 32
     made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
-    cells = made.table("Perplexity, tail")
-    rows = {name for name, _ in cells}
-    assert len(rows) == 6
-    assert {name for name, _ in cells} >= {"none [1]", "none [2]"}
     ratios = made.table("Ratios, tail")
-    for name in ("none [1]", "none [2]"):
-        assert ratios[name, "512to the baseline"].text == "baseline"
+    assert {name for name, _ in ratios} >= {"none [1]", "truncation [1]", "none [2]", "yarn [2]"}
+    for run, data in ((1, result()), (2, other)):
+        for cell in data["summary"]:
+            if cell["protocol"] == "tail" and cell["method"] == "yarn":
+                shown = ratios[f"yarn [{run}]", f"{cell['length']:,}to the baseline"]
+                assert exact(shown) == [cell["ratio"]]
+    assert "Each model has a baseline of its own: none [1], none [2]." in made.root.text
 
 
 def test_settings_say_where_runs_differ(tmp_path: Path) -> None:
