@@ -57,7 +57,7 @@ class Span:
 
 
 class Field:
-    """One field of a grid: spans of text, and the number of columns that it covers.
+    """One field of a grid: spans of text.
 
     `hint` explains it, such as a failure, in a tooltip of HTML; `shade` is the percentage of the heat map's colour.
     """
@@ -70,18 +70,13 @@ class Field:
         *,
         hint: str = "",
         shade: int | None = None,
-        columns: int = 1,
     ) -> None:
         self.spans = [Span(text, mark, value)]
-        self.hint, self.shade, self.columns = hint, shade, columns
+        self.hint, self.shade = hint, shade
 
     def append(self, text: str, mark: str = "") -> Field:
         """Add a span and return the field."""
-        return self.add(Span(text, mark))
-
-    def add(self, *spans: Span) -> Field:
-        """Add spans and return the field."""
-        self.spans += spans
+        self.spans.append(Span(text, mark))
         return self
 
     @property
@@ -90,28 +85,26 @@ class Field:
         return "".join(span.text for span in self.spans)
 
     @property
-    def lines(self) -> list[list[tuple[str, list[Span]]]]:
-        """The lines, each with its marks and their spans."""
+    def lines(self) -> list[list[Span]]:
+        """The lines, each with its spans."""
         lines: list[list[Span]] = [[]]
         for span in self.spans:
             first, *others = (dataclasses.replace(span, text=t) for t in span.text.split("\n"))
             lines[-1] += [first] if first.text else []
             lines += [[other] for other in others]
-        marked = (itertools.groupby(line, key=lambda span: span.mark) for line in lines)
-        return [[(mark, list(spans)) for mark, spans in groups] for groups in marked]
+        return lines
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of a grid. A line feed in its heading begins a new line; numeric ones align right and are never wrapped.
 
-    In a terminal it has a footer and a least width in characters; in HTML neighbours share the heading of their group.
+    It may have a footer and, in a terminal, a least width in characters.
     """
 
     head: str
     numeric: bool = False
     footer: str = ""
-    group: str = ""
     least: int | None = None
 
 
@@ -131,25 +124,19 @@ class Grid:
     Attributes:
         title: A short name, shown above the table in a terminal.
         caption: The explanation above the table in HTML; by default the title.
-        kind: The CSS classes of the table in HTML.
+        kind: The class of the table in HTML: `"heat"` for a heat map.
     """
 
     title: str = ""
     columns: list[Column] = default(default_factory=list)
     rows: list[Row] = default(default_factory=list)
     caption: str = ""
-    kind: str = "numbers"
+    kind: str = ""
 
     @classmethod
-    def of(cls, title: str, *heads: str, caption: str = "", kind: str = "numbers") -> Grid:
+    def of(cls, title: str, *heads: str, caption: str = "", kind: str = "") -> Grid:
         """Make a grid without rows from the headings of its columns."""
         return cls(title, [Column(head) for head in heads], [], caption, kind)
-
-    @property
-    def groups(self) -> list[tuple[str, int]]:
-        """The shared headings of the columns after the first, each with its number of columns."""
-        groups = itertools.groupby(self.columns[1:], key=lambda column: column.group)
-        return [(group, len(list(columns))) for group, columns in groups]
 
     def column(self, head: str, *, numeric: bool = False, **options: Any) -> None:
         """Add a column; see `Column`."""

@@ -12,9 +12,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.evaluation.measuring.statistics import Record, summarize
+from hf_posenc.evaluation.documents import Skipped
+from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.page import collect, render
-from hf_posenc.files import finite
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 
 LENGTHS = (128, 256, 512, 1024)
 VOID = {"meta", "link", "br", "img", "hr", "input", "col"}
@@ -48,12 +51,9 @@ def result(
                     nats = 100 * (math.log(value) + spread)
                     sums = (nats, 100, 400, 80, nats, 100.0)
                     records.append(Record(method, protocol, length, f"doc {index}", *sums))
-    edges = [0, 256, 512, 1024]
-    data = {
-        "format": 2,
-        "kind": "perplexity",
-        "command": "hf-posenc perplexity --patch none --patch yarn",
-        "model": {
+    made = PerplexityResult(
+        command="hf-posenc perplexity --patch none --patch yarn",
+        model={
             "name": "tiny",
             "class": "LlamaForCausalLM",
             "dtype": "float32",
@@ -64,24 +64,11 @@ def result(
             "tokenizer": {"class": "T", "vocabulary": 8, "sha256": "bb" * 32},
             "bos": {"policy": "auto", "token_ids": []},
         },
-        "original_max_position_embeddings": 256,
-        "protocols": {
-            name: f"the same last {tail} tokens" if name == "tail" else f"what {name} scores"
-            for name in protocols
-        },
-        "settings": {
-            "lengths": list(lengths),
-            "protocols": list(protocols),
-            "tail_tokens": tail,
-            "windows_per_document": None,
-            "aggregate": "tokens",
-        },
-        "environment": {"torch": "2.13.0"},
-        "methods": [
-            {"label": name, "spec": name, "method": None if name == "none" else name, "scale": None}
-            for name in curves
-        ],
-        "documents": [
+        original=256,
+        settings=Settings(tuple(lengths), tuple(protocols), tail_tokens=tail, buckets=4),
+        environment={"torch": "2.13.0"},
+        candidates=[entry(name) for name in curves],
+        documents=[
             {
                 "name": f"doc {n}",
                 "tokens": 1024,
@@ -92,19 +79,17 @@ def result(
             }
             for n in range(documents)
         ],
-        "skipped": [{"name": "bad.txt", "reason": "not UTF-8"}],
-        "summary": [dataclasses.asdict(c) for c in summarize(records)],
-        "failures": list(failures),
-        "curve": {
-            "edges": edges,
-            "methods": {
-                m: {"nats": [300.0, 310.0, 640.0], "tokens": [100, 100, 200]} for m in curves
-            },
-        },
-        "records": [dataclasses.asdict(record) for record in records],
-    }
-    made: dict[str, Any] = finite({**data, **more})
-    return made
+        skipped=[Skipped("bad.txt", "not UTF-8")],
+        failures=[Failure(**failure) for failure in failures],
+        curves={name: ([300.0, 310.0, 320.0, 320.0], [100] * 4) for name in curves},
+        records=records,
+    )
+    return {**made.to_dict(), **more}
+
+
+def entry(name: str) -> MethodEntry:
+    """A method whose name is its label."""
+    return MethodEntry(name, name, None if name == "none" else name, [], {}, None, False, 256)
 
 
 def write(folder: Path, data: Mapping[str, Any], kind: str = "perplexity") -> Path:

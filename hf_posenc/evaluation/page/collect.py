@@ -1,59 +1,68 @@
-"""Results in run folders: which are there, which have not finished, and which belong together."""
+"""Results in run folders: which are there, and which have not finished."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.statistics import Interval
+from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation import (
+    BenchResult,
+    ExtendResult,
+    GpuResult,
+    PerplexityResult,
+    RetrievalResult,
+    SearchResult,
+    SweepResult,
+)
+from hf_posenc.evaluation.grid import Result
 
-_TUNING = ("model", "settings", "methods", "records", "documents")
-KINDS = {
-    "perplexity": (*_TUNING, "curve", "failures", "summary"),
-    "retrieval": ("model", "settings", "methods", "records", "failures", "haystack"),
-    "bench": ("perplexity",),
-    "extend": ("choosing", "model", "settings", "plan"),
-    "gpu": ("model", "sizes", "machine", "environment", "records"),
-    "sweep": _TUNING,
-    "search": _TUNING,
-}
-"""Each kind of result, with the objects and lists that every result of the kind has."""
-RECORDS = "records"
 PARTS = ("perplexity", "retrieval")
-WHOLES = ("bench", "extend")
-"""The parts of the results of these kinds are results themselves."""
+"""Attributes of a benchmark or an extension that are results themselves."""
+KINDS: Mapping[str, type[Result]] = {
+    kind.kind: kind
+    for kind in (
+        *(PerplexityResult, RetrievalResult, BenchResult, ExtendResult),
+        *(GpuResult, SweepResult, SearchResult),
+    )
+}
+RECORDS = "records"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One result: a file, or a part of one (`WHOLES`); the parts have the file's number, which begins at 1."""
+    """One result: a file, or a part of one; the parts have the file's number, which begins at 1.
+
+    `data` is the JSON that the result was read from.
+    """
 
     number: int
     name: str
     kind: str
     data: dict[str, Any]
+    result: Any
     part: bool = False
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run folder with records and no result: counts, and the settings, of the run that stored most."""
+    """A run folder with records and no result: counts, and the command, of the run that stored most."""
 
     name: str
     values: int
     processes: int
-    settings: dict[str, Any]
+    command: str | None
 
 
 @dataclass
 class Collection:
-    """Results, each once, with the parts of a benchmark behind it; unfinished runs; reasons why files are left out."""
+    """Results, each once, with their parts behind them; unfinished runs; reasons why files are left out."""
 
     sources: list[Source] = field(default_factory=list)
     unfinished: list[Unfinished] = field(default_factory=list)
@@ -105,30 +114,42 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
         data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         return f"cannot be read ({' '.join(str(error).split())})"
-    kind = data.get("kind") if isinstance(data, dict) else None
+    kind = str(data.get("kind")) if isinstance(data, dict) else ""
     if kind not in KINDS:
         return "not a result of hf-posenc"
-    if lacking := _lacking(kind, data):
-        return f"damaged, or written by another version: it lacks {lacking}"
+    try:
+        result = KINDS[kind].from_dict(data)
+        if isinstance(result, BenchResult):
+            result = _comparable(result)
+        for shown in (result.tables, result.notes, result.guide, result.problems):
+            list(shown())
+    except KeyError as error:
+        return f"damaged, or written by another version: it lacks {error.args[0]}"
+    except Exception as error:  # a value of another kind may fail anywhere
+        return f"damaged, or written by another version ({one_line(error)})"
     first = seen.setdefault(hashlib.sha256(text).hexdigest(), file)
     if first is not file:
         return f"the same result as {first}"
-    whole = Source(len(collection.files) + 1, name.as_posix(), kind, data)
-    parts = [part for part in PARTS if kind in WHOLES and data.get(part)]
-    collection.sources.append(whole)
-    collection.sources += [replace(whole, kind=p, data=data[p], part=True) for p in parts]
+    number, where = len(collection.files) + 1, name.as_posix()
+    collection.sources.append(Source(number, where, kind, data, result))
+    for part in PARTS:
+        if getattr(result, part, None) is not None:
+            inside = Source(number, where, part, data[part], getattr(result, part), part=True)
+            collection.sources.append(inside)
     return ""
 
 
-def _lacking(kind: str, data: dict[str, Any]) -> str:
-    """List the necessary parts that a result lacks; empty for a whole one."""
-    lacking = [name for name in KINDS[kind] if not isinstance(data.get(name), dict | list)]
-    parts = [part for part in PARTS if kind in WHOLES and data.get(part) is not None]
-    for part in parts:
-        whole = isinstance(data[part], dict)
-        if more := _lacking(part, data[part]) if whole else "everything":
-            lacking.append(f"{part}: {more}")
-    return ", ".join(lacking)
+def _comparable(bench: BenchResult) -> BenchResult:
+    """Replace the published tables that this version has not, or not beside such a run, by the reasons."""
+    known, reasons = [], []
+    for name in bench.compare:
+        try:
+            dataclasses.replace(bench, compare=[name]).tables()
+        except PosencError as error:
+            reasons.append(str(error))
+        else:
+            known.append(name)
+    return dataclasses.replace(bench, compare=known, remarks=[*bench.remarks, *reasons])
 
 
 def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
@@ -139,51 +160,8 @@ def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
         for file in sorted((run / RECORDS).glob("*/*.jsonl")):
             counts.setdefault(file.parent, []).append(file.read_bytes().count(b"\n"))
         store = max(counts, key=lambda store: sum(counts[store]))
-        settings: Any = {}
-        with contextlib.suppress(OSError, ValueError):
-            settings = json.loads((store / "settings.json").read_bytes())
-        known = settings if isinstance(settings, dict) else {}
-        runs.append(Unfinished(run.as_posix(), sum(counts[store]), len(counts[store]), known))
+        command = None
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            command = json.loads((store / "settings.json").read_bytes()).get("command")
+        runs.append(Unfinished(run.as_posix(), sum(counts[store]), len(counts[store]), command))
     return runs
-
-
-# Grouping and comparing results.
-
-
-def grouped(
-    sources: Sequence[Source], kind: str, key: Callable[[dict[str, Any]], Any]
-) -> list[list[Source]]:
-    """Group results of a kind that have the same key, in the order of their first appearance."""
-    groups: dict[str, list[Source]] = {}
-    for source in sources:
-        if source.kind == kind:
-            same = json.dumps(key(source.data), sort_keys=True)
-            groups.setdefault(same, []).append(source)
-    return list(groups.values())
-
-
-def settings_differ(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """Return the values that differ between two sets of settings."""
-    return [
-        f"{name} {_plain(two.get(name))} instead of {_plain(one.get(name))}"
-        for name in dict.fromkeys([*one, *two])
-        if one.get(name) != two.get(name)
-    ]
-
-
-def _plain(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-
-
-def interval_of(values: Sequence[float | None] | None) -> Interval | None:
-    """Return an interval of a JSON file; `None` if an end is missing."""
-    low, high = values or (None, None)
-    return None if low is None or high is None else (low, high)
-
-
-def model_of(data: Mapping[str, Any]) -> str:
-    """Return what identifies the model of a result."""
-    model = data["model"]
-    names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
-    values = [model.get(name) for name in names]
-    return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])

@@ -195,7 +195,8 @@ class PerplexityResult(MethodsResult[Cell]):
             reason = self.failure(method, protocol, length)
             return Field("-") if reason is None else failure_field(reason)  # no token to score
         arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
-        text = Field(number(cell.perplexity) + arrow, "best" if cell.perplexity == lowest else "")
+        mark = "best" if cell.perplexity == lowest else ""
+        text = Field(number(cell.perplexity) + arrow, mark, cell.perplexity)
         if cell.interval is not None and not math.isnan(cell.perplexity):
             text.append(f"\n{number_range(cell.interval, 3)}", "aside")
         return text

@@ -11,9 +11,8 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from hf_posenc.evaluation.perplexity.protocols import Settings
+    from hf_posenc.evaluation.perplexity.result import PerplexityResult
 
 # Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
 # pale yellow.
@@ -58,32 +57,6 @@ STYLE: Any = {
     "grid.color": GRID,
     "grid.linewidth": 0.6,
 }
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Protocols, lengths and tail of a figure, in tokens."""
-
-    lengths: tuple[int, ...]
-    protocols: tuple[str, ...]
-    tail_tokens: int
-
-
-class Measured(Protocol):
-    """Perplexities that can be drawn: a `PerplexityResult`, or several of them merged.
-
-    Each of the candidates has a `label` in reports, and a name `method`; `None` for the model as loaded.
-    """
-
-    @property
-    def settings(self) -> Settings | Scope: ...
-    @property
-    def original(self) -> int | None: ...
-    @property
-    def candidates(self) -> Sequence[Any]: ...
-    @property
-    def curve(self) -> Mapping[str, Any] | None: ...
-    def cell(self, method: str, protocol: str, length: int, /) -> Cell | None: ...
 
 
 def available() -> bool:
@@ -135,7 +108,7 @@ def styled_panels(
 
 @contextlib.contextmanager
 def line_panels(
-    result: Measured, width: float, columns: int = 1, **options: Any
+    result: PerplexityResult, width: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
     height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
@@ -316,7 +289,7 @@ MAX_MARKERS = 16
 """Longer lines have no markers, which would touch."""
 
 
-def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
+def figure(result: PerplexityResult, protocols: Sequence[str] | None = None) -> Figure:
     """Draw one panel for each of the protocols (all by default); the last one has the names of the lines."""
     settings = result.settings
     shown = settings.protocols if protocols is None else protocols
@@ -341,7 +314,7 @@ def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
     return drawn
 
 
-def _cells(result: Measured, label: str, protocol: str) -> list[Cell]:
+def _cells(result: PerplexityResult, label: str, protocol: str) -> list[Cell]:
     """The numbers of a method at all lengths that have one."""
     cells = (result.cell(label, protocol, length) for length in result.settings.lengths)
     return [cell for cell in cells if cell is not None]
@@ -362,7 +335,7 @@ CLOSE = 0.012
 """Largest distance of two intervals, as a share of the axis."""
 
 
-def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
+def ratio_figure(result: PerplexityResult, protocol: str = "tail") -> Figure:
     """Draw the ratio to the first method's perplexity, with its paired interval at every point and a line at 1.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
@@ -377,18 +350,20 @@ def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
         span = math.log2(lengths[-1] / lengths[0]) or 1.0
         step = min(STAGGER * gap / len(candidates), CLOSE * span)
         for index, (candidate, look) in enumerate(candidates):
-            cells = _cells(result, candidate.label, protocol)
+            cells = [c for c in _cells(result, candidate.label, protocol) if positive(c.ratio)]
+            if candidate.method is None and all(cell.ratio == 1.0 for cell in cells):
+                continue  # the baseline is the line at 1
             shift = 2 ** (step * (index - (len(candidates) - 1) / 2))
-            intervals = [(cell.length * shift, *(cell.ratio_interval or (1, 1))) for cell in cells]
             ranges = [
-                (x, a, b) for x, a, b in intervals if _positive(a) and _positive(b) and a != b
+                (cell.length * shift, *cell.ratio_interval)
+                for cell in cells
+                if cell.ratio_interval and all(map(positive, cell.ratio_interval))
             ]
             if ranges:
                 x, low, high = zip(*ranges, strict=True)
                 panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
-            ratios = [(c.length * shift, c.ratio or 0.0) for c in cells if _positive(c.ratio)]
-            if candidate.method is not None or any(ratio != 1.0 for _, ratio in ratios):
-                _line(panel, candidate.label, ratios, look)  # the baseline is the line at 1
+            ratios = [(cell.length * shift, cell.ratio or 0.0) for cell in cells]
+            _line(panel, candidate.label, ratios, look)
         length_axis(panel, lengths)
         mark_trained(panel, result.original, below=True)
         panel.set_ylabel("ratio, paired interval")
@@ -396,7 +371,8 @@ def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
     return drawn
 
 
-def _positive(value: float | None) -> bool:
+def positive(value: float | None) -> bool:
+    """Return whether a value is on a log axis."""
     return value is not None and math.isfinite(value) and value > 0
 
 
@@ -405,7 +381,7 @@ SPAN = 2**0.125
 _LARGEST = 700.0  # nats; the exponential of more is no float
 
 
-def position_figure(result: Measured) -> Figure:
+def position_figure(result: PerplexityResult) -> Figure:
     """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
 
     Every token is read with all tokens before it, in windows of the longest length.

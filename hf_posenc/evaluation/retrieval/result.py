@@ -398,7 +398,7 @@ class RetrievalResult(MethodsResult[Cell]):
         if cell is None:
             return failure_field(self.failure(method, task, length))
         top = best > (0, 0) and cell.quality == best
-        text = Field(percent(cell.accuracy), "best" if top else "")
+        text = Field(percent(cell.accuracy), "best" if top else "", cell.accuracy)
         text.append(f"\n{percent_range(cell.interval)}", "aside")
         if cell.first is not None and cell.first_interval is not None:
             text.append(f"\n1st {percent(cell.first)}", "" if cell.beats_chance else "aside")

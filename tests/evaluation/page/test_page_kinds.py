@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from hf_posenc.evaluation import published
-from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.bench.result import BenchResult
+from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.page import collect
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import (
     Failure,
     LeftOut,
@@ -20,7 +23,8 @@ from hf_posenc.evaluation.retrieval.result import (
     mcnemar,
 )
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
-from tests.support.page_results import CURVES, Page, exact, page, result, write
+from tests.support.page_results import CURVES, Page, entry, exact, page, result, write
+from tests.support.sweep_cases import planted
 
 DEPTHS = (0.0, 0.5, 1.0)
 
@@ -38,16 +42,12 @@ def retrieval(
                     if (method, length) != ("yarn", 512):
                         values = (correct, float(correct), 1.5, 1 if correct else 3, 11, 100)
                         records.append(Record(method, "passkey", length, depth, sample, *values))
-    entries = [
-        MethodEntry(name, name, None if name == "none" else name, [], {}, None, False, 256, False)
-        for name in right
-    ]
     made = RetrievalResult(
         model=result()["model"],
         haystack={"kind": "noise"},
         settings=RetrievalSettings((256, 512, 1024), ("passkey",), DEPTHS, samples),
         original=256,
-        candidates=entries,
+        candidates=[entry(name) for name in right],
         records=records,
         failures=[Failure("yarn", "passkey", 512, "out of memory")] if "yarn" in right else [],
         left_out=[LeftOut("passkey", 1024, 2000)],
@@ -61,20 +61,17 @@ def test_retrieval_has_a_table_and_heat_maps_with_the_numbers_of_the_result(tmp_
     made = page(write(tmp_path / "a", data, "retrieval"))
     cells = made.table("Retrieval, passkey")
     for cell in data["summary"]:
-        shown = exact(cells[cell["method"], f"{cell['length']:,}"])
-        assert shown == [
-            *(cell["accuracy"], *cell["interval"]),
-            *(cell["first"], *cell["first_interval"]),
-        ]
-    assert "above chance" in cells["yarn", "256"].text
-    assert cells["yarn", "512"].text.startswith("OOM")
-    assert cells["none", "1,024"].attributes["title"] == "the shortest prompt has 2,000 tokens"
-    assert cells["yarn", "passes 80 %"].text == "256"
+        shown = cells[cell["method"], f"{cell['length']:,}x{cell['length'] // 256}"]
+        assert exact(shown) == [cell["accuracy"]]
+        assert f"1st {percent(cell['first'])}" in shown.text
+    assert cells["yarn", "512x2"].text.startswith("OOM")
+    assert "passkey needs at least 2,000 tokens" in made.root.text
+    assert cells["yarn", "passes80%"].text == "256"
     heat = made.table("none")
     assert {head for _, head in heat} == {"256", "512"}
     for cell in data["by_depth"]:
         if cell["method"] == "none":
-            field = heat[f"{100 * cell['depth']:.0f} %", f"{cell['length']}"]
+            field = heat[f"{cell['depth']:.0%}", f"{cell['length']}"]
             assert exact(field) == [cell["accuracy"]]
             assert field.attributes["style"] == f"--part: {100 * cell['accuracy']:.0f}%"
     assert "hf-posenc retrieval --task passkey" in made.root.text
@@ -94,155 +91,69 @@ def test_other_prompts_are_another_section(tmp_path: Path) -> None:
     one = write(tmp_path / "a", retrieval({"none": (0.0, 0.5, 1.0)}), "retrieval")
     two = write(tmp_path / "b", retrieval({"none": (0.0, 0.5, 1.0)}, samples=8), "retrieval")
     three = write(tmp_path / "c", retrieval({"rerope": (1.0, 0.5, 1.0)}), "retrieval")
-    made = page(one, two, three)
+    text = json.dumps(retrieval({"none": (0.0, 0.5, 1.0)}, samples=8))
+    other = json.loads(text.replace('"passkey"', '"niah_single_1"'))
+    four = write(tmp_path / "d", other, "retrieval")  # shares its prompts with the second
+    made = page(one, two, three, four)
     heads = [h.text for h in made.root.all("h2") if h.text.startswith("Retrieval")]
     assert heads == ["Retrieval 1", "Retrieval 2"]
     notes = [p.text for p in made.root.all("p", class_="apart")]
     assert notes == ["Not comparable with Retrieval 1: samples 8 instead of 4."]
-    names = {name for name, _ in made.table("Retrieval, passkey")}
-    assert names == {"nonerun 1, tiny", "reroperun 3, tiny"}
+    assert {name for name, _ in made.table("Retrieval, passkey")} == {"none [1]", "rerope [3]"}
 
 
 def bench(**more: Any) -> dict[str, Any]:
-    speed = {
-        "length": 2048,
-        "device": "GPU",
-        "threads": None,
-        "memory": "all tensors",
-        "summary": [
-            {
-                "method": "none",
-                "tokens_per_second": 1000.5,
-                "lowest": 900.0,
-                "highest": 1100.0,
-                "ratio": 1.0,
-                "peak_bytes": 3 * 2**30,
-                "prefill": None,
-                "failed": None,
-            },
-            {
-                "method": "yarn",
-                "tokens_per_second": None,
-                "lowest": None,
-                "highest": None,
-                "ratio": None,
-                "peak_bytes": None,
-                "prefill": None,
-                "failed": "out of memory",
-            },
-        ],
-    }
-    parts = {"perplexity": result(), "retrieval": retrieval({"none": (0.0, 0.5, 1.0)})}
-    about = {"kind": "bench", "format": 1, "suite": "quick", "compare": [], "remarks": ["Said."]}
-    return {**about, **parts, "speed": speed, **more}
+    made = BenchResult(
+        perplexity=PerplexityResult.from_dict(result({"none": CURVES["none"]})),
+        retrieval=RetrievalResult.from_dict(retrieval({"none": (0.0, 0.5, 1.0)})),
+        suite="quick",
+        remarks=["Said."],
+    )
+    return {**made.to_dict(), **more}
 
 
-def test_a_benchmark_is_its_results_and_a_table_of_speed(tmp_path: Path) -> None:
+def test_a_benchmark_is_its_table_and_its_results(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", bench(), "bench")
     assert [source.kind for source in collect([folder]).sources] == [
         *("bench", "perplexity", "retrieval"),
     ]
     made = page(folder)
-    cells = made.table("Speed and memory")
-    assert exact(cells["none", "tokens per second"]) == [1000.5, 900.0, 1100.0]
-    assert cells["none", "tokens per second"].text == "1,000900–1,100"
-    assert cells["none", "peak memory"].text == "3.00 GiB"
-    assert cells["yarn", "tokens per second"].text == "OOM"
-    assert made.table("Perplexity, tail")
-    assert made.table("Retrieval, passkey")
-    runs = made.table("Results in this report.")
+    for caption in ("Perplexity, tail", "Retrieval, passkey", "Benchmark, suite quick"):
+        assert made.table(caption)
+    runs = made.table("Results in this report")
     assert {name for name, _ in runs} == {"1"}
     assert runs["1", "model"].text == "tiny"
     assert "Said." in made.root.text
     assert len(made.root.all("pre")) == 1
 
 
-def test_a_published_table_that_differs_says_in_what(tmp_path: Path) -> None:
-    tables = [published.get(name) for name in published.available()]
-    chosen = next(table for table in tables if table.protocol.name == "prefix")
-    made = page(write(tmp_path / "a", bench(compare=[chosen.id, "no such table"]), "bench"))
-    notes = [p.text for p in made.root.all("p", class_="apart")]
-    assert len(notes) == 2
-    assert notes[0].startswith("NOT comparable with this run: ")
-    assert "lengths" in notes[0]
-    assert notes[1] == "NOT comparable with this run: this version of hf-posenc does not have it."
-    assert f"Published: {chosen.paper}, {chosen.table}" in [h.text for h in made.root.all("h3")]
-
-
-def test_a_published_table_stands_beside_as_it_was_printed(tmp_path: Path) -> None:
+def test_published_tables_stand_beside_a_benchmark_or_the_reason_why_not(tmp_path: Path) -> None:
     tables = [published.get(name) for name in published.available()]
     chosen = next(t for t in tables if t.protocol.name == "prefix" and t.metric == "perplexity")
+    made = page(write(tmp_path / "a", bench(compare=[chosen.id, "no such table"]), "bench"))
+    assert f"{chosen.id} ({chosen.paper}, {chosen.table}) is not comparable" in made.root.text
+    assert "Unknown published table 'no such table'" in made.root.text
     lengths = [int(length) for length in chosen.columns[:2]]
     ours = result({"none": (9.0, 8.0)}, lengths=lengths, protocols=("prefix",))
-    made = page(write(tmp_path / "a", bench(compare=[chosen.id], perplexity=ours), "bench"))
-    assert not made.root.all("p", class_="apart")
-    cells = made.table("As printed")
-    row = next(r for r in chosen.rows if isinstance(chosen.value(r, lengths[0]), float))
-    shown = cells[f"{row.method}{row.model}", f"{lengths[0]:,}"]
-    assert float(shown.text) == chosen.value(row, lengths[0])
+    made = page(write(tmp_path / "b", bench(compare=[chosen.id], perplexity=ours), "bench"))
+    cells = made.table(f"Perplexity, prefix, beside {chosen.paper}")
+    assert {name for name, _ in cells} >= {"this run", chosen.rows[0].model}
 
 
-def sweep(kind: str = "sweep") -> dict[str, Any]:
-    row = {
-        "label": "yarn (scale 4)",
-        "control": False,
-        "documents": 8,
-        "perplexity": 10.5,
-        "interval": [9.0, 12.0],
-        "short": {"ratio": 1.05, "interval": [1.01, 1.1]},
-        "to_best": None,
-        "failed": None,
-    }
-    worse = {
-        **row,
-        "label": "pi (scale 4)",
-        "perplexity": 30.25,
-        "documents": 5,
-        "to_best": {"ratio": 2.5, "interval": [2.0, 3.0]},
-    }
-    broken = {
-        **row,
-        "label": "none",
-        "control": True,
-        "perplexity": None,
-        "interval": None,
-        "short": None,
-        "failed": "out of memory",
-    }
-    return {
-        "kind": kind,
-        "format": 1,
-        "model": result()["model"],
-        "protocol": "the same tokens",
-        "settings": {"original": 256, "target": 1024},
-        "documents": result()["documents"],
-        "skipped": [],
-        "methods": [{"label": "none", "spec": "none", "method": None, "scale": None}],
-        "summary": [row, worse, broken],
-        "winner": "yarn (scale 4)",
-        "undecided": [],
-        "recipe": {"method": "yarn", "scale": 4, "note": "<b>"},
-        "records": [],
-    }
-
-
-@pytest.mark.parametrize("kind", ["sweep", "search"])
-def test_a_sweep_shows_its_rows_the_price_on_short_texts_and_the_recipe(
-    tmp_path: Path, kind: str
-) -> None:
-    made = page(write(tmp_path / "a", sweep(kind), kind))
-    caption = "Ratios are paired"
-    cells = made.table(caption)
-    best, pi = "yarn (scale 4)best", "pi (scale 4)"
-    assert exact(cells[best, "at 1,024 tokens"]) == [10.5, 9.0, 12.0]
-    short = cells[best, "at 256, to the unpatched model"]
-    assert exact(short) == [1.05, 1.01, 1.1]
-    assert short.text.endswith("worse")
-    assert exact(cells[pi, "at 1,024, to the best"]) == [2.5, 2.0, 3.0]
-    assert cells["nonecontrol", "at 1,024 tokens"].text == "OOM"
-    assert '"note": "<b>"' in made.root.text
-    assert not made.root.all("b")
-    assert "tail at 1,024" in made.root.text
+def test_a_sweep_shows_its_own_table_and_notes_and_the_recipe(tmp_path: Path) -> None:
+    losses = {"none": 3.0, "control": 2.5, "yarn": 2.0, "pi": math.nan}
+    made = planted({name: [loss + n / 50 for n in range(8)] for name, loss in losses.items()})
+    made.recipe = {"method": "yarn", "scale": 4, "note": "<b>"}
+    shown = page(write(tmp_path / "a", made.to_dict(), "sweep"))
+    (grid,) = made.tables()
+    cells = [cell.text for cell in shown.table(grid.title).values()]
+    assert cells == ["".join(f.text.split("\n")) for row in grid.rows for f in row.fields[1:]]
+    assert '"note": "<b>"' in shown.root.text
+    assert not shown.root.all("b")
+    first, *others = made.notes()
+    assert verdicts(shown) == [f"Sweep (run 1): {' '.join(others)}"]
+    assert first in [p.text for p in shown.root.all("p")]
+    assert "Run 1, pi: failed" in shown.root.text
 
 
 # Verdicts
@@ -265,7 +176,7 @@ def test_the_page_opens_with_the_best_method_against_the_control(tmp_path: Path)
     )
     (said,) = verdicts(made)
     assert said.startswith(
-        "Perplexity, tail, 1,024 tokens, truncation as the control, 6 documents: yarn is "
+        "Perplexity: tail, 1,024 tokens, truncation as the control, 6 documents: yarn is "
         f"significantly better, with {yarn['perplexity'] / control['perplexity']:.3g} ("
     )
     assert said.endswith("the best of 2; so are pi.")
@@ -325,30 +236,9 @@ def test_retrieval_of_two_models_is_judged_by_model(tmp_path: Path) -> None:
         write(tmp_path / name, data, "retrieval")
         for name, data in (("a", first), ("b", able), ("c", longer))
     ]
-    (said,) = verdicts(page(*folders))
-    assert said.count("512 tokens, truncation") == 2
-    assert said.count("p = 1)") == 2
-    assert "times" not in said
-
-
-@pytest.mark.parametrize(
-    ("ratio", "interval", "expected"),
-    [
-        (
-            1.25,
-            [1.1, 1.4],
-            "yarn (scale 4) is significantly better than truncation, with 0.800",
-        ),
-        (1.25, [0.9, 1.6], "no method is significantly better than the control"),
-        (0.8, [0.7, 0.9], "is significantly worse than truncation, with 1.25"),
-    ],
-)
-def test_the_verdict_on_a_sweep(
-    tmp_path: Path, ratio: float, interval: list[float], expected: str
-) -> None:
-    data = sweep()
-    to_best = {"ratio": ratio, "interval": interval}
-    window = {"label": "truncation", "control": True, "to_best": to_best}
-    data["summary"].append({**data["summary"][0], **window})
-    assert expected in verdicts(page(write(tmp_path / "a", data, "sweep")))[0]
-    assert "no method has a number" in verdicts(page(write(tmp_path / "b", sweep(), "sweep")))[0]
+    said = verdicts(page(*folders))
+    assert len(said) == 2
+    for line in said:
+        assert "512 tokens, truncation" in line
+        assert "p = 1)" in line
+        assert "times" not in line

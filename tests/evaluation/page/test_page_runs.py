@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,6 +14,7 @@ from hf_posenc.cli import measure
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.page import collect, render
+from hf_posenc.evaluation.page.compare import ratio_text
 from tests.support.page_results import CURVES, LENGTHS, Page, exact, page, result, write
 from tests.support.selection import late
 
@@ -26,17 +28,16 @@ def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
         record["document"] = f"/elsewhere/{record['document'].removeprefix('doc ')}.txt"
     made = page(write(tmp_path / "a", first), write(tmp_path / "b", second))
     assert len([h for h in made.root.all("h2") if h.text.startswith("Perplexity")]) == 1
-    cells = made.table("Perplexity, tail")
-    row = "truncationrun 2"
-    assert {name for name, _ in cells} == {"nonerun 1", "yarn [1]run 1", row, "yarn [2]run 2"}
+    cells, ratios = made.table("Perplexity, tail"), made.table("Ratios, tail")
+    row = "truncation [2]"
+    assert {name for name, _ in cells} == {"none [1]", "yarn [1]", row, "yarn [2]"}
     for length in LENGTHS:
         numbers = next(
             c
             for c in second["summary"]
             if (c["method"], c["protocol"], c["length"]) == ("truncation", "tail", length)
         )
-        shown = exact(cells[row, f"{length:,}×{length / 256:.3g}"])
-        assert shown[:3] == [numbers["perplexity"], *numbers["interval"]]
+        assert exact(cells[row, f"{length:,}x{length / 256:.3g}"]) == [numbers["perplexity"]]
         records = [
             Record(**{**r, "document": r["document"].removesuffix(".txt")[-1], "method": f"{k}"})
             for k, d in enumerate((first, second))
@@ -45,7 +46,10 @@ def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
             and r["method"] == ("none", "truncation")[k]
         ]
         expected = summarize(records, comparisons=3)[-1]  # of four rows
-        assert shown[3:] == [expected.ratio, *(expected.ratio_interval or ())]
+        shown = ratios[row, f"{length:,}to the baseline"]
+        assert exact(shown) == [expected.ratio]
+        low, high = expected.ratio_interval or (0.0, 0.0)
+        assert f"{ratio_text(low)}-{ratio_text(high)}" in shown.text
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,7 @@ def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
         ("documents", "other documents (6 instead of 6, 5 in common)"),
         ("tokenizer", "another tokenizer"),
         *late(["cut"], ["other documents (the same texts, cut at other lengths)"]),
-        *late(["bos"], ["other special tokens in front ([1] instead of [])"]),
+        *late(["bos"], ["special tokens in front [1] instead of []"]),
     ],
 )
 def test_what_is_not_comparable_stands_apart_with_the_reason(
@@ -79,60 +83,58 @@ def test_what_is_not_comparable_stands_apart_with_the_reason(
         assert {name for name, _ in made.table("Perplexity, tail", place)} == set(CURVES)
 
 
-def test_another_tail_is_another_table(tmp_path: Path) -> None:
-    other = result(tail=32)
+@pytest.mark.parametrize(
+    ("protocols", "settings", "reason"),
+    [
+        (("prefix", "tail"), {"tail_tokens": 32}, "tail_tokens 32 instead of 64"),
+        (
+            ("prefix", "tail"),
+            {"windows_per_document": 3, "chunk": 64, "batch": 2},
+            "windows_per_document 3 instead of None",
+        ),
+        (("prefix",), {"tail_tokens": 32, "windows_per_document": 3, "chunk": 64}, ""),
+        (("prefix", "sliding"), {}, "prefix, sliding instead of prefix, tail"),
+    ],
+)
+def test_another_setting_of_a_protocol_is_another_section(
+    tmp_path: Path, protocols: tuple[str, ...], settings: dict[str, Any], reason: str
+) -> None:
+    other = result(protocols=protocols)
+    other["settings"] |= settings
     made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
-    titles = [h.text for h in made.root.all("h3") if h.text in ("prefix", "tail")]
-    assert titles == ["prefix", "tail", "tail"]  # the prefixes are the same, and share one table
     notes = [p.text for p in made.root.all("p", class_="apart")]
-    reason = "the other one is: the same last 64 tokens"
-    assert notes == [f"Not comparable with the tail above: {reason}."]
-    same = [f"{name}runs 1, 2, the same numbers" for name in CURVES]
-    assert {name for name, _ in made.table("Perplexity, prefix")} == set(same)
-
-
-def test_another_setting_of_a_protocol_is_another_table_too(tmp_path: Path) -> None:
-    other = result()
-    other["settings"] |= {"windows_per_document": 3, "chunk": 64, "seed": 7}
-    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
-    titles = [h.text for h in made.root.all("h3") if h.text in ("prefix", "tail")]
-    assert titles == ["prefix", "tail", "tail"]  # neither says anything about the prefix
-    reason = "windows_per_document 3 instead of None, longest length 1024 instead of None"
-    notes = [p.text for p in made.root.all("p", class_="apart")]
-    assert notes == [f"Not comparable with the tail above: {reason}."]
+    assert notes[:1] == [f"Not comparable with Perplexity 1: {reason}."] * bool(reason)
+    if not reason:  # the same numbers of the prefix, once
+        names = {name for name, _ in made.table("Perplexity, prefix")}
+        assert names == {f"{name} [1, 2]" for name in CURVES}
 
 
 def test_another_model_has_a_baseline_of_its_own(tmp_path: Path) -> None:
-    other = result()
+    other = result({"none": (30.0, 29.0, 92.0, 240.0), "yarn": CURVES["yarn"]})
     other["model"]["weights_sha256"] = "ee" * 32
     made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
-    cells = made.table("Perplexity, tail")
-    rows = {name for name, _ in cells}
-    assert len(rows) == 6
-    row = next(name for name in rows if name.startswith("none [2]"))
-    assert len(exact(cells[row, "512×2"])) == 3
+    ratios = made.table("Ratios, tail")
+    assert {name for name, _ in ratios} >= {"none [1]", "truncation [1]", "none [2]", "yarn [2]"}
+    for run, data in ((1, result()), (2, other)):
+        for cell in data["summary"]:
+            if cell["protocol"] == "tail" and cell["method"] == "yarn":
+                shown = ratios[f"yarn [{run}]", f"{cell['length']:,}to the baseline"]
+                assert exact(shown) == [cell["ratio"]]
+    assert "Each model has a baseline of its own: none [1], none [2]." in made.root.text
 
 
 def test_settings_say_where_runs_differ(tmp_path: Path) -> None:
     other = result({"none": CURVES["none"]})
     other["model"]["dtype"] = "bfloat16"
     made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
-    table = next(t for t in made.root.all("table", class_="words settings"))
-    rows = {tr.children[0].text: tr for tr in table.all("tr")}
-    dtype, attention = rows["model.dtype"], rows["model.attention"]
-    assert [cell.text for cell in dtype.children[1:]] == ["float32", "bfloat16"]
-    assert dtype.attributes.get("class") == "differs"
-    assert attention.attributes.get("class") is None
-    assert [cell.attributes["colspan"] for cell in attention.children[1:]] == ["2"]
-    weights = rows["model.weights_sha256"].children[1]
+    differ = made.table("Settings that differ")
+    assert [differ["model.dtype", f"run {n}"].text for n in (1, 2)] == ["float32", "bfloat16"]
+    shared = made.table("Settings of all results that have them")
+    weights = shared["model.weights_sha256", "value"]
     assert (weights.text, weights.attributes["title"]) == ("aaaaaaaaaaaa…", "aa" * 32)
-    for name in (
-        "model.tokenizer.sha256",
-        "settings.aggregate",
-        "environment.torch",
-        "model.weights_sha256",
-    ):
-        assert name in rows
+    names = {name for name, _ in shared}
+    assert names >= {"model.tokenizer.sha256", "settings.aggregate", "environment.torch"}
+    assert not names & {name for name, _ in differ}
     assert made.root.text.count("hf-posenc perplexity --patch none --patch yarn") == 2
     assert "bad.txt: not UTF-8" in made.root.text
 
@@ -178,10 +180,23 @@ def test_a_result_that_lost_a_part_is_named_and_left_out(tmp_path: Path, lost: s
     found = collect([tmp_path / "a", tmp_path / "b"])
     assert len(found.sources) == 1
     assert f"it lacks {lost}." in found.remarks[0]
-    inside = {"kind": "bench", "format": 1, "perplexity": {**whole, lost: None}, "retrieval": None}
-    (tmp_path / "b" / "perplexity.json").unlink()
-    (tmp_path / "b" / "bench.json").write_text(json.dumps(inside))
-    with pytest.raises(PosencError, match=f"it lacks perplexity: {lost}"):
+    write(tmp_path / "b", {**whole, lost: None})
+    with pytest.raises(PosencError, match=r"perplexity\.json: damaged, or written by another"):
+        collect([tmp_path / "b"])
+
+
+def test_a_benchmark_of_a_damaged_part_is_named(tmp_path: Path) -> None:
+    about: dict[str, Any] = {
+        "kind": "bench",
+        "retrieval": None,
+        "speed": None,
+        "suite": "",
+        "compare": [],
+    }
+    broken = result()
+    del broken["records"]
+    write(tmp_path / "b", {**about, "perplexity": broken, "remarks": []}, "bench")
+    with pytest.raises(PosencError, match=r"bench\.json: damaged.*: it lacks records\."):
         collect([tmp_path / "b"])
 
 

@@ -41,7 +41,7 @@ class Shown:
         return self.cells.get((method, length))
 
 
-def example() -> Shown:
+def example() -> Any:
     names = {"none": None, "yarn": "yarn", "pi": "pi"}
     ratios = {"none": (1.0, 1.0, 1.0), "yarn": (1.1, 1.0, 0.5), "pi": (1.2, 1.1, math.nan)}
     cells = {
@@ -167,7 +167,7 @@ def test_many_lengths_have_few_ticks_and_long_names_leave_room() -> None:
     assert names == {"none", "pi", "x" * (MAX_LABEL - 1) + "…"}
 
 
-def renamed(label: str) -> Shown:
+def renamed(label: str) -> Any:
     """The example with another name for its second line."""
     shown = example()
     shown.candidates[1].label = label
