@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -21,23 +20,10 @@ from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import METHODS, Method
-from scripts.results import BENCHMARKS, DOCS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
+from hf_posenc.methods import Method
+from scripts.results import BENCHMARKS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
 
 _NO_CONFIG = "no config of another engine expresses it: `hf_posenc.from_pretrained`"
-
-
-def parts(method: type[Method]) -> dict[str, Callable[[], str]]:
-    """Return the generated parts of a method's page, by name."""
-    return {
-        f"facts {method.name}": partial(method_facts, method),
-        f"measured {method.name}": partial(measured, method),
-    }
-
-
-def pages() -> dict[Path, dict[str, Callable[[], str]]]:
-    """Return the pages of all methods, with their generated parts."""
-    return {DOCS / "methods" / f"{method.name}.md": parts(method) for method in METHODS}
 
 
 def method_facts(method: type[Method]) -> str:
