@@ -189,11 +189,12 @@ def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[flo
     return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
 
 
-def position_map(method: RotaryBands) -> Tensor:
-    """`P[m, n]`, shape (TEXT, TEXT), NaN where the pair is masked."""
-    position = torch.arange(TEXT)
-    relative = torch.full((TEXT, TEXT), math.nan, dtype=torch.float64)
-    for band in method.bands(ORIGINAL):
+def position_map(method: RotaryBands | LaMPE, length: int = TEXT) -> Tensor:
+    """`P[m, n]` of a text, shape (length, length), NaN where the pair is masked."""
+    position = torch.arange(length)
+    relative = torch.full((length, length), math.nan, dtype=torch.float64)
+    given = (ORIGINAL, length) if isinstance(method, LaMPE) else (ORIGINAL,)
+    for band in method.bands(*given):
         inside = band.contains(position[:, None], position) & (position <= position[:, None])
         distance = band.query_position(position)[:, None] - band.key_position(position)
         relative[inside] = distance.double()[inside]

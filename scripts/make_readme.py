@@ -37,6 +37,7 @@ from scripts.results import (
     perplexity,
     read,
     tails,
+    update_mode,
 )
 
 PLAIN = "plain causal"
@@ -174,7 +175,10 @@ def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], st
 def updates() -> str:
     """Return the update modes of the dynamic methods: whole texts, buckets, generation."""
     result: dict[str, Any] = read(UPDATES)
-    whole = {(*_mode(row), row["protocol"], row["length"]): row for row in result["whole_texts"]}
+    whole = {
+        (*update_mode(row["method"]), row["protocol"], row["length"]): row
+        for row in result["whole_texts"]
+    }
     families = list(dict.fromkeys(key[0] for key in whole if key[1] == "row"))
     buckets = sorted({key[2] for key in whole if key[2] is not None})
     lengths, cached = result["settings"]["lengths"][1:], result["cached"]
@@ -201,7 +205,10 @@ def updates() -> str:
         means = ([mean(family, bucket, p) for p in protocols] for bucket in buckets)
         rows.append([f"`{family}`", *map(" / ".join, means)])
     tables.append((["bucket", *map(str, buckets)], rows))
-    steps = {(*_mode(r)[:2], r["feed"], r["length"]): r["perplexity"] for r in result["generation"]}
+    steps = {
+        (*update_mode(r["method"])[:2], r["feed"], r["length"]): r["perplexity"]
+        for r in result["generation"]
+    }
     rows, places = [], [(feed, n) for feed in ("steps", "prompt") for n in cached["lengths"]]
     for family in dict.fromkeys(key[0] for key in steps):
         forward = [whole[family, "sequence", None, "tail", n]["perplexity"] for _, n in places]
@@ -212,17 +219,6 @@ def updates() -> str:
     feeds = {"steps": "in steps", "prompt": "after a prompt"}
     tables.append((["with a cache", "mode", *(f"{n:,} {feeds[feed]}" for feed, n in places)], rows))
     return "\n\n".join(markdown_table(*table, numeric=True) for table in tables)
-
-
-def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
-    """Return family, mode and bucket of a label such as `dynamic_ntk (scale 2, update row, bucket 64)`."""
-    found = re.fullmatch(r"(\w+)(?: \((.*)\))?", row["method"])
-    assert found is not None
-    options = dict(part.rsplit(" ", 1) for part in filter(None, (found[2] or "").split(", ")))
-    mode, bucket = options.pop("update", ""), options.pop("bucket", None)
-    rest = ", ".join(" ".join(option) for option in options.items())
-    family = f"{found[1]} ({rest})" if rest else found[1]
-    return family, mode, None if bucket is None else int(bucket)
 
 
 Parts = Mapping[str, Callable[..., str]]

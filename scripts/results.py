@@ -86,6 +86,15 @@ def passkeys(file: Path) -> tuple[int, dict[str, Passkeys]]:
     return longest, found
 
 
+def update_mode(label: str) -> tuple[str, str, int | None]:
+    """Return family, mode and bucket of a label such as `dynamic_ntk (scale 2, update row, bucket 64)`."""
+    name, _, options = label.removesuffix(")").partition(" (")
+    given = dict(option.rsplit(" ", 1) for option in options.split(", ") if option)
+    mode, bucket = given.pop("update", ""), given.pop("bucket", None)
+    rest = ", ".join(" ".join(option) for option in given.items())
+    return f"{name} ({rest})" if rest else name, mode, None if bucket is None else int(bucket)
+
+
 def made_with(environment: Mapping[str, Any]) -> str:
     """Return the versions with which a result was measured."""
     return f"torch {environment['torch']}, transformers {environment['transformers']}"
