@@ -127,9 +127,8 @@ def _speed(method: type[Method]) -> Iterator[str]:
     speed = read(BENCHMARKS / "bench.json")["speed"]
     for label in speed["methods"]:
         if _of(label, method):
-            ratio = statistics.median(
-                r[label]["seconds"] / r["none"]["seconds"] for r in speed["rounds"]
-            )
+            rounds = (each[label]["seconds"] / each["none"]["seconds"] for each in speed["rounds"])
+            ratio = statistics.median(rounds)
             yield (
                 f"**Embedded model, cost**: a prefill of {speed['length']:,} tokens takes {ratio:.2f} times as long as "
                 f"unpatched ({speed['threads']} CPU thread)."
@@ -139,13 +138,9 @@ def _speed(method: type[Method]) -> Iterator[str]:
 def _real(method: type[Method]) -> str:
     """One line on SmolLM2: perplexities by the control's, short texts first, and passkeys."""
     found: dict[str, list[str]] = {}
-    files = sorted(
-        REAL_MODEL.glob("tail-*.json"), key=lambda file: max(perplexity(file).settings.lengths)
-    )
-    for label, text in (
-        *(line for file in files for line in _real_tail(file, method)),
-        *_real_passkeys(method),
-    ):
+    files = {max(perplexity(f).settings.lengths): f for f in REAL_MODEL.glob("tail-*.json")}
+    texts = [line for _, file in sorted(files.items()) for line in _real_tail(file, method)]
+    for label, text in (*texts, *_real_passkeys(method)):
         found.setdefault(label, []).append(text)
     if not found:
         return "**SmolLM2-135M**: not measured on it."
