@@ -83,16 +83,22 @@ def main() -> None:
         limit=DOCUMENTS,
     )
     settings = Settings(lengths=LENGTHS)
+
+    def in_one_forward(spec: str) -> Sequence[Record]:
+        candidate = Candidate.parse(spec).checked(model)
+        result = PerplexityRun(model, documents, [candidate], settings, special=special).run()
+        assert result is not None
+        return result.records
+
     whole: list[dict[str, Any]] = []
     cached: list[dict[str, Any]] = []
     for family in FAMILIES:
-        published = _whole(model, documents, f"{family}update=sequence", settings, special)
+        published = in_one_forward(f"{family}update=sequence")
         whole += _rows(published, published, settings)
         specs = [f"{family}update=row,bucket={bucket}" for bucket in BUCKETS]
         specs += [f"{family}update=request"] if family == CONFIRMED else []
         for spec in specs:
-            records = _whole(model, documents, spec, settings, special)
-            whole += _rows(records, published, settings)
+            whole += _rows(in_one_forward(spec), published, settings)
         for mode in ("sequence", "request", "row") if family in GENERATED else ():
             spec = f"{family}update={mode},bucket={CACHED_BUCKET}"
             for feed in ("steps", "prompt"):
@@ -100,7 +106,7 @@ def main() -> None:
                 rows = _rows(records, published, settings)
                 cached += [{"feed": feed, **row} for row in rows]
     for baseline in ("none", "sliding_window"):
-        records = _whole(model, documents, baseline, settings, special)
+        records = in_one_forward(baseline)
         whole += _rows(records, records, settings)
     values = {
         "kind": "update modes",
@@ -113,19 +119,6 @@ def main() -> None:
         "generation": cached,
     }
     RESULT.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _whole(
-    model: Any,
-    documents: Sequence[TokenizedDocument],
-    spec: str,
-    settings: Settings,
-    special: Sequence[int],
-) -> Sequence[Record]:
-    candidate = Candidate.parse(spec).checked(model)
-    result = PerplexityRun(model, documents, [candidate], settings, special=special).run()
-    assert result is not None
-    return result.records
 
 
 @torch.inference_mode()
