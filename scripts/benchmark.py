@@ -224,14 +224,13 @@ def _whole_models(rounds: int) -> Iterator[Results]:
     """Measure prefill and generation steps in every situation, one after the other."""
     for length, key_heads in SITUATIONS:
         llama, ids = _llama(4, 512, key_heads), _tokens(length)
-        mask = torch.ones_like(ids)
 
-        def run(name: str, llama: Any = llama, *call: Tensor) -> tuple[float, float]:
+        def run(name: str, llama: Any = llama, ids: Tensor = ids) -> tuple[float, float]:
             with _applied(llama, INSIDE_ATTENTION, name):
-                return _prefill_and_steps(llama, *call)
+                return _prefill_and_steps(llama, ids, torch.ones_like(ids))
 
         names = (*UNPATCHED, *INSIDE_ATTENTION)
-        found = interleaved({name: partial(run, name, llama, ids, mask) for name in names}, rounds)
+        found = interleaved({name: partial(run, name) for name in names}, rounds)
         for index, kind in enumerate(("prefill", f"one of {STEPS} steps after")):
             seconds = {name: [run[index] for run in runs] for name, runs in found.items()}
             yield {f"{kind} {length}, heads 8/{key_heads}": medians(seconds)}

@@ -184,8 +184,8 @@ def reference(case: Case, call: Call, encoding: Encoding) -> Tensor:
     if case.method in naive.BANDS:
         knobs = {**naive.BANDS[case.method].defaults(case.original), **case.knobs}
         relative = naive.position_map(case.method, longest, **knobs)
-        back = (-encoding.cached_position(p).double() for p in (m, n))
-        plain = (_turned(encoding, x, p) for x, p in zip((query, key), back, strict=True))
+        back = [-encoding.cached_position(p).double() for p in (m, n)]
+        plain = _turned(encoding, query, back[0]), _turned(encoding, key, back[1])
         rows = [relative[m[b]][:, n[b].clamp(0, longest - 1)] for b in range(len(m))]
         distance = torch.stack(rows)
         visible = visible & ~distance.isnan()[:, None]
