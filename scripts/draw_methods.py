@@ -88,11 +88,14 @@ FILTERED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def lines(figure: Figure, curves: Curves, xlabel: str, ylabel: str, **axes: Any) -> Axes:
-    """Draw a line for each label, and the axes."""
+def lines(
+    figure: Figure, curves: Curves, xlabel: str, ylabel: str, *, dashed: bool = False, **axes: Any
+) -> Axes:
+    """Draw a line for each label, maybe in styles of their own, and the axes."""
     panel = figure.subplots()
     for index, (label, (x, y)) in enumerate(curves.items()):
-        panel.plot(x, y, color=COLOURS[index % len(COLOURS)], label=label)
+        style: Any = DASHES[index % len(DASHES)] if dashed else "-"
+        panel.plot(x, y, color=COLOURS[index % len(COLOURS)], linestyle=style, label=label)
     panel.set(xlabel=xlabel, ylabel=ylabel, **axes)
     return panel
 
@@ -281,10 +284,8 @@ def temperature(figure: Figure) -> None:
         for start in method.parameters_for(1, 1, 64, 4096).values():
             factor = factor * start[0]
         curves["llama4, ministral" if law == "ministral" else law] = (m, factor)
-    axes = {"xlabel": "position m of the query", "ylabel": "factor on the query"}
-    panel = lines(figure, curves, **axes, ylim=(0.95, 1.6))
-    for index, line in enumerate(panel.lines):
-        line.set_linestyle(DASHES[index % 3])
+    names = ("position m of the query", "factor on the query")
+    panel = lines(figure, curves, *names, dashed=True, ylim=(0.95, 1.6))
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.legend(ncols=3, loc="upper left")
 
@@ -293,22 +294,17 @@ def frequencies(figure: Figure) -> None:
     """Plot the divisor of each pair's frequency at a scale of 8, by static method; equal lines once."""
     tables: dict[str, Tensor] = {}
     for kind in METHODS:
-        static = issubclass(kind, RopeScaling) and not kind.length_dependent
-        if not static or not kind.only_lowers_frequencies:
+        if not issubclass(kind, RopeScaling) or kind.length_dependent:
+            continue
+        if not kind.only_lowers_frequencies:
             continue
         options: dict[str, Any] = {"rope_theta": 8e4} if kind is ABF else {"scale": 8}
         table = kind(**options).inv_freq(ROPE)
         if not any(torch.equal(table, other) for other in tables.values()):  # yarn, ntk_by_parts
             tables["abf, 80,000" if kind is ABF else kind.name] = table
     curves = {name: (PAIRS, ROPE.default_inv_freq() / table) for name, table in tables.items()}
-    _dashed(lines(figure, curves, PAIR, "frequency divided by"))
+    lines(figure, curves, PAIR, "frequency divided by", dashed=True)
     figure.legend(loc="outside lower center", ncols=4)
-
-
-def _dashed(panel: Axes) -> None:
-    """Draw each line in a style of its own."""
-    for index, line in enumerate(panel.lines):
-        line.set_linestyle(DASHES[index % len(DASHES)])
 
 
 def rotation(figure: Figure, name: str) -> None:
@@ -392,8 +388,7 @@ def filtered(figure: Figure, name: str) -> None:
         assert isinstance(method, RopeScaling)
         label = ", ".join(f"{knob}={value:,}" for knob, value in knobs.items())
         curves[label] = (PAIRS, method.inv_freq(ROPE) / ROPE.default_inv_freq())
-    panel = lines(figure, curves, PAIR, RATIO)
-    _dashed(panel)
+    panel = lines(figure, curves, PAIR, RATIO, dashed=True)
     if any(FILTERED[name]):
         panel.legend()
 
@@ -404,7 +399,7 @@ def _shade(index: int, count: int) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _of(kind: type[Method], draw: Callable[[Figure, str], None]) -> dict[str, Draw]:
+def _of(kind: type[Method], draw: Callable[..., None]) -> dict[str, Draw]:
     """Return the pictures of the methods of a kind that `draw` draws."""
     return {m.name: partial(draw, name=m.name) for m in METHODS if issubclass(m, kind)}
 

@@ -106,8 +106,8 @@ def main() -> None:
                 rows = _rows(records, published, settings)
                 cached += [{"feed": feed, **row} for row in rows]
     for baseline in ("none", "sliding_window"):
-        records = in_one_forward(baseline)
-        whole += _rows(records, records, settings)
+        control = in_one_forward(baseline)
+        whole += _rows(control, control, settings)
     values = {
         "kind": "update modes",
         "environment": environment(),

@@ -136,7 +136,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("openai-community/gpt2", "gpt2", 32),
     ):
         config = AutoConfig.for_model(kind, max_position_embeddings=length, **sizes)
-        auto = AutoModelForMaskedLM if kind == "roberta" else AutoModelForCausalLM
+        auto: Any = AutoModelForMaskedLM if kind == "roberta" else AutoModelForCausalLM
         auto.from_config(config).save_pretrained(place / name)
     shutil.copytree(ROOT / "docs/data/demo", place / "runs/demo")
     wide = tiny_checkpoint(place / "wide", vocab_size=259, max_position_embeddings=128)
