@@ -11,7 +11,7 @@ which other processes disturb least.
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import json
 import os
 import platform
@@ -21,44 +21,72 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
 import hf_posenc
 from hf_posenc import patch_model, patched, unpatch_model
+from scripts.benchmark_attention import AGAIN, OTHERS, PLAIN, groups, peak_mebibytes
 
+T = TypeVar("T")
+Results = dict[str, dict[str, dict[str, float]]]
+"""Numbers by measurement, case and name."""
+Patches = Mapping[str, tuple[str, dict[str, Any]]]
+"""Method and options by case."""
 app = typer.Typer(help=__doc__, add_completion=False)
-METHODS: dict[str, dict[str, Any]] = {
-    "yarn": {"scale": 4},
-    "ntk_mixed": {"scale": 4},
-    "dynamic_ntk": {"update": "sequence"},
-    "dynamic_yarn": {"update": "sequence"},
+Output = Annotated[
+    Path | None, typer.Option(help="JSON file to write; attention: a plot beside it.")
+]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")]
+
+FREQUENCIES: Patches = {
+    "yarn": ("yarn", {"scale": 4}),
+    "ntk_mixed": ("ntk_mixed", {"scale": 4}),
+    "dynamic_ntk": ("dynamic_ntk", {"update": "sequence"}),
+    "dynamic_yarn": ("dynamic_yarn", {"update": "sequence"}),
 }
 _IMPORTS = {
     "transformers Llama": "from transformers import LlamaForCausalLM",
     "and hf_posenc": "from transformers import LlamaForCausalLM; import hf_posenc",
 }
+WINDOW, STEPS = 512, 10
+INSIDE_ATTENTION: Patches = {
+    **{name: (name, {"window": WINDOW}) for name in ("rerope", "leaky_rerope", "self_extend")},
+    **{name: (name, {}) for name in ("dual_chunk", "alibi", "kerple_log", "log_n")},
+    "dynamic_ntk, row": ("dynamic_ntk", {"update": "row"}),
+}
+UNPATCHED = ("unpatched", "unpatched again")
+"""The unpatched model a second time in each round shows the noise."""
+SITUATIONS = ((2048, 8), (4096, 8), (8192, 8), (4096, 2))
+"""Tokens of a prefill, and key heads beside 8 query heads."""
+FEW, MEMORY_LENGTH, PADDING = ("rerope", "alibi", "dynamic_ntk, row"), 8192, 100
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @app.command()
 def core(
-    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")] = 31,
+    output: Output = None,
+    rounds: Rounds = 31,
     device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
 ) -> None:
     """Measure the forward of a patched model against the unpatched one, patch_model itself, and the import."""
+    place = torch.device(device)
     results = {
-        "forward": _forward(rounds, torch.device(device)),
-        "rotary": _rotary(rounds, torch.device(device)),
+        "forward": _forward(rounds, place),
+        "rotary": _rotary(rounds, place),
         "patch_model_32_layers": _patching(rounds),
         "import": _import(max(3, rounds // 4)),
     }
@@ -68,197 +96,282 @@ def core(
 
 @app.command()
 def attention(
-    output: Annotated[
-        Path | None, typer.Option(help="JSON file to write; a plot goes beside it, as PNG and SVG.")
-    ] = None,
+    output: Output = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow situations get fewer.")] = 7,
     only: Annotated[str, typer.Option(help="Only situations with this word in the title.")] = "",
 ) -> None:
     """Measure the attention engine on a CPU against plain causal attention and the usual implementations."""
-    sys.path.insert(
-        0, str(Path(__file__).resolve().parents[1])
-    )  # when run as a file, not as a module
-    from scripts import benchmark_attention, benchmark_plot
-
     torch.set_num_threads(1)
-    results: dict[str, dict[str, dict[str, float]]] = {}
+    results: Results = {}
     with torch.no_grad():
-        for group in benchmark_attention.groups():
+        for group in groups():
             if only not in group.title:
                 continue
-            results[group.title] = _interleaved(group.timed(), max(3, round(rounds * group.share)))
-            for name, values in results[group.title].items():
-                peak = benchmark_attention.peak_mebibytes(group.cases[name])
-                if peak is not None and group.repeats == 1:  # a decode step takes next to none
-                    first = next(iter(results[group.title].values()))
-                    values["peak_mib"] = peak
-                    values["peak_ratio"] = peak / first["peak_mib"]
-            _show({group.title: results[group.title]})
+            values = interleaved(group.timed(), max(3, round(rounds * group.share)))
+            found = results[group.title] = medians(values)
+            for name in found if group.repeats == 1 else ():  # a decode step takes next to none
+                if (peak := peak_mebibytes(group.cases[name])) is not None:
+                    found[name]["peak_mib"] = peak
+                    first = next(iter(found.values()))
+                    found[name]["peak_ratio"] = peak / first["peak_mib"]
+            _show({group.title: found})
     _write(output, "cpu", results)
     if output is not None:
-        benchmark_plot.write(results, output.with_suffix(".png"), output.with_suffix(".svg"))
+        draw(results, output.with_suffix(".png"), output.with_suffix(".svg"))
 
 
 @app.command()
-def model(
-    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")] = 3,
-) -> None:
-    """Measure whole models on a CPU, patched and unpatched: prefill, generation, peak memory, patch_model."""
-    sys.path.insert(
-        0, str(Path(__file__).resolve().parents[1])
-    )  # when run as a file, not as a module
-    from scripts import benchmark_model
+def model(output: Output = None, rounds: Rounds = 3) -> None:
+    """Measure whole models on a CPU, patched and unpatched: prefill, generation, peak memory, patch_model.
 
+    A random Llama of 4 layers and 512 features (head dimension 64), float32, batch 1, on one thread; the unpatched
+    model computes attention with sdpa. One model is patched and unpatched between the runs, so that all have the same
+    weights in the same place. A run times a prefill into an empty cache and then ten steps of generation.
+    """
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*starts untrained")
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for found in itertools.chain(
-        benchmark_model.whole_models(rounds),
-        [benchmark_model.patching(rounds)],
-        benchmark_model.memory(),
-    ):
+    results: Results = {}
+    for found in (*_whole_models(rounds), _trials(rounds), *_memory()):
         _show(found)
         results |= found
     _write(output, "cpu", results)
 
 
-def _write(
-    output: Path | None, device: str, results: dict[str, dict[str, dict[str, float]]]
-) -> None:
-    """Write the results with versions and hardware."""
-    if output is None:
-        return
-    document = {"machine": _machine(device), "threads": torch.get_num_threads(), "results": results}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _llama(layers: int, device: torch.device, hidden: int = 256) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        vocab_size=1024,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    model.to(device)  # type: ignore[arg-type]
-    return model
+# core
 
 
 def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of a forward over 1024 tokens (twice the original length), 4 layers of 256 features.
+    """Measure a forward over 1024 tokens (twice the original length), 4 layers of 256 features.
 
-    One model, patched and unpatched between the runs, so that all have the same weights in the same
-    place; `none` is the unpatched model a second time in each round and shows the noise.
+    One model, patched and unpatched between the runs, so that all have the same weights in the same place.
     """
     ids = torch.randint(0, 1024, (1, 1024), device=device)
-    model = _llama(4, device)
-    clock = time.perf_counter
+    llama = _llama(4, 256).to(device)  # type: ignore[arg-type]
     if device.type == "cpu":
         torch.set_num_threads(1)
-        clock = time.process_time
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
 
     def forward() -> float:
         start = clock()
         with torch.inference_mode():
-            model(input_ids=ids, use_cache=False)
+            llama(input_ids=ids, use_cache=False)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return clock() - start
 
-    def run(name: str) -> Callable[[], float]:
-        def measure() -> float:
-            with patched(model, name, **METHODS[name]) if name in METHODS else nullcontext():
-                forward()  # Not counted: patching evicted the processor's caches.
-                return forward()
+    def run(name: str) -> float:
+        with _applied(llama, FREQUENCIES, name):
+            forward()  # not counted: patching evicted the processor's caches
+            return forward()
 
-        return measure
-
-    return _interleaved({name: run(name) for name in ("baseline", "none", *METHODS)}, rounds)
+    names = ("baseline", "none", *FREQUENCIES)
+    return medians(interleaved({name: partial(run, name) for name in names}, rounds))
 
 
 def _rotary(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of the rotary module alone over 1024 positions: the only thing that a frequency patch changes."""
-    x = torch.zeros(1, 1024, 1, device=device)
-    positions = torch.arange(1024, device=device)[None]
-    modules = {"baseline": _llama(1, device).model.rotary_emb}
-    for name, options in METHODS.items():
-        modules[name] = patch_model(_llama(1, device), name, **options).model.rotary_emb
+    """Measure the rotary module alone over 1024 positions: the only thing that a frequency patch changes."""
+    x, positions = torch.zeros(1, 1024, 1, device=device), torch.arange(1024, device=device)[None]
 
-    def run(module: torch.nn.Module) -> Callable[[], float]:
-        def call() -> float:
-            start = time.perf_counter()
-            for _ in range(20):
-                module(x, positions)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            return (time.perf_counter() - start) / 20
+    def run(module: nn.Module) -> float:
+        start = time.perf_counter()
+        for _ in range(20):
+            module(x, positions)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / 20
 
-        return call
-
-    return _interleaved({name: run(module) for name, module in modules.items()}, rounds)
+    models = {name: _llama(1, 256).to(device) for name in ("baseline", *FREQUENCIES)}  # type: ignore[arg-type]
+    for name, (method, options) in FREQUENCIES.items():
+        patch_model(models[name], method, **options)
+    runs = {name: partial(run, llama.model.rotary_emb) for name, llama in models.items()}
+    return medians(interleaved(runs, rounds))
 
 
 def _patching(rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of `patch_model`, verification and config export included, on a model of 32 layers."""
-    model = _llama(32, torch.device("cpu"), hidden=64)
+    """Measure `patch_model`, verification and config export included, on a model of 32 layers."""
+    llama = _llama(32, 64)
 
-    def run(name: str) -> Callable[[], float]:
-        def patch() -> float:
-            start = time.perf_counter()
-            patch_model(model, name, **METHODS[name])
-            seconds = time.perf_counter() - start
-            unpatch_model(model)
-            return seconds
+    def run(method: str, options: dict[str, Any]) -> float:
+        start = time.perf_counter()
+        patch_model(llama, method, **options)
+        seconds = time.perf_counter() - start
+        unpatch_model(llama)
+        return seconds
 
-        return patch
-
-    return _interleaved({name: run(name) for name in METHODS}, rounds)
+    runs = {name: partial(run, *patch) for name, patch in FREQUENCIES.items()}
+    return medians(interleaved(runs, rounds))
 
 
 def _import(rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of a fresh interpreter that imports transformers' Llama, without and with hf_posenc."""
+    """Measure a fresh interpreter that imports transformers' Llama, without and with hf_posenc."""
 
-    def run(code: str) -> Callable[[], float]:
-        def start() -> float:
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True)
-            return time.perf_counter() - begin
+    def run(code: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        return time.perf_counter() - start
 
-        return start
-
-    results = _interleaved({name: run(code) for name, code in _IMPORTS.items()}, rounds)
+    runs = {name: partial(run, code) for name, code in _IMPORTS.items()}
+    results = medians(interleaved(runs, rounds))
     without, with_it = (results[name]["seconds"] for name in _IMPORTS)
     results["and hf_posenc"]["added_seconds"] = with_it - without
     return results
 
 
-def _interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[str, float]]:
-    """The median of each run, and of its ratios to the first run's seconds in the same round."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+# model
+
+
+def _whole_models(rounds: int) -> Iterator[Results]:
+    """Measure prefill and generation steps in every situation, one after the other."""
+    for length, key_heads in SITUATIONS:
+        llama, ids = _llama(4, 512, key_heads), _tokens(length)
+
+        def run(name: str, llama: Any = llama, ids: Tensor = ids) -> tuple[float, float]:
+            with _applied(llama, INSIDE_ATTENTION, name):
+                return _prefill_and_steps(llama, ids, torch.ones_like(ids))
+
+        names = (*UNPATCHED, *INSIDE_ATTENTION)
+        found = interleaved({name: partial(run, name) for name in names}, rounds)
+        for index, kind in enumerate(("prefill", f"one of {STEPS} steps after")):
+            seconds = {name: [run[index] for run in runs] for name, runs in found.items()}
+            yield {f"{kind} {length}, heads 8/{key_heads}": medians(seconds)}
+
+
+def _trials(rounds: int) -> Results:
+    """Measure `patch_model`, trial and verification included, by a forward over seven tokens."""
+    found: Results = {}
+    patches: Patches = {"yarn": ("yarn", {"scale": 4}), **INSIDE_ATTENTION}
+    for layers, hidden in ((4, 64), (32, 64), (24, 1024)):
+        llama, ids = _llama(layers, hidden, 1), torch.arange(7)[None]
+
+        def run(name: str, llama: Any = llama, ids: Tensor = ids) -> float:
+            with torch.no_grad():
+                llama.lm_head.weight.add_(0)  # as a model that was never tried
+                start = time.perf_counter()
+                if name == "forward":
+                    llama(ids)
+                    return time.perf_counter() - start
+                method, options = patches[name]
+                patch_model(llama, method, **options)
+            seconds = time.perf_counter() - start
+            unpatch_model(llama)
+            return seconds
+
+        size = "" if hidden == 64 else f" of {hidden} features"
+        runs = {name: partial(run, name) for name in ("forward", *patches)}
+        found[f"patch_model, {layers} layers{size}"] = medians(interleaved(runs, rounds))
+    return found
+
+
+def _memory() -> Iterator[Results]:
+    """Measure how far a prefill raises resident memory, cache included, with and without padding.
+
+    With padding the unpatched model needs a mask. Positions are passed, as generate() does. Call it last: from then on
+    large freed blocks are returned to the system, because blocks that stay would hide the next peak.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
+    llama, ids = _llama(4, 512), _tokens(MEMORY_LENGTH)
+    for padding in (0, PADDING):
+        mask = torch.ones_like(ids)
+        mask[:, :padding] = 0
+        found: dict[str, dict[str, float]] = {}
+        for name in (*UNPATCHED, *FEW):
+            with _applied(llama, INSIDE_ATTENTION, name):
+                _prefill_and_steps(
+                    llama, ids[:, :1024], mask[:, :1024]
+                )  # created on the first call
+                peak = peak_mebibytes(partial(_prefill_and_steps, llama, ids, mask, steps=0))
+            if peak is None:
+                return
+            first = next(iter(found.values()), {"peak_mib": peak})
+            found[name] = {"peak_mib": peak, "peak_ratio": peak / first["peak_mib"]}
+        padded = f" with {padding} tokens of padding" if padding else ""
+        yield {f"memory of prefill {MEMORY_LENGTH}{padded}": found}
+
+
+def _llama(layers: int, hidden: int, key_heads: int | None = None) -> LlamaForCausalLM:
+    heads = hidden // 64
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads or heads,
+        vocab_size=1024,
+        max_position_embeddings=512 if hidden == 256 else 2048,
+    )
+    torch.manual_seed(0)
+    llama: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    llama.set_attn_implementation("sdpa")
+    return llama
+
+
+def _tokens(length: int) -> Tensor:
+    return torch.randint(3, 1024, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def _applied(llama: Any, patches: Patches, name: str) -> AbstractContextManager[object]:
+    if name not in patches:
+        return nullcontext()
+    method, options = patches[name]
+    return patched(llama, method, **options)
+
+
+def _prefill_and_steps(
+    llama: Any, ids: Tensor, mask: Tensor, steps: int = STEPS
+) -> tuple[float, float]:
+    """Return CPU seconds of a prefill, and of one step after it."""
+    cache, times = DynamicCache(config=llama.config), [time.process_time()]
+    for step in range(steps + 1):
+        piece = ids[:, :1] if step else ids
+        mask = torch.cat((mask, mask.new_ones(1, 1)), 1) if step else mask
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -piece.shape[1] :]
+        given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        with torch.no_grad():
+            llama(input_ids=piece, logits_to_keep=1, **given)
+        times.append(time.process_time())
+    return times[1] - times[0], (times[-1] - times[1]) / max(1, steps)
+
+
+# Numbers
+
+
+def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Return what each run gives in every round; a first one is not counted, and the order is shuffled."""
     for run in runs.values():
         run()
-    order = list(runs)
-    shuffle = random.Random(0).shuffle
+    found: dict[str, list[T]] = {name: [] for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            seconds[name].append(runs[name]())
+            found[name].append(runs[name]())
+    return found
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Return the median of each run, and of its ratios to the first run's seconds in the same round."""
     first = next(iter(seconds.values()))
-    return {
-        name: {
-            "seconds": statistics.median(values),
-            "ratio": statistics.median(
-                value / base for value, base in zip(values, first, strict=True)
-            ),
-        }
+    ratios = {
+        name: [value / base for value, base in zip(values, first, strict=True)]
         for name, values in seconds.items()
     }
+    return {
+        name: {"seconds": statistics.median(values), "ratio": statistics.median(ratios[name])}
+        for name, values in seconds.items()
+    }
+
+
+def _write(output: Path | None, device: str, results: Results) -> None:
+    """Write the results with versions and hardware."""
+    if output is not None:
+        document = {
+            "machine": _machine(device),
+            "threads": torch.get_num_threads(),
+            "results": results,
+        }
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -284,7 +397,7 @@ def _processor_model() -> str | None:
     return f"{names[0]}, {torch.backends.cpu.get_cpu_capability()}" if names else None
 
 
-def _show(results: dict[str, dict[str, dict[str, float]]]) -> None:
+def _show(results: Results) -> None:
     table = Table("measurement", "case", "median", "ratio", "peak")
     for measurement, cases in results.items():
         for case, values in cases.items():
@@ -293,6 +406,51 @@ def _show(results: dict[str, dict[str, dict[str, float]]]) -> None:
             seconds = f"{values['seconds'] * 1e3:.3g} ms" if "seconds" in values else ""
             table.add_row(measurement, case, seconds, ratio, peak)
     Console().print(table)
+
+
+def draw(results: Results, *paths: Path) -> None:
+    """Draw one row per situation of `attention` and one mark per case, in panels for time and for peak memory."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from hf_posenc.evaluation.plots import COLOURS, STYLE
+
+    every = dict.fromkeys(case for group in results.values() for case in group)
+    cases = [case for case in every if case not in (PLAIN, AGAIN)]
+    panels = {  # what is drawn, and the ticks of its axis
+        "ratio": ("CPU time", (0.3, 0.5, 0.7, 1, 1.5, 3, 5, 10, 20)),
+        "peak_ratio": ("peak memory", (1, 2, 4, 10, 30, 100, 300)),
+    }
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9.5, 0.36 * len(results) + 1.6), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        for panel, (field, (title, ticks)) in zip(axes, panels.items(), strict=True):
+            for index, case in enumerate(cases):
+                lower = 0.4 * (index / max(1, len(cases) - 1) - 0.5)  # marks may coincide
+                points = [
+                    (group[case][field], row + lower)
+                    for row, group in enumerate(results.values())
+                    if field in group.get(case, {})
+                ]
+                # One colour per kind of encoding; hollow marks for its usual implementation.
+                colour, hollow = COLOURS[index % len(COLOURS)], case in OTHERS
+                look = {
+                    "marker": "D" if hollow else "o",
+                    "facecolors": "none" if hollow else colour,
+                }
+                x, y = zip(*points, strict=True) if points else ((), ())
+                panel.scatter(x, y, s=34, edgecolors=colour, label=case, zorder=3, **look)
+            panel.axvline(1, color="0.25", linewidth=1)
+            panel.set(xscale="log", xlabel=f"{title} / plain causal attention")
+            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            panel.minorticks_off()
+        axes[0].set_yticks(range(len(results)), list(results))
+        axes[0].invert_yaxis()
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=200, bbox_inches="tight", metadata=metadata)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from scripts.benchmark import _machine
+from scripts.benchmark import MMAP_THRESHOLD, Results, _machine
 from scripts.benchmark_attention import MEBIBYTE, peak_mebibytes
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "memory.json"
@@ -47,11 +47,8 @@ REPLAY, PIECES, FULL = "head replay", f"head replay, {PIECE:,} tokens at a time"
 CASES = (REPLAY, PIECES, FULL)
 FULL_LOGITS_LIMIT = 3 * 2**30
 """Bytes of the logits, of which there is a log-softmax of the same size too."""
-_MMAP_THRESHOLD = (
-    -3
-)  # M_MMAP_THRESHOLD of malloc.h: freed blocks of this size go back to the system
-
-Results = dict[str, dict[str, dict[str, float]]]
+Situation = tuple[str, int, int]
+"""A case, a length and a vocabulary."""
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
@@ -62,60 +59,49 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON file; the plot goes beside it.")] = RESULT,
 ) -> None:
     """Run all measurements, each in its own process, and write medians."""
-    document = json.loads(output.read_text(encoding="utf-8")) if plot else _measured(rounds)
-    _estimate(document["results"])
-    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    _draw(document["results"], output.with_suffix(".png"))
-
-
-def _measured(rounds: int) -> dict[str, Any]:
-    results = _interleaved(rounds)
-    return {"machine": _machine("cpu"), "threads": 1, "rounds": rounds, "results": results}
-
-
-def _estimate(results: Results) -> None:
-    """Add the estimates to the peaks."""
+    if plot:
+        document = json.loads(output.read_text(encoding="utf-8"))
+    else:
+        results = _measured(rounds)
+        document = {"machine": _machine("cpu"), "threads": 1, "rounds": rounds, "results": results}
     for case, length, vocabulary in _situations():
         if case != FULL:
             with torch.device("meta"):
                 model = _llama(vocabulary)
-            cost = run_cost(
-                model, [(length, length - 1)], prefill_chunk=PIECE if case == PIECES else None
-            )
-            values = results[_title(length, vocabulary)][case]
+            piece = PIECE if case == PIECES else None
+            cost = run_cost(model, [(length, length - 1)], prefill_chunk=piece)
+            values = document["results"][_title(length, vocabulary)][case]
             values["estimated_mib"] = cost.beside_weights / MEBIBYTE
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    _draw(document["results"], output.with_suffix(".png"))
 
 
-def _situations() -> list[tuple[str, int, int]]:
-    sizes = dict.fromkeys(
-        [(length, VOCABULARY) for length in LENGTHS] + [(LENGTH, size) for size in VOCABULARIES]
-    )
+def _situations() -> list[Situation]:
+    sizes = [(length, VOCABULARY) for length in LENGTHS] + [(LENGTH, size) for size in VOCABULARIES]
     return [
         (case, length, vocabulary)
-        for length, vocabulary in sizes
+        for length, vocabulary in dict.fromkeys(sizes)
         for case in CASES
         if case != FULL or length * vocabulary * 4 <= FULL_LOGITS_LIMIT
     ]
 
 
-def _interleaved(rounds: int) -> Results:
-    situations = _situations()
-    found: dict[tuple[str, int, int], list[dict[str, float]]] = {one: [] for one in situations}
-    shuffle = random.Random(0).shuffle
-    order = list(situations)
+def _measured(rounds: int) -> Results:
+    """Return medians over rounds, every measurement in a process of its own."""
+    found: dict[Situation, list[dict[str, float]]] = {one: [] for one in _situations()}
+    order, shuffle = list(found), random.Random(0).shuffle
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scripts.benchmark_memory"])
     with context.Pool(1, maxtasksperchild=1) as fresh:
         for _ in range(rounds):
             shuffle(order)
             for situation in order:
-                values = fresh.apply(_measure, situation)
-                found[situation].append(values)
-                print(*situation, values, file=sys.stderr, flush=True)
+                found[situation].append(fresh.apply(_measure, situation))
+                print(*situation, found[situation][-1], file=sys.stderr, flush=True)
     results: Results = {}
     for (case, length, vocabulary), runs in found.items():
-        group = results.setdefault(_title(length, vocabulary), {})
-        group[case] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        results.setdefault(_title(length, vocabulary), {})[case] = medians
     return results
 
 
@@ -127,7 +113,7 @@ def _measure(case: str, length: int, vocabulary: int) -> dict[str, float]:
     """Run one measurement in its own process."""
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
     model = _llama(vocabulary)
     ids = torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(0))
     scorer = TokenScorer(model, ids, prefill=PIECE if case == PIECES else None)
@@ -169,47 +155,37 @@ def _draw(results: Results, path: Path) -> None:
     """Draw peaks by length and by vocabulary; small crosses are the estimates."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
 
     from hf_posenc.evaluation.plots import COLOURS, STYLE
 
+    by_length = {length: results[_title(length, VOCABULARY)] for length in LENGTHS}
+    by_vocabulary = {size: results[_title(LENGTH, size)] for size in VOCABULARIES}
     panels = (
-        ("length (tokens)", [(length, _title(length, VOCABULARY)) for length in LENGTHS]),
-        ("vocabulary", [(size, _title(LENGTH, size)) for size in VOCABULARIES]),
+        ("length (tokens)", f"vocabulary {VOCABULARY:,}", by_length),
+        ("vocabulary", f"length {LENGTH:,}", by_vocabulary),
     )
-    titles = (f"vocabulary {VOCABULARY:,}", f"length {LENGTH:,}")
     with rc_context(STYLE):
         figure = Figure(figsize=(7.6, 3.4), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
-        for axis, (label, groups), title in zip(axes, panels, titles, strict=True):
+        for axis, (label, title, groups) in zip(axes, panels, strict=True):
             for case, colour, marker in zip(CASES, (*COLOURS[:2], "0.45"), "osD", strict=True):
-                known = [(x, results[group][case]) for x, group in groups if case in results[group]]
-                x = [at for at, _ in known]
-                peaks = [values["peak_mib"] for _, values in known]
-                axis.plot(x, peaks, marker=marker, markersize=4, color=colour, label=case)
+                known = {x: group[case] for x, group in groups.items() if case in group}
+                peaks = [values["peak_mib"] for values in known.values()]
+                axis.plot([*known], peaks, marker=marker, markersize=4, color=colour, label=case)
                 if case != FULL:
-                    estimates = [values["estimated_mib"] for _, values in known]
-                    axis.plot(x, estimates, "x", markersize=5, color=colour, alpha=0.7)
+                    estimates = [values["estimated_mib"] for values in known.values()]
+                    axis.plot([*known], estimates, "x", markersize=5, color=colour, alpha=0.7)
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            places = [at for at, _ in groups]
-            axis.set_xticks(places, [f"{at // 1024}k" for at in places])
-            axis.xaxis.set_minor_locator(NullLocator())
-            axis.set_xlabel(label)
-            axis.set_title(title)
+            axis.set(yscale="log", xlabel=label, title=title)
+            axis.set_xticks([*groups], [f"{at // 1024}k" for at in groups])
+            axis.minorticks_off()
         ticks = (128, 256, 512, 1024, 2048, 4096)
         axes[0].set_yticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes[0].yaxis.set_minor_locator(NullLocator())
+        axes[0].minorticks_off()
         axes[0].set_ylabel("peak memory beside the weights (MiB)")
+        axes[0].plot([], [], "x", markersize=4, color="0.3", label="estimated")
         handles, labels = axes[0].get_legend_handles_labels()
-        (cross,) = axes[0].plot([], [], "x", markersize=4, color="0.3")
-        figure.legend(
-            [*handles, cross],
-            [*labels, "estimated"],
-            loc="outside lower center",
-            ncols=4,
-            frameon=False,
-        )
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, dpi=200, bbox_inches="tight")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from hf_posenc.methods import (
     YaRN,
 )
 from hf_posenc.rope import RopeSpec
-from scripts.results import ATTENTION, DEMO, UPDATES, read
+from scripts.results import ATTENTION, DEMO, UPDATES, read, tails, update_mode
 
 TEXT, ORIGINAL = 192, 96
 """Tokens of the maps of relative positions: a text of twice the original context."""
@@ -76,12 +77,7 @@ def unfinished() -> str:
     measured = read(ATTENTION)
     before, after = measured["tails"]
     length, slowed = before["length"], after["patch"]
-    demo = read(DEMO)
-    (cut,) = (
-        cell["perplexity"]
-        for cell in demo["summary"]
-        if (cell["method"], cell["protocol"], cell["length"]) == ("truncation", "tail", length)
-    )
+    cut = tails(DEMO)["truncation", length].perplexity
     slow = int((turns < 1).sum())
     return (
         f"The embedded Llama was trained on {trained} tokens. Each of its heads has {len(turns)} pairs, and {slow} of "
@@ -102,13 +98,10 @@ def attention() -> str:
     for label, request in measured["settings"]["methods"].items():
         cells = []
         for place in places:
-            share = sum(mean_shares(measured["rows"], label, place)[:near])
-            keys = [
-                math.log(row["keys_read"])
-                for row in measured["rows"]
-                if row["method"] == label and row["first_query"] == place
-            ]
-            cells.append(f"{share:.0%}, {math.exp(sum(keys) / len(keys)):.0f} keys")
+            own = [r for r in measured["rows"] if (r["method"], r["first_query"]) == (label, place)]
+            share = sum(mean_shares(own, label, place)[:near])
+            keys = statistics.geometric_mean(row["keys_read"] for row in own)
+            cells.append(f"{share:.0%}, {keys:.0f} keys")
         name = f"`{label}`, scale {request['scale']}" if request else "unpatched"
         rows.append([name, *cells])
     columns = [f"queries {place:,} to {place + queries - 1:,}" for place in places]
@@ -119,22 +112,20 @@ def stale() -> str:
     """The perplexities of dynamic YaRN in one forward and through a cache."""
     measured = read(UPDATES)
     lengths = measured["cached"]["lengths"]
-    found = {
-        (row["method"], row["length"]): row["perplexity"]
-        for row in measured["generation"]
-        if row["feed"] == "steps"
-    }
-    whole = {
-        row["length"]: row["perplexity"]
-        for row in measured["whole_texts"]
-        if row["protocol"] == "tail" and row["method"] == "dynamic_yarn (update sequence)"
-    }
-    rows = [["one forward, as published", *(f"{whole[n]:.2f}" for n in lengths)]]
-    for mode in ("sequence", "row"):
-        (label,) = {m for m, _ in found if m.startswith("dynamic_yarn") and f"update {mode}" in m}
-        rows.append(
-            [f'with a cache, `update="{mode}"`', *(f"{found[label, n]:.2f}" for n in lengths)]
-        )
+    cached = [row for row in measured["generation"] if row["feed"] == "steps"]
+    whole = [row for row in measured["whole_texts"] if row["protocol"] == "tail"]
+    rows = []
+    for label, mode, measurements in (
+        ("one forward, as published", "sequence", whole),
+        ('with a cache, `update="sequence"`', "sequence", cached),
+        ('with a cache, `update="row"`', "row", cached),
+    ):
+        found = {
+            row["length"]: row["perplexity"]
+            for row in measurements
+            if update_mode(row["method"])[:2] == ("dynamic_yarn", mode)
+        }
+        rows.append([label, *(f"{found[n]:.2f}" for n in lengths)])
     return markdown_table(["", *(f"{n:,}" for n in lengths)], rows, numeric=True)
 
 
@@ -181,19 +172,17 @@ def stretched(rope: RopeSpec, scale: float) -> dict[str, Tensor]:
 
 def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[float]:
     """Return the share of attention in each bin of distances, a mean over the layers."""
-    layers = [
-        row["share_by_distance"]
-        for row in rows
-        if row["method"] == method and row["first_query"] == place
-    ]
+    own = (row for row in rows if (row["method"], row["first_query"]) == (method, place))
+    layers = [row["share_by_distance"] for row in own]
     return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
 
 
-def position_map(method: RotaryBands) -> Tensor:
-    """`P[m, n]`, shape (TEXT, TEXT), NaN where the pair is masked."""
-    position = torch.arange(TEXT)
-    relative = torch.full((TEXT, TEXT), math.nan, dtype=torch.float64)
-    for band in method.bands(ORIGINAL):
+def position_map(method: RotaryBands | LaMPE, length: int = TEXT) -> Tensor:
+    """`P[m, n]` of a text, shape (length, length), NaN where the pair is masked."""
+    position = torch.arange(length)
+    relative = torch.full((length, length), math.nan, dtype=torch.float64)
+    given = (ORIGINAL, length) if isinstance(method, LaMPE) else (ORIGINAL,)
+    for band in method.bands(*given):
         inside = band.contains(position[:, None], position) & (position <= position[:, None])
         distance = band.query_position(position)[:, None] - band.key_position(position)
         relative[inside] = distance.double()[inside]

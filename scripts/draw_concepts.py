@@ -3,7 +3,7 @@
     python -m scripts.draw_concepts                 # all of them
     python -m scripts.draw_concepts dials clocks    # some
 
-Needs matplotlib (`pip install 'hf-posenc[plot]'`).
+The diagrams beside them (*.svg) are drawn by hand. Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Arc, Circle, Patch, Rectangle, Wedge
 
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, position_points
-from hf_posenc.methods import (
-    Llama3,
-    NTKAware,
-    PositionInterpolation,
-    YaRN,
-)
+from hf_posenc.methods import Llama3, NTKAware, PositionInterpolation, YaRN
 from hf_posenc.rope import RopeSpec
 from scripts.concept_pages import mean_shares, stretched
-from scripts.diagrams import DIAGRAMS
 from scripts.drawing import SMALL, Draw, chosen, draw
 from scripts.results import ATTENTION, DEMO, DOCS, perplexity, read
 
@@ -54,10 +48,8 @@ def clocks(figure: Figure) -> None:
                 tip = (0.9 * math.sin(angle), 0.9 * math.cos(angle))
                 arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.8, "shrinkB": 0}
                 panel.annotate("", tip, (0, 0), arrowprops={**arrow, "shrinkA": 0})
-            ends = (90 - math.degrees(frequency * position) for position in (query, key))
-            panel.add_patch(
-                Arc((0, 0), 0.9, 0.9, theta1=next(ends), theta2=next(ends), color=BASELINE)
-            )
+            first, last = (90 - math.degrees(frequency * position) for position in (query, key))
+            panel.add_patch(Arc((0, 0), 0.9, 0.9, theta1=first, theta2=last, color=BASELINE))
             apart = f"{frequency * (query - key):.2g} radians apart"
             panel.text(0, -1.3, apart, fontsize=10, color=REMARK, ha="center", va="center")
             if row[0] is panel:
@@ -66,9 +58,8 @@ def clocks(figure: Figure) -> None:
             if query == PLACES[0][0]:
                 turn = f"{2 * math.pi / frequency:,.0f} tokens a turn"
                 panel.set_title(f"pair {frequencies.index(frequency)}:\n{turn}", fontsize=10)
-    hands = [
-        Line2D([], [], color=COLOURS[i], label=name) for i, name in enumerate(("query", "key"))
-    ]
+    names = ("query", "key")
+    hands = [Line2D([], [], color=COLOURS[i], label=name) for i, name in enumerate(names)]
     figure.legend(handles=hands, loc="outside lower center", ncols=2)
 
 
@@ -150,17 +141,14 @@ def extrapolation(figure: Figure) -> None:
         "rerope": ("rerope", COLOURS[2]),
     }
     for label, (name, colour) in looks.items():
-        points = position_points(demo.curve, label)
-        left.plot(
-            *zip(*((x, math.log(y)) for x, y in points), strict=True), color=colour, label=name
-        )
+        x, y = zip(*position_points(demo.curve, label), strict=True)
+        left.plot(x, [math.log(value) for value in y], color=colour, label=name)
     left.axvline(demo.original, color=REMARK, linewidth=0.8, linestyle="--")
     left.set_xscale("log", base=2)
     ticks = (64, 256, 1024, 4096)
     left.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    left.set(
-        xlabel="position of the token; dashed: the trained length", ylabel="loss (nats a token)"
-    )
+    left.set_xlabel("position of the token; dashed: the trained length")
+    left.set_ylabel("loss (nats a token)")
     left.legend()
     measured = read(ATTENTION)
     edges, queries = measured["settings"]["edges"], measured["settings"]["queries"]
@@ -175,21 +163,13 @@ def extrapolation(figure: Figure) -> None:
         request = measured["settings"]["methods"][label]
         name = f"{label}, scale {request['scale']:g}" if request else "unpatched"
         text = f"{name}, queries at {place:,} to {place + queries - 1:,}"
-        right.plot(
-            range(last),
-            shares[:last],
-            color=colour,
-            linestyle=style,
-            marker="o",
-            markersize=3,
-            label=text,
-        )
+        look = {"color": colour, "linestyle": style, "marker": "o", "markersize": 3}
+        right.plot(range(last), shares[:last], label=text, **look)
     names = ["0", *(str(a) if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in pairwise(edges[1:]))]
     right.set_xticks(range(len(names) - 1), names[:-1], rotation=40, ha="right", fontsize=SMALL)
     right.yaxis.set_major_formatter("{x:.0%}")
-    right.set(
-        xlabel="distance from query to key (tokens)", ylabel="share of attention", ylim=(0, None)
-    )
+    right.set(xlabel="distance from query to key (tokens)", ylabel="share of attention")
+    right.set_ylim(0, None)
     right.legend()
 
 
@@ -215,10 +195,8 @@ def dials(figure: Figure) -> None:
             panel.set_axis_off()
             panel.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal")
             if name == "unscaled":
-                turn = f"{2 * math.pi / default:,.0f} tokens a turn"
-                panel.set_title(
-                    f"{DIGITS[pair]}\npair {pair}\n{turn.replace(' a ', '/')}", fontsize=SMALL
-                )
+                turn = f"{2 * math.pi / default:,.0f} tokens/turn"
+                panel.set_title(f"{DIGITS[pair]}\npair {pair}\n{turn}", fontsize=SMALL)
             else:
                 label = f"÷ {default / frequency:.3g}"
                 panel.text(0, -1.45, label, fontsize=SMALL, color=REMARK, ha="center")
@@ -236,8 +214,9 @@ def _sector(
     panel: Axes, radius: float, width: float, turn: tuple[float, float], colour: str
 ) -> None:
     """Fill a sector between two angles in degrees, clockwise from the top."""
-    if turn[1] > turn[0]:
-        ends = 90 - turn[1], 90 - turn[0]
+    first, last = turn
+    if last > first:
+        ends = 90 - last, 90 - first
         panel.add_patch(Wedge((0, 0), radius, *ends, width=width, facecolor=colour))
 
 
@@ -253,14 +232,8 @@ SIZES = {
 
 def main() -> None:
     """Draw the pictures that the command line names."""
-    names, folder = chosen([*PICTURES, *DIAGRAMS], FOLDER, __doc__ or "")
-    for path in draw([name for name in names if name in PICTURES], folder, PICTURES, SIZES):
+    for path in draw(*chosen(PICTURES, FOLDER, __doc__ or ""), PICTURES, SIZES):
         print(path)
-    for name in names:
-        if name in DIAGRAMS:
-            path = folder / f"{name}.svg"
-            path.write_text(DIAGRAMS[name](), encoding="utf-8")
-            print(path)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from hf_posenc.methods import (
     LaMPE,
     LogN,
     LongRoPE,
+    Method,
     RopeBias,
     RopeScaling,
     RotaryBands,
@@ -47,8 +50,12 @@ from scripts.concept_pages import ORIGINAL, TEXT, position_map
 from scripts.drawing import SMALL, Draw, chosen, draw
 from scripts.results import DOCS
 
+Curves = Mapping[str, tuple[Any, Any]]
+"""Values of x and y by the label of their line."""
+PAIR, RATIO = "pair of features, the fastest first", "frequency / the model's own"
 FOLDER = DOCS / "methods" / "pictures"
 HEADS, REACH = 8, 512
+ROPE, PAIRS = RopeSpec(128, 1e4, 4096), torch.arange(64)
 
 # Knobs that show what a method does at the size of a picture.
 SHOWN: dict[str, dict[str, Any]] = {
@@ -79,6 +86,18 @@ FILTERED: dict[str, list[dict[str, Any]]] = {
     "power_basis": [{"power": 0.1}, {"power": 0.5}, {"power": 2.0}],
     "truncated_basis": [{"wavelength": 1000}, {"wavelength": 4000}],
 }
+
+
+def lines(
+    figure: Figure, curves: Curves, xlabel: str, ylabel: str, *, dashed: bool = False, **axes: Any
+) -> Axes:
+    """Draw a line for each label, maybe in styles of their own, and the axes."""
+    panel = figure.subplots()
+    for index, (label, (x, y)) in enumerate(curves.items()):
+        style: Any = DASHES[index % len(DASHES)] if dashed else "-"
+        panel.plot(x, y, color=COLOURS[index % len(COLOURS)], linestyle=style, label=label)
+    panel.set(xlabel=xlabel, ylabel=ylabel, **axes)
+    return panel
 
 
 def bands(figure: Figure, name: str) -> None:
@@ -114,41 +133,28 @@ def bands(figure: Figure, name: str) -> None:
 
 def dpe(figure: Figure) -> None:
     """Plot the distances of the last query, a line for each part of the pairs."""
-    factors, panel = (1, 2, 4, 8), figure.subplots()
-    method = DPE(factors=factors, window=32)
-    distance = torch.arange(TEXT)
-    near, far = method.bands(ORIGINAL)
-    query = torch.tensor(TEXT - 1)
+    factors, distance, query = (1, 2, 4, 8), torch.arange(TEXT), torch.tensor(TEXT - 1)
+    near, far = DPE(factors=factors, window=32).bands(ORIGINAL)
     positions = far.query_position(query) - far.key_position(query - distance)
     inside = near.contains(query, query - distance)
-    for part, factor in enumerate(factors):
-        line = torch.where(inside, distance, positions[:, part])
-        panel.plot(distance, line, color=COLOURS[part], label=f"g = {factor}")
-    panel.axhline(ORIGINAL - 1, color=BASELINE, linewidth=0.8, linestyle="--", label="L - 1")
-    panel.set(xlabel="distance m - n of the last query", ylabel="relative position")
-    panel.legend()
+    parts = [torch.where(inside, distance, part) for part in positions.T]
+    curves = {f"g = {g}": (distance, part) for g, part in zip(factors, parts, strict=True)}
+    _of_last_query(lines(figure, curves, "distance m - n of the last query", "relative position"))
 
 
 def lampe(figure: Figure) -> None:
     """Plot the distances of the last query of texts of 1, 2, 4 and 8 times the original length, as shares of theirs."""
-    method, panel = (
-        LaMPE(growth=0.004, shift=-1.0, capacity=60.0, head=24, tail=16),
-        figure.subplots(),
-    )
-    for index, ratio in enumerate((1, 2, 4, 8)):
-        length = ratio * ORIGINAL
-        query, distance = torch.tensor(length - 1), torch.arange(length)
-        line = torch.full((length,), math.nan)
-        for band in method.bands(ORIGINAL, length):
-            inside = band.contains(query, query - distance)
-            line[inside] = (band.query_position(query) - band.key_position(query - distance))[
-                inside
-            ].float()
-        panel.plot(distance / length, line, color=COLOURS[index], label=f"N = {ratio} L")
+    method = LaMPE(growth=0.004, shift=-1.0, capacity=60.0, head=24, tail=16)
+    curves = {
+        f"N = {ratio} L": (torch.arange(n) / n, position_map(method, n)[-1].flip(0))
+        for ratio, n in ((ratio, ratio * ORIGINAL) for ratio in (1, 2, 4, 8))
+    }
+    share = "distance m - n of the last query, as a share of N"
+    _of_last_query(lines(figure, curves, share, "relative position"))
+
+
+def _of_last_query(panel: Axes) -> None:
     panel.axhline(ORIGINAL - 1, color=BASELINE, linewidth=0.8, linestyle="--", label="L - 1")
-    panel.set(
-        xlabel="distance m - n of the last query, as a share of N", ylabel="relative position"
-    )
     panel.legend()
 
 
@@ -190,23 +196,23 @@ def t5(figure: Figure) -> None:
 
 
 def fire(figure: Figure) -> None:
-    """The input of the network, shown by a network that is the identity on positive numbers."""
+    """Plot the input of the network, shown by a network that is the identity on positive numbers."""
     method, one = FIRE(hidden=1), torch.ones(1, 1, dtype=torch.float64)
-    parameters = {
-        "c": torch.tensor(method.c).double(),
-        "multiplier": torch.tensor(1.0).double(),
+    parameters = {"c": torch.tensor(method.c).double(), "multiplier": torch.tensor(1.0).double()}
+    parameters |= {
         "weight_in": one,
         "weight_out": one,
         "bias_in": 0 * one[0],
         "bias_out": 0 * one[0],
     }
-    panel = figure.subplots()
-    for index, m in enumerate((64, 512, 2048, 8192)):
+    curves, queries = {}, (64, 512, 2048, 8192)
+    for m in queries:
         distance = torch.arange(m + 1, dtype=torch.float64)
         read = method.bias(distance, 1, parameters, torch.tensor(m))[0]
-        width = 4 if m < method.threshold else 1.5  # the next one runs over it
-        panel.plot(distance, read, color=COLOURS[index], linewidth=width, label=f"query at {m:,}")
-    panel.set(xlabel="distance m - n", ylabel="input of the network", xscale="symlog")
+        curves[f"query at {m:,}"] = (distance, read)
+    panel = lines(figure, curves, "distance m - n", "input of the network", xscale="symlog")
+    for m, line in zip(queries, panel.lines, strict=True):
+        line.set_linewidth(4 if m < method.threshold else 1.5)  # the next one runs over it
     panel.set_xticks([0, 1, 10, 100, 1000, 8192], ["0", "1", "10", "100", "1,000", "8,192"])
     panel.legend()
 
@@ -222,72 +228,70 @@ def shaw(figure: Figure) -> None:
 
 
 def transformer_xl(figure: Figure) -> None:
-    """The sinusoidal embeddings, before the learned map."""
-    dim = 64
-    identity = {"weight": torch.eye(dim, dtype=torch.float64)[None]}
-    embedded = TransformerXL().relative(torch.arange(256.0), 1, dim, identity)[0]
-    panel = figure.subplots()
-    panel.grid(visible=False)
-    image = panel.imshow(embedded.T.numpy(), cmap="RdBu", aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=panel, label="value")
+    """Plot the sinusoidal embeddings, before the learned map."""
+    identity = {"weight": torch.eye(64, dtype=torch.float64)[None]}
+    embedded = TransformerXL().relative(torch.arange(256.0), 1, 64, identity)[0]
+    panel = _image(figure, embedded, "value", cmap="RdBu")
     panel.set(xlabel="distance m - n", ylabel="feature of R", title="with W the identity")
 
 
-def xpos(figure: Figure) -> None:
-    """The decay of a few pairs of features."""
-    dim, distance = 64, torch.arange(2049)
-    decay = XPos().query_scale(distance, dim, 0)
+def _image(
+    figure: Figure, values: Tensor, label: str, ticks: Sequence[int] | None = None, **look: Any
+) -> Axes:
+    """Draw columns of values as colours, with a bar that explains them."""
     panel = figure.subplots()
-    for index, i in enumerate((0, 7, 15, 23, 31)):
-        panel.plot(distance, decay[:, i], color=COLOURS[index], label=f"pair {i}")
-    panel.set(xlabel="distance m - n", ylabel="factor on the pair", ylim=(0, 1.02))
-    panel.legend()
+    panel.grid(visible=False)
+    image = panel.imshow(values.T.numpy(), aspect="auto", interpolation="nearest", **look)
+    figure.colorbar(image, ax=panel, label=label, ticks=ticks)
+    return panel
+
+
+def xpos(figure: Figure) -> None:
+    """Plot the decay of a few pairs of features."""
+    distance = torch.arange(2049)
+    decay = XPos().query_scale(distance, 64, 0)
+    curves = {f"pair {i}": (distance, decay[:, i]) for i in (0, 7, 15, 23, 31)}
+    lines(figure, curves, "distance m - n", "factor on the pair", ylim=(0, 1.02)).legend()
 
 
 def rope_bias(figure: Figure) -> None:
-    """`a R b` with all of a and b one: the part of a score that the biases alone add."""
+    """Plot `a R b` with all of a and b one: the part of a score that the biases alone add."""
     dim, distance = 64, torch.arange(REACH, dtype=torch.float64)
     start = RopeBias().parameters_for(1, 1, dim, ORIGINAL)
     a, b = (start[name].double()[0] + 1 for name in ("a", "b"))
     angles = distance[:, None] * RopeSpec(dim, 1e4, REACH).default_inv_freq()
-    panel = figure.subplots()
     half = dim // 2
     products = a[:half] * b[:half] + a[half:] * b[half:]
-    panel.plot(distance, (angles.cos() * products).sum(-1) / math.sqrt(dim), color=COLOURS[0])
-    panel.set(xlabel="distance m - n", ylabel="added to the score, all of a, b = 1")
+    added = (angles.cos() * products).sum(-1) / math.sqrt(dim)
+    lines(figure, {"": (distance, added)}, "distance m - n", "added to the score, all of a, b = 1")
 
 
 def log_n(figure: Figure) -> None:
-    """The factor for three original contexts."""
+    """Plot the factor for three original contexts."""
     m = torch.arange(0, 65_536, 64)
-    panel = figure.subplots()
-    for index, original in enumerate((2048, 4096, 8192)):
-        factor = LogN().query_factor(m, original)
-        panel.plot(m, factor, color=COLOURS[index], label=f"L = {original:,}")
+    curves = {f"L = {n:,}": (m, LogN().query_factor(m, n)) for n in (2048, 4096, 8192)}
+    panel = lines(figure, curves, "position m of the query", "factor on the query")
     panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.set(xlabel="position m of the query", ylabel="factor on the query")
     panel.legend()
 
 
 def temperature(figure: Figure) -> None:
     """Plot the factor of every law for an original context of 4,096; `constant` is a horizontal line."""
-    m = torch.arange(0, 65_536, 64)
-    panel = figure.subplots()
-    for index, law in enumerate(law for law in LAWS if law not in ("constant", "llama4")):
+    m, curves = torch.arange(0, 65_536, 64), {}
+    for law in (law for law in LAWS if law not in ("constant", "llama4")):
         method = Temperature(law=law)
         factor = method.query_factor(m, 4096)
         for start in method.parameters_for(1, 1, 64, 4096).values():
             factor = factor * start[0]
-        label = "llama4, ministral" if law == "ministral" else law
-        panel.plot(m, factor, color=COLOURS[index], linestyle=DASHES[index % 3], label=label)
+        curves["llama4, ministral" if law == "ministral" else law] = (m, factor)
+    names = ("position m of the query", "factor on the query")
+    panel = lines(figure, curves, *names, dashed=True, ylim=(0.95, 1.6))
     panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.set(xlabel="position m of the query", ylabel="factor on the query", ylim=(0.95, 1.6))
     panel.legend(ncols=3, loc="upper left")
 
 
 def frequencies(figure: Figure) -> None:
     """Plot the divisor of each pair's frequency at a scale of 8, by static method; equal lines once."""
-    rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
     tables: dict[str, Tensor] = {}
     for kind in METHODS:
         if not issubclass(kind, RopeScaling) or kind.length_dependent:
@@ -295,14 +299,11 @@ def frequencies(figure: Figure) -> None:
         if not kind.only_lowers_frequencies:
             continue
         options: dict[str, Any] = {"rope_theta": 8e4} if kind is ABF else {"scale": 8}
-        table = kind(**options).inv_freq(rope)
+        table = kind(**options).inv_freq(ROPE)
         if not any(torch.equal(table, other) for other in tables.values()):  # yarn, ntk_by_parts
             tables["abf, 80,000" if kind is ABF else kind.name] = table
-    for index, (label, table) in enumerate(tables.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        style = DASHES[index % len(DASHES)]
-        panel.plot(rope.default_inv_freq() / table, color=colour, linestyle=style, label=label)
-    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency divided by")
+    curves = {name: (PAIRS, ROPE.default_inv_freq() / table) for name, table in tables.items()}
+    lines(figure, curves, PAIR, "frequency divided by", dashed=True)
     figure.legend(loc="outside lower center", ncols=4)
 
 
@@ -358,58 +359,36 @@ def rows(figure: Figure, name: str) -> None:
     method = get_method(name).from_options(scale=SCALE, **SHOWN.get(name, {}))
     assert isinstance(method, TableMethod)
     weights = method.rows(torch.eye(ROWS, dtype=torch.float64), SCALE * ROWS)
-    panel = figure.subplots()
-    panel.grid(visible=False)
     least = -1 if weights.min() < 0 else 0
-    shown: dict[str, Any] = {
-        "cmap": "RdBu" if least else "Blues",
-        "vmin": least,
-        "vmax": 1,
-        "aspect": "auto",
-        "interpolation": "nearest",
-    }
-    image = panel.imshow(weights.T.numpy(), **shown)
-    figure.colorbar(image, ax=panel, label="weight of the old row", ticks=range(least, 2))
-    ends = [ROWS * times - 0.5 for times in range(1, SCALE)]
-    panel.vlines(ends, -0.5, ROWS - 0.5, color=GRID, linewidth=0.8)
-    marks = [ROWS * times for times in range(SCALE + 1)]
-    panel.set_xticks(
-        [mark - 0.5 for mark in marks], ["0", "L", *(f"{n} L" for n in range(2, SCALE + 1))]
-    )
-    panel.set(
-        xlabel=f"row of the new table (L = {ROWS})",
-        ylabel="row of the old table",
-        title=f"{name}: {', '.join(f'{k}={v}' for k, v in method.options().items())}",
-    )
+    look: dict[str, Any] = {"cmap": "RdBu" if least else "Blues", "vmin": least, "vmax": 1}
+    panel = _image(figure, weights, "weight of the old row", range(least, 2), **look)
+    marks = [ROWS * times - 0.5 for times in range(SCALE + 1)]
+    panel.vlines(marks[1:-1], -0.5, ROWS - 0.5, color=GRID, linewidth=0.8)
+    panel.set_xticks(marks, ["0", "L", *(f"{n} L" for n in range(2, SCALE + 1))])
+    panel.set(xlabel=f"row of the new table (L = {ROWS})", ylabel="row of the old table")
+    panel.set_title(f"{name}: {', '.join(f'{k}={v}' for k, v in method.options().items())}")
 
 
 def sinusoidal(figure: Figure) -> None:
     """Plot the frequencies of a sinusoidal table divided by their own, scaled by position and by base."""
-    panel, pairs = figure.subplots(), 64
-    frequencies = 1e4 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-    for index, by in enumerate(("position", "base")):
-        angles = Sinusoidal(scale=SCALE, by=by).angles(frequencies, 2, 0.0)
-        panel.plot(angles[1] / frequencies, color=COLOURS[index], label=f'scale={SCALE}, by="{by}"')
+    own, curves = 1e4 ** -(PAIRS.double() / len(PAIRS)), {}
+    for by in ("position", "base"):
+        angles = Sinusoidal(scale=SCALE, by=by).angles(own, 2, 0.0)
+        curves[f'scale={SCALE}, by="{by}"'] = (PAIRS, angles[1] / own)
+    panel = lines(figure, curves, PAIR, RATIO, ylim=(-0.03, 1.08))
     panel.axhline(1, color=BASELINE, linewidth=0.8, linestyle=":")
-    panel.set(
-        xlabel="pair of features, the fastest first",
-        ylabel="frequency / the model's own",
-        ylim=(-0.03, 1.08),
-    )
     panel.legend(loc="lower left")
 
 
 def filtered(figure: Figure, name: str) -> None:
     """Plot each pair's frequency divided by its own, for several values of the knobs; equal lines once."""
-    rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
-    for index, knobs in enumerate(FILTERED[name]):
+    curves = {}
+    for knobs in FILTERED[name]:
         method = get_method(name).from_options(**knobs)
         assert isinstance(method, RopeScaling)
         label = ", ".join(f"{knob}={value:,}" for knob, value in knobs.items())
-        ratio = method.inv_freq(rope) / rope.default_inv_freq()
-        style = DASHES[index % len(DASHES)]
-        panel.plot(ratio, color=COLOURS[index], linestyle=style, label=label)
-    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency / the model's own")
+        curves[label] = (PAIRS, method.inv_freq(ROPE) / ROPE.default_inv_freq())
+    panel = lines(figure, curves, PAIR, RATIO, dashed=True)
     if any(FILTERED[name]):
         panel.legend()
 
@@ -420,38 +399,18 @@ def _shade(index: int, count: int) -> tuple[float, float, float]:
     return red, green, blue
 
 
+def _of(kind: type[Method], draw: Callable[..., None]) -> dict[str, Draw]:
+    """Return the pictures of the methods of a kind that `draw` draws."""
+    return {m.name: partial(draw, name=m.name) for m in METHODS if issubclass(m, kind)}
+
+
+PICTURES: dict[str, Draw] = {"frequencies": frequencies}
+PICTURES |= _of(RotaryBands, bands) | _of(DistanceBias, biases) | _of(RopeScaling, rotation)
+PICTURES |= _of(TableFilter, filtered) | _of(TableMethod, rows)
+OWN = (sinusoidal, dpe, lampe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
+PICTURES |= {draw.__name__: draw for draw in OWN}
+"""Pictures by name; those of a method alone replace those of its kind."""
 MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)
-ROTATIONS = tuple(
-    m.name for m in METHODS if issubclass(m, RopeScaling) and not issubclass(m, TableFilter)
-)
-PICTURES: dict[str, Draw] = {
-    "frequencies": frequencies,
-    **{name: partial(bands, name=name) for name in MAPS},
-    **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
-    **{name: partial(rotation, name=name) for name in ROTATIONS},
-    **{name: partial(filtered, name=name) for name in FILTERED},
-    **{
-        m.name: partial(rows, name=m.name)
-        for m in METHODS
-        if issubclass(m, TableMethod) and not m.formula
-    },
-    **{
-        f.__name__: f
-        for f in (
-            sinusoidal,
-            dpe,
-            lampe,
-            log_n,
-            temperature,
-            t5,
-            fire,
-            shaw,
-            transformer_xl,
-            xpos,
-            rope_bias,
-        )
-    },
-}
 SIZES = dict.fromkeys(MAPS, (6.6, 3.7))
 
 

@@ -5,20 +5,21 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Cell, summarize
+from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import COLOURS, STYLE
 from hf_posenc.evaluation.retrieval.result import Record
-from scripts.results import REAL_MODEL, perplexity, retrieval
+from scripts.results import REAL_MODEL, losses, perplexity, retrieval
+from scripts.results import tails as ratios_of
 
 WIDE, NARROW = REAL_MODEL / "headline.png", REAL_MODEL / "headline-narrow.png"
 """The picture with panels side by side, and for a phone one below the other."""
@@ -33,8 +34,7 @@ def main() -> None:
     tails = perplexity(REAL_MODEL / "tail-16k.json")
     passkeys = retrieval(REAL_MODEL / "passkey.json")
     length = tails.settings.lengths[-1]
-    cells = summarize(tails.records, baseline=TRUNCATION)
-    ratios = {cell.method: cell for cell in cells if cell.length == length}
+    ratios = {m: c for (m, n), c in ratios_of(REAL_MODEL / "tail-16k.json").items() if n == length}
     order = sorted(ratios, key=lambda label: ratios[label].perplexity)
     measured = {record.method for record in passkeys.records}
     few = [label for label in order if label in measured]
@@ -66,8 +66,7 @@ def _ratios(
 ) -> None:
     """Draw the ratio of every document as a dot, and the mean with its interval."""
     length = tails.settings.lengths[-1]
-    loss = {(r.method, r.document): r.nats / r.tokens for r in tails.records if r.length == length}
-    documents = [document["name"] for document in tails.documents]
+    loss = losses(tails.records, length)
     axes.axvline(1, color="black", linewidth=0.8)
     for label, row in rows.items():
         ratio = ratios[label].ratio or 1.0
@@ -75,7 +74,7 @@ def _ratios(
         if ratio > WIDEST:
             axes.annotate(f"{ratio:,.3g} →", (WIDEST, row), ha="right", va="center")
             continue
-        each = [math.exp(loss[label, name] - loss[TRUNCATION, name]) for name in documents]
+        each = np.exp(loss[label] - loss[TRUNCATION])
         axes.plot(each, [row] * len(each), "o", color=COLOURS[0], alpha=0.35, markersize=4)
         if interval is not None and label != TRUNCATION:
             axes.plot(interval, [row, row], color=COLOURS[0], linewidth=1.4)
@@ -102,14 +101,8 @@ def _passkeys(axes: Axes, records: Sequence[Record], length: int, rows: Mapping[
         axes.annotate("not measured", (0.0, rows[label]), va="center", color="grey")
     for colour, meaning in ((FOUND, "answered"), (FIRST, "first of 11"), (MISSED, "missed")):
         axes.plot([], [], "s", color=colour, label=meaning)
-    axes.legend(
-        frameon=False,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=3,
-        columnspacing=1,
-        handletextpad=0.2,
-    )
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 3}
+    axes.legend(frameon=False, columnspacing=1, handletextpad=0.2, **place)
     axes.set_xlim(-0.06, 1.25)
     axes.set_xticks([0, 0.5, 1], ["at the front", "depth", "at the end"])
     axes.set_xlabel(f"passkeys in {length:,} tokens, by their place")

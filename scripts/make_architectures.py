@@ -18,17 +18,10 @@ import typer
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from hf_posenc import (
-    PosencError,
-    UnsupportedModelError,
-    get_method,
-    get_patch,
-    inspect_rope,
-    patch_model,
-    unpatch_model,
-)
+from hf_posenc import UnsupportedModelError, get_method, inspect_rope
 from hf_posenc.evaluation.grid import markdown_table
 from scripts import attention_coverage, positions_coverage
+from scripts.positions_coverage import first_sentence
 from tests.support import zoo
 from tests.support.families import build_text_model
 
@@ -74,28 +67,13 @@ COLUMNS = (
 )
 
 
-def options_for(method: str, pairs: int) -> dict[str, Any]:
-    """Options with which a frequency method has an effect and leaves attention to the model."""
-    own: dict[str, dict[str, Any]] = {
-        "abf": {"rope_theta": 40e6},
-        "longrope": {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs},
-    }
-    return zoo.frequency_options(method, pairs=pairs) | own.get(method, {})
-
-
 def row(
-    model_type: str,
-    refusals: attention_coverage.Refusals | None = None,
-    model: PreTrainedModel | None = None,
+    model_type: str, refusals: attention_coverage.Refusals, model: PreTrainedModel | None = None
 ) -> tuple[str, ...]:
-    """Return the cells of `COLUMNS` for one architecture with a rotation.
+    """Return the cells of `COLUMNS` of a type, measured on its tiny model, that of the zoo by default.
 
-    Args:
-        model_type: The type.
-        refusals: Collects the full refusals of methods that compute attention.
-        model: Its tiny model; that of the zoo by default.
+    `refusals` collects the full refusals of methods that compute attention.
     """
-    refusals = attention_coverage.Refusals() if refusals is None else refusals
     model = zoo.build(model_type) if model is None else model
     try:
         tables = inspect_rope(model)
@@ -104,35 +82,27 @@ def row(
         cells |= {"model type": model_type, "methods": f"none: {first_sentence(error)}"}
         return tuple(cells.values())
     original = zoo.ORIGINAL_LENGTH if zoo.length_of(model.config) is None else None
-    works: dict[str, str] = {}
-    fails: dict[str, list[str]] = {}
-    for method in zoo.frequency_methods():
-        knobs = options_for(method, tables[0].dim // 2)
-        try:
-            patch_model(
-                model,
-                method,
-                layers="all",
-                replace=True,
-                original_max_position_embeddings=original,
-                **knobs,
-            )
-        except PosencError as error:
-            reason = first_sentence(error).removeprefix(method).lstrip(": ")
-            fails.setdefault(reason, []).append(method)
-            continue
-        state = get_patch(model)
-        assert state is not None
-        works[method] = state.export or "hf_posenc"
-        unpatch_model(model)
-    paths = [path for table in tables for path in table.modules]
-    first = dict.fromkeys(paths)
+    pairs = tables[0].dim // 2
+    # Options with which a method has an effect and leaves attention to the model.
+    own: dict[str, dict[str, Any]] = {
+        "abf": {"rope_theta": 40e6},
+        "longrope": {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs},
+    }
+    shared = {"layers": "all", "replace": True, "original_max_position_embeddings": original}
+    works, fails = positions_coverage.tried(
+        model,
+        (
+            (m, shared | zoo.frequency_options(m, pairs=pairs) | own.get(m, {}))
+            for m in zoo.frequency_methods()
+        ),
+    )
+    first = dict.fromkeys(path for table in tables for path in table.modules)
     kind = type(model.get_submodule(next(iter(first)))).__name__
     where = f"`{next(iter(first))}`" + (f" x{len(first)}" if len(first) > 1 else "")
     return (
         model_type,
         f"{kind} {where}",
-        widths(model, tables),
+        widths(tables),
         positions_coverage.certificate(model),
         coverage(works, fails),
         *attention_coverage.cells(model_type, model, original, refusals),
@@ -140,7 +110,7 @@ def row(
     )
 
 
-def widths(model: Any, tables: Iterable[Any]) -> str:
+def widths(tables: Iterable[Any]) -> str:
     """Format the layer types and rotated parts of the head, as in `full 8/16, sliding 16/16`."""
     found = []
     for table in tables:
@@ -166,58 +136,39 @@ def exports(works: dict[str, str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
-def first_sentence(error: Exception) -> str:
-    """Return the reason of a refusal without the advice."""
-    return str(error).split(". ")[0].rstrip(".").replace("|", "\\|")
-
-
 def page() -> str:
     """Return the whole page."""
     refusals = attention_coverage.Refusals()
-
-    def rows(title: str, types: Iterable[str]) -> list[tuple[str, ...]]:
-        return [row(model_type, refusals) for model_type in track(list(types), title)]
-
-    decoders = markdown_table(COLUMNS, rows("decoders", zoo.decoder_types()))
-    towers = markdown_table(COLUMNS, rows("text towers", zoo.text_tower_types()))
-    composites = markdown_table(COLUMNS, rows("multimodal", zoo.composite_types()))
-    pairs = markdown_table(COLUMNS, rows("encoder-decoder", zoo.seq2seq_types()))
-    names = positions_coverage.rotary_encoders()
-    encoders = [row(t, refusals, build_text_model(t)) for t in track(names, "encoders")]
+    kinds: dict[str, Iterable[str]] = {
+        "Decoders of AutoModelForCausalLM": zoo.decoder_types(),
+        "Text decoders of multimodal models, alone": zoo.text_tower_types(),
+        "Whole multimodal models": zoo.composite_types(),
+        "Encoder-decoder models": zoo.seq2seq_types(),
+        "Encoders": positions_coverage.rotary_encoders(),
+    }
+    sections = []
+    for title, types in kinds.items():
+        build = build_text_model if title == "Encoders" else zoo.build
+        rows = [row(name, refusals, build(name)) for name in track(list(types), title)]
+        sections += [f"## {title} ({len(rows)})", markdown_table(COLUMNS, rows)]
     others, not_built = positions_coverage.rows()
-    reasons = zoo.NOT_BUILT | {t: why for t, why in not_built if t not in zoo.NOT_BUILT}
-    untried = markdown_table(("model type", "reason"), sorted(reasons.items()))
-    return (
-        "\n\n".join(
-            (
-                HEADER.format(
-                    version=transformers.__version__,
-                    count=len(zoo.frequency_methods()),
-                    last=list(attention_coverage.GROUPS)[-1],
-                    tried=attention_coverage.tried(),
-                ).rstrip(),
-                f"## Decoders of AutoModelForCausalLM ({len(zoo.decoder_types())})",
-                decoders,
-                f"## Text decoders of multimodal models, alone ({len(zoo.text_tower_types())})",
-                towers,
-                f"## Whole multimodal models ({len(zoo.composite_types())})",
-                composites,
-                f"## Encoder-decoder models ({len(zoo.seq2seq_types())})",
-                pairs,
-                f"## Encoders ({len(encoders)})",
-                markdown_table(COLUMNS, encoders),
-                "## Models refused by methods inside attention",
-                REFUSED,
-                refusals.section(),
-                f"## Text models without RoPE ({len(others)})",
-                WITHOUT,
-                markdown_table(positions_coverage.COLUMNS, others),
-                f"## Models that were not tested ({len(reasons)})",
-                untried,
-            )
-        )
-        + "\n"
+    reasons = dict(not_built) | zoo.NOT_BUILT
+    header = HEADER.format(
+        version=transformers.__version__,
+        count=len(zoo.frequency_methods()),
+        last=list(attention_coverage.GROUPS)[-1],
+        tried=attention_coverage.tried(),
     )
+    parts = [
+        header.rstrip(),
+        *sections,
+        *("## Models refused by methods inside attention", REFUSED, refusals.section()),
+        *(f"## Text models without RoPE ({len(others)})", WITHOUT),
+        markdown_table(positions_coverage.COLUMNS, others),
+        f"## Models that were not tested ({len(reasons)})",
+        markdown_table(("model type", "reason"), sorted(reasons.items())),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(check: bool = typer.Option(False, help="Compare instead of writing.")) -> None:

@@ -2,16 +2,17 @@
 
 python -m scripts.make_readme            write them
 python -m scripts.make_readme --check    fail where they are not what they should be
+
+The part between `<!-- generated: NAME WORDS -->` and `<!-- end -->` is what the function NAME of `PAGES` returns.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,92 +20,85 @@ from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
-from hf_posenc.methods import METHODS
-from scripts import results
-from scripts.concept_pages import attention as attention_by_distance
-from scripts.concept_pages import digits, divisors, properties, stale, unfinished
-from scripts.finetuned_page import conversions, example, positions, ways
-from scripts.gpu_table import measured, table
+from hf_posenc.methods import METHODS, get_method
+from scripts import concept_pages, finetuned_page, gpu_table, method_pages, real_model_page
 from scripts.method_pages import expressed
-from scripts.method_pages import pages as method_pages
-from scripts.real_model_page import (
-    agreement,
-    classes,
-    copies,
-    evidence,
-    extended,
-    generated,
-    headline,
-    key_tokens,
-    longer,
-    needles,
+from scripts.results import (
+    BENCHMARKS,
+    DEMO,
+    DOCS,
+    ROOT,
+    UPDATES,
+    made_with,
     passkeys,
-    reasoning,
-    shorts,
+    perplexity,
+    read,
     tails,
-    tuned,
-    whole,
+    update_mode,
 )
-from scripts.results import BENCHMARKS, DEMO, DOCS, ROOT, UPDATES, made_with, read
 
-CONCEPTS = DOCS / "concepts"
 PLAIN = "plain causal"
 SHAPE = "heads 8/8"
-"""The head layout whose rows the README shows."""
+"""The head layout whose rows the page shows."""
 
 
 def demo() -> str:
-    """The tail perplexities of the committed demo run, and its plot."""
-    result: dict[str, Any] = read(DEMO)
-    lengths = result["settings"]["lengths"]
-    cells = {(c["method"], c["protocol"], c["length"]): c for c in result["summary"]}
+    """Return the tail perplexities of the committed demo run, and its plot."""
+    result, cells = perplexity(DEMO), tails(DEMO)
+    lengths, labels = result.settings.lengths, [entry.label for entry in result.candidates]
     rows = [
-        [label, *(_number(cells.get((label, "tail", length))) for length in lengths)]
-        for label in (method["label"] for method in result["methods"])
+        [
+            label,
+            *(f"{cells[label, n].perplexity:.2f}" if (label, n) in cells else "-" for n in lengths),
+        ]
+        for label in labels
     ]
-    original = result["original_max_position_embeddings"]
-    documents = len(result["documents"])
-    scored = cells[rows[0][0], "tail", lengths[0]]["tokens"]
     intro = (
-        f"*Tail* perplexity by context length: that of the same {scored:,} tokens, the ends of {documents} held-out "
-        f"modules.\nThe model is a Llama trained at {original} tokens; `auto` sets the scale to length / {original}:"
+        f"*Tail* perplexity by context length: that of the same {cells[labels[0], lengths[0]].tokens:,} tokens, the "
+        f"ends of {len(result.documents)} held-out modules.\nThe model is a Llama trained at {result.original} tokens; "
+        f"`auto` sets the scale to length / {result.original}:"
     )
     table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
-    verdict = _verdict(result, lengths)
-    plot = "![Perplexity by length](data/demo/perplexity.png)"
-    made = f"Measured with {made_with(result['environment'])}"
-    link = "[data/demo/](data/demo/) has the intervals and every setting"
-    return f"{intro}\n\n{table}\n\n- {verdict}\n- {_passkey()}\n- {made}; {link}.\n\n{plot}"
-
-
-def _passkey() -> str:
-    """The share of right passkeys that methods rank first, in the longest prompts of the committed run."""
-    length, found = results.passkeys(BENCHMARKS / "retrieval.csv")
+    best = []
+    for length in lengths[1:]:
+        rivals = (c for (label, n), c in cells.items() if n == length and label != TRUNCATION)
+        cell = min(rivals, key=lambda cell: cell.nats)
+        assert cell.ratio is not None
+        assert cell.ratio_interval is not None
+        ratio, ends = number(cell.ratio, 3), number_range(cell.ratio_interval, 3)
+        best.append(f"{cell.method} {ratio} ({ends}) at {length:,} tokens")
+    verdict = (
+        f"Perplexity of the best other method divided by that of the control, `{TRUNCATION}` (paired intervals, "
+        f"which hold together in 95 % of samples for all methods): {'; '.join(best)}."
+    )
+    length, found = passkeys(BENCHMARKS / "retrieval.csv")
     shares = ", ".join(f"{label} {keys.first / keys.samples:.0%}" for label, keys in found.items())
     chance = found[TRUNCATION].chance
-    return (
+    retrieved = (
         f"Share of passkey prompts of {length:,} tokens in which the right passkey is the most probable of "
         f"{1 / chance:.0f}: {shares}; chance is {chance:.0%} ([retrieval.md](retrieval.md))."
     )
+    made = f"Measured with {made_with(result.environment)}"
+    link = "[data/demo/](data/demo/) has the intervals and every setting"
+    plot = "![Perplexity by length](data/demo/perplexity.png)"
+    return f"{intro}\n\n{table}\n\n- {verdict}\n- {retrieved}\n- {made}; {link}.\n\n{plot}"
 
 
 def bench() -> str:
-    """The table of the committed benchmark."""
-    result = BenchResult.from_dict(read(BENCHMARKS / "bench.json"))
-    return to_markdown(result.table())
+    """Return the table of the committed benchmark."""
+    return to_markdown(BenchResult.from_dict(read(BENCHMARKS / "bench.json")).table())
 
 
 def sweep() -> str:
-    """The table and the notes of the committed sweep."""
+    """Return the table and the notes of the committed sweep."""
     return _tuned(SweepResult)
 
 
 def search() -> str:
-    """The table and the notes of the committed search."""
+    """Return the table and the notes of the committed search."""
     return _tuned(SearchResult)
 
 
@@ -115,21 +109,16 @@ def _tuned(kind: type[TuningResult]) -> str:
 
 
 def index() -> str:
-    """A row per method, with a link to its section."""
-    rows = [
-        [
-            f"[`{m.name}`](methods/{m.name}.md)",
-            m.summary,
-            m.needs,
-            ", ".join(f"`{a}`" for a in m.aliases),
-        ]
-        for m in METHODS
-    ]
+    """Return a row per method, with a link to its section."""
+    rows = []
+    for m in METHODS:
+        aliases = ", ".join(f"`{alias}`" for alias in m.aliases)
+        rows.append([f"[`{m.name}`](methods/{m.name}.md)", m.summary, m.needs, aliases])
     return markdown_table(["method", "in one line", "needs", "alias"], rows)
 
 
 def shipping() -> str:
-    """The frequency methods by engine: how each is expressed there, on the embedded Llama."""
+    """Return the frequency methods by engine: how each is expressed there, on the embedded Llama."""
     rows = [
         [m.name, *(expressed(engine)[m.name].form or "-" for engine in ENGINES)]
         for m in METHODS
@@ -139,39 +128,29 @@ def shipping() -> str:
 
 
 def attention() -> str:
-    """Times of the attention engine as ratios to plain causal attention, and its memory."""
+    """Return times of the attention engine as ratios to plain causal attention, and its memory."""
     runs, machine = _attention_runs()
-    kinds_of_runs = dict.fromkeys(kind for run in runs.values() for kind, _ in run)
-    columns = [kind for kind in kinds_of_runs if not kind.startswith(PLAIN)]
+    every = dict.fromkeys(kind for run in runs.values() for kind, _ in run)
+    columns = [kind for kind in every if not kind.startswith(PLAIN)]
     rows = []
     for label, run in runs.items():
-        cells = [
-            " / ".join(f"{values['ratio']:.2f}" for kind, values in run if kind == column)
-            for column in columns
-        ]
-        rows.append([label, *(cell or "-" for cell in cells)])
-    table = markdown_table(["tokens", *columns], rows, numeric=True)
+        ratios = ([f"{v['ratio']:.2f}" for kind, v in run if kind == column] for column in columns)
+        rows.append([label, *(" / ".join(each) or "-" for each in ratios)])
     peaks = []
     for label in (next(iter(runs)), [label for label in runs if label.startswith("prefill")][-1]):
-        extra = ", ".join(
-            f"{kind} {values['peak_mib']:,.0f}"
-            for kind, values in runs[label]
-            if kind == PLAIN or not kind.startswith(PLAIN)
-        )
-        peaks.append(f"{label}: {extra}")
+        own = [(kind, v["peak_mib"]) for kind, v in runs[label] if kind in (PLAIN, *columns)]
+        peaks.append(f"{label}: {', '.join(f'{kind} {peak:,.0f}' for kind, peak in own)}")
+    table = markdown_table(["tokens", *columns], rows, numeric=True)
     return f"{table}\n\nTwo values: frozen and trainable bias. {machine}.\nExtra memory in MiB, {'; '.join(peaks)}."
 
 
 def attention_summary() -> str:
-    """The range of those ratios, for each kind of method."""
+    """Return the range of those ratios, for each kind of method."""
     runs, machine = _attention_runs()
-    ratios: dict[str, list[float]] = {}
-    for kind, values in (row for run in runs.values() for row in run):
-        ratios.setdefault(kind, []).append(values["ratio"])
 
     def between(*kinds: str) -> str:
-        every = [ratio for kind in kinds for ratio in ratios[kind]]
-        return f"{min(every):.2f} to {max(every):.2f}"
+        ratios = [v["ratio"] for run in runs.values() for kind, v in run if kind in kinds]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
     return (
         "Times as multiples of plain causal attention (PyTorch's fused kernel), over prefill, decode and training: "
@@ -182,12 +161,10 @@ def attention_summary() -> str:
 
 
 def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], str]:
-    """The measured kinds of every run of `SHAPE`, and the machine."""
+    """Return the measured kinds of every run of `SHAPE`, and the machine."""
     result: dict[str, Any] = read(BENCHMARKS / "attention.json")
     runs = {
-        label.partition(",")[0]: [
-            (re.split(r",| \(", name)[0], values) for name, values in run.items()
-        ]
+        label.partition(",")[0]: [(re.split(r",| \(", name)[0], v) for name, v in run.items()]
         for label, run in result["results"].items()
         if SHAPE in label
     }
@@ -195,153 +172,93 @@ def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], st
     return runs, f"One thread of {machine['processor_model']}, torch {machine['torch']}"
 
 
-def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
-    """The best method against the control at every length past the trained one."""
-    records = [Record(**record) for record in result["records"] if record["protocol"] == "tail"]
-    control = [record for record in records if record.method == TRUNCATION]
-    others = [record for record in records if record.method != TRUNCATION]
-    cells = summarize([*control, *others])
-    sentences = []
-    for length in lengths[1:]:
-        rivals = [cell for cell in cells if cell.length == length and cell.method != TRUNCATION]
-        best = min(rivals, key=lambda cell: cell.nats)
-        assert best.ratio is not None
-        assert best.ratio_interval is not None
-        ratio, ends = number(best.ratio, 3), number_range(best.ratio_interval, 3)
-        sentences.append(f"{best.method} {ratio} ({ends}) at {length:,} tokens")
-    return (
-        f"Perplexity of the best other method divided by that of the control, `{TRUNCATION}` (paired intervals, "
-        f"which hold together in 95 % of samples for all methods): {'; '.join(sentences)}."
-    )
-
-
 def updates() -> str:
-    """The update modes of the dynamic methods: whole texts, buckets, generation."""
+    """Return the update modes of the dynamic methods: whole texts, buckets, generation."""
     result: dict[str, Any] = read(UPDATES)
-    whole = {(*_mode(row), row["protocol"], row["length"]): row for row in result["whole_texts"]}
+    whole = {
+        (*update_mode(row["method"]), row["protocol"], row["length"]): row
+        for row in result["whole_texts"]
+    }
     families = list(dict.fromkeys(key[0] for key in whole if key[1] == "row"))
     buckets = sorted({key[2] for key in whole if key[2] is not None})
-    lengths = result["settings"]["lengths"][1:]
-    chosen = result["cached"]["bucket"]
-    parts = []
-    for protocol in ("tail", "prefix"):
-        rows = [
-            [f"`{family}`", *(_pair(whole, family, chosen, protocol, length) for length in lengths)]
-            for family in families
-        ]
-        parts.append(
-            markdown_table([protocol, *(f"{length:,}" for length in lengths)], rows, numeric=True)
-        )
+    lengths, cached = result["settings"]["lengths"][1:], result["cached"]
+    protocols = ("tail", "prefix")
+
+    def both(family: str, protocol: str, length: int) -> str:
+        """Return the perplexities by sequence and by row, the second bold where their difference is significant."""
+        published = whole[family, "sequence", None, protocol, length]
+        row = whole[family, "row", cached["bucket"], protocol, length]
+        low, high = row["ratio_interval"]
+        better = f"{row['perplexity']:.2f}" if low <= 1 <= high else f"**{row['perplexity']:.2f}**"
+        return f"{published['perplexity']:.2f}, {better}"
+
+    def mean(family: str, bucket: int, protocol: str) -> str:
+        keys = [(family, "row", bucket, protocol, length) for length in lengths]
+        return f"{statistics.geometric_mean(whole[key]['ratio'] for key in keys):.2f}"
+
+    tables = []
+    for protocol in protocols:
+        rows = [[f"`{f}`", *(both(f, protocol, n) for n in lengths)] for f in families]
+        tables.append(([protocol, *(f"{n:,}" for n in lengths)], rows))
     rows = []
     for family in families:
-        cells = []
-        for bucket in buckets:
-            means = [
-                math.exp(statistics.fmean(math.log(whole[key]["ratio"]) for key in keys))
-                for protocol in ("tail", "prefix")
-                for keys in [[(family, "row", bucket, protocol, length) for length in lengths]]
-            ]
-            cells.append(" / ".join(f"{mean:.2f}" for mean in means))
-        rows.append([f"`{family}`", *cells])
-    parts.append(markdown_table(["bucket", *map(str, buckets)], rows, numeric=True))
-    return "\n\n".join([*parts, _generation(result, whole)])
-
-
-def _pair(whole: dict[Any, Any], family: str, bucket: int, protocol: str, length: int) -> str:
-    """Perplexity in the modes "sequence" and "row"; bold where their difference is beyond chance."""
-    published = whole[family, "sequence", None, protocol, length]
-    row = whole[family, "row", bucket, protocol, length]
-    low, high = row["ratio_interval"]
-    better = f"{row['perplexity']:.2f}"
-    return f"{published['perplexity']:.2f}, {better if low <= 1 <= high else f'**{better}**'}"
-
-
-def _generation(result: dict[str, Any], whole: dict[Any, Any]) -> str:
-    cached = {
-        (*_mode(row)[:2], row["feed"], row["length"]): row["perplexity"]
-        for row in result["generation"]
+        means = ([mean(family, bucket, p) for p in protocols] for bucket in buckets)
+        rows.append([f"`{family}`", *map(" / ".join, means)])
+    tables.append((["bucket", *map(str, buckets)], rows))
+    steps = {
+        (*update_mode(r["method"])[:2], r["feed"], r["length"]): r["perplexity"]
+        for r in result["generation"]
     }
-    lengths = result["cached"]["lengths"]
-    rows = []
-    for family in dict.fromkeys(key[0] for key in cached):
-        forward = [whole[family, "sequence", None, "tail", n]["perplexity"] for n in lengths]
-        rows.append(
-            [f"`{family}`", "one forward", *(f"{value:.2f}" for value in (*forward, *forward))]
-        )
-        for mode in dict.fromkeys(key[1] for key in cached):
-            values = [
-                cached[family, mode, feed, n] for feed in ("steps", "prompt") for n in lengths
-            ]
+    rows, places = [], [(feed, n) for feed in ("steps", "prompt") for n in cached["lengths"]]
+    for family in dict.fromkeys(key[0] for key in steps):
+        forward = [whole[family, "sequence", None, "tail", n]["perplexity"] for _, n in places]
+        rows.append([f"`{family}`", "one forward", *(f"{value:.2f}" for value in forward)])
+        for mode in dict.fromkeys(key[1] for key in steps):
+            values = (steps[(family, mode, *place)] for place in places)
             rows.append(["", f"`{mode}`", *(f"{value:.2f}" for value in values)])
-    columns = [f"{n:,} {feed}" for feed in ("in steps", "after a prompt") for n in lengths]
-    return markdown_table(["with a cache", "mode", *columns], rows, numeric=True)
+    feeds = {"steps": "in steps", "prompt": "after a prompt"}
+    tables.append((["with a cache", "mode", *(f"{n:,} {feeds[feed]}" for feed, n in places)], rows))
+    return "\n\n".join(markdown_table(*table, numeric=True) for table in tables)
 
 
-def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
-    """Family, update mode and bucket from a label such as `dynamic_ntk (scale 2, update row, bucket 64)`."""
-    found = re.fullmatch(r"(\w+)(?: \((.*)\))?", row["method"])
-    assert found is not None
-    options = dict(part.rsplit(" ", 1) for part in filter(None, (found[2] or "").split(", ")))
-    mode, bucket = options.pop("update", ""), options.pop("bucket", None)
-    rest = ", ".join(" ".join(option) for option in options.items())
-    return (
-        f"{found[1]} ({rest})" if rest else found[1],
-        mode,
-        None if bucket is None else int(bucket),
-    )
-
-
-PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"headline": headline},
+Parts = Mapping[str, Callable[..., str]]
+REAL_MODEL_PAGES = (
+    *("README.md", "docs/real_model.md", "docs/choosing.md", "docs/extend.md"),
+    *("docs/recommend.md", "docs/retrieval.md"),
+)
+CONCEPTS = ("cache", "extrapolation", "encodings", "rope", "scale")
+METHOD_PARTS: Parts = {
+    "facts": lambda name: method_pages.method_facts(get_method(name)),
+    "measured": lambda name: method_pages.measured(get_method(name)),
+}
+PAGES: dict[Path, Parts] = {
+    **{ROOT / page: vars(real_model_page) for page in REAL_MODEL_PAGES},
     DOCS / "demo.md": {"demo": demo},
-    DOCS / "choosing.md": {"evidence": evidence},
     DOCS / "bench.md": {"bench": bench},
     DOCS / "sweep.md": {"sweep": sweep, "search": search},
     DOCS / "methods.md": {"index": index},
     DOCS / "shipping.md": {"shipping": shipping},
-    DOCS / "extend.md": {"extended": extended},
-    DOCS / "finetuning.md": {
-        "example": example,
-        "ways": ways,
-        "positions": positions,
-        "conversions": conversions,
-    },
+    DOCS / "finetuning.md": vars(finetuned_page),
     DOCS / "patching.md": {"attention_summary": attention_summary, "attention": attention},
-    DOCS / "gpu.md": {"backends": table, "measured": measured},
-    DOCS / "real_model.md": {
-        "tails": tails,
-        "whole": whole,
-        "copies": copies,
-        "longer": longer,
-        "key_tokens": key_tokens,
-        "shorts": shorts,
-        "passkeys": passkeys,
-        "generated": generated,
-        "needles": needles,
-        "tuned": tuned,
-        "agreement": agreement,
-    },
-    DOCS / "recommend.md": {"classes": classes},
-    DOCS / "retrieval.md": {"reasoning": reasoning},
-    CONCEPTS / "cache.md": {"stale": stale},
-    CONCEPTS / "extrapolation.md": {"unfinished": unfinished, "attention": attention_by_distance},
-    CONCEPTS / "encodings.md": {"properties": properties},
-    CONCEPTS / "rope.md": {"digits": digits},
-    CONCEPTS / "scale.md": {"divisors": divisors},
+    DOCS / "gpu.md": {"backends": gpu_table.table, "measured": gpu_table.measured},
     DOCS / "updates.md": {"updates": updates},
-    **method_pages(),
+    **{DOCS / "concepts" / f"{name}.md": vars(concept_pages) for name in CONCEPTS},
+    **{DOCS / "methods" / f"{m.name}.md": METHOD_PARTS for m in METHODS},
 }
+"""The pages with generated parts, and the functions that make them."""
+PART = re.compile(r"(<!-- generated: (?P<call>[^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: Path) -> str:
-    """A page with its generated parts made anew."""
-    text = page.read_text(encoding="utf-8")
-    for name, make in PAGES[page].items():
-        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        part = wrapped(make())
-        text, count = pattern.subn(lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text)  # type: ignore[misc]
-        if count != 1:
-            raise SystemExit(f"{page.name} has {count} parts named {name!r}, not 1.")
+    """Return a page with its generated parts made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        name, *words = match["call"].split()
+        return f"{match[1]}{wrapped(PAGES[page][name](*words))}\n{match[3]}"
+
+    text, count = PART.subn(made, page.read_text(encoding="utf-8"))
+    if not count:
+        raise SystemExit(f"{page.name} has no generated part.")
     return text
 
 
@@ -353,10 +270,6 @@ def wrapped(text: str) -> str:
         keep = code or len(line) <= 120 or line.startswith(("|", "!", "```"))
         lines += [line] if keep else textwrap.wrap(line, 120, break_on_hyphens=False)
     return "\n".join(lines)
-
-
-def _number(cell: dict[str, Any] | None) -> str:
-    return "-" if cell is None else f"{cell['perplexity']:.2f}"
 
 
 if __name__ == "__main__":

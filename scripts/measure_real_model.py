@@ -57,8 +57,8 @@ NEW_MODEL_TYPES = (
 PYTHON_PARTS = 2
 """The reference of the Python language, as `help()` has it, is cut into so many documents."""
 NOT_TRAINED_ON = {
-    *("pydoc_data", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"),
-    "site-packages",
+    *("pydoc_data", "test", "tests", "idle_test", "idlelib"),
+    *("lib2to3", "encodings", "site-packages"),
 }
 """Folders of the standard library without training text: what is measured, and tests, tables and old code."""
 LEAST_TRAINING_BYTES = 8192
@@ -91,37 +91,26 @@ class Part:
 
 TAIL = "perplexity --protocol tail --lengths 8k,16k"
 PASSKEY = "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1"
+NEEDLES = (
+    "retrieval --tasks niah_single_1,niah_multikey_2,vt --lengths 2k,12k --depths 5 --samples 1"
+)
 PARTS = {
     "tail-16k": Part(TAIL, (*CONTROLS, *AT_16K), TEXTS),
     "passkey": Part(PASSKEY, SEEKERS),
-    "generated": Part(
-        "retrieval --tasks passkey --lengths 4k,12k --depths 6 --samples 1 --decode generate",
-        SEEKERS,
-    ),
-    "needles": Part(
-        "retrieval --tasks niah_single_1,niah_multikey_2,vt --lengths 2k,12k --depths 5 --samples 1",
-        SEEKERS,
-    ),
-    "reasoning": Part(
-        "retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12", ("none",)
-    ),
-    "tail-2k": Part(
-        "perplexity --protocol tail --lengths 2k --tail-tokens 1024", ("none", *AT_16K), TEXTS
-    ),
+    "generated": Part(f"{PASSKEY.replace('depths 11', 'depths 6')} --decode generate", SEEKERS),
+    "needles": Part(NEEDLES, SEEKERS),
+    "reasoning": Part("retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12", ("none",)),
+    "tail-2k": Part("perplexity --protocol tail --lengths 2k --tail-tokens 1024", ("none", *AT_16K), TEXTS),
     TUNED: Part(
         "--patch yarn:scale=2 --positions pose --target_length 16384 --block_length 2048 --train lora "
         "--learning_rate 1e-4 --lr_scheduler_type linear --warmup_steps 10 --max_steps 100 --save_steps 25 "
-        "--per_device_train_batch_size 1 --logging_steps 1 --no_score --report_to none",
-        text=TRAINING,
-    ),
+        "--per_device_train_batch_size 1 --logging_steps 1 --no_score --report_to none", text=TRAINING),
     f"{TUNED}-tail": Part(TAIL, ("none",), TEXTS, TUNED),
     f"{TUNED}-passkey": Part(PASSKEY, ("none",), model=TUNED),
     "extend": Part("extend --target-length 12k --budget 390m", text=NEW_MODELS),
-    "longppl-16k": Part(
-        "perplexity --protocol prefix --lengths 16k --longppl self@dual_chunk", SEEKERS, TEXTS
-    ),
+    "longppl-16k": Part("perplexity --protocol prefix --lengths 16k --longppl self@dual_chunk", SEEKERS, TEXTS),
     "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", AT_32K, TEXTS),
-}
+}  # fmt: skip
 FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")
 """Names of the results that are kept: as JSON, and for these parts as a picture."""
 PICTURES = ("passkey", "needles", TUNED)
@@ -214,20 +203,17 @@ def agreement(file: Path) -> dict[str, Any]:
 
     model, tokenizer, name = open_session(ModelOptions(model=MODEL, dtype="float32"))
     text = file.read_text(encoding="utf-8")[:CHARACTERS]
+    window: dict[str, Any] = {"preset": "lm-eval", "lengths": [WINDOW]}
     rows = []
     for spec in ("none", "yarn:scale=2", "rerope"):
-        own = measure_perplexity(
-            model, tokenizer, [text], preset="lm-eval", lengths=[WINDOW], methods=[spec]
-        ).cells[0]
+        own = measure_perplexity(model, tokenizer, [text], methods=[spec], **window).cells[0]
         with Candidate.parse(spec).checked(model).applied(model, WINDOW):
             harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=WINDOW)
             request = Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
             (theirs,) = harness.loglikelihood_rolling([request], disable_tqdm=True)
         rows.append({"method": spec, "tokens": own.tokens, "nats": own.nats, "harness": -theirs})
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Candidate.parse("yarn:scale=2").checked(model).applied(model, WINDOW),
-    ):
+    yarn = Candidate.parse("yarn:scale=2").checked(model)
+    with tempfile.TemporaryDirectory() as folder, yarn.applied(model, WINDOW):
         tokenizer.save_pretrained(folder)  # the generator of prompts reads it by name
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=WINDOW)
         about = {"tokenizer": folder, "max_seq_lengths": [WINDOW]}
@@ -235,11 +221,8 @@ def agreement(file: Path) -> dict[str, Any]:
         sample = results["samples"]["niah_single_1"][0]
         ids = torch.tensor([harness.tok_encode(sample["arguments"][0][0])])
         new = model.generate(ids, max_new_tokens=128, do_sample=False)[0, ids.shape[1] :]
-    ruler = {
-        "prompt_tokens": ids.shape[1],
-        "harness": sample["resps"][0][0],
-        "generate": tokenizer.decode(new, skip_special_tokens=True),
-    }
+    ruler = {"prompt_tokens": ids.shape[1], "harness": sample["resps"][0][0]}
+    ruler["generate"] = tokenizer.decode(new, skip_special_tokens=True)
     packages = {name: version(name) for name in ("lm_eval", "torch", "transformers")}
     return {"kind": "agreement", "model": name, "rows": rows, "ruler": ruler, "versions": packages}
 
@@ -305,8 +288,7 @@ def _package(name: str) -> Path:
     """Return the folder of an installed package."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(str(spec.origin)).parent
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,7 +45,11 @@ from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 
-RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "updates.json"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
+
+from scripts.results import UPDATES as RESULT
+from scripts.results import update_mode
+
 LENGTHS = (256, 384, 512, 1024, 2048, 4096)
 DOCUMENTS = 12
 BUCKETS = (32, 64, 128, 256, 512)
@@ -78,16 +83,22 @@ def main() -> None:
         limit=DOCUMENTS,
     )
     settings = Settings(lengths=LENGTHS)
+
+    def in_one_forward(spec: str) -> Sequence[Record]:
+        candidate = Candidate.parse(spec).checked(model)
+        result = PerplexityRun(model, documents, [candidate], settings, special=special).run()
+        assert result is not None
+        return result.records
+
     whole: list[dict[str, Any]] = []
     cached: list[dict[str, Any]] = []
     for family in FAMILIES:
-        published = _whole(model, documents, f"{family}update=sequence", settings, special)
+        published = in_one_forward(f"{family}update=sequence")
         whole += _rows(published, published, settings)
         specs = [f"{family}update=row,bucket={bucket}" for bucket in BUCKETS]
         specs += [f"{family}update=request"] if family == CONFIRMED else []
         for spec in specs:
-            records = _whole(model, documents, spec, settings, special)
-            whole += _rows(records, published, settings)
+            whole += _rows(in_one_forward(spec), published, settings)
         for mode in ("sequence", "request", "row") if family in GENERATED else ():
             spec = f"{family}update={mode},bucket={CACHED_BUCKET}"
             for feed in ("steps", "prompt"):
@@ -95,8 +106,8 @@ def main() -> None:
                 rows = _rows(records, published, settings)
                 cached += [{"feed": feed, **row} for row in rows]
     for baseline in ("none", "sliding_window"):
-        records = _whole(model, documents, baseline, settings, special)
-        whole += _rows(records, records, settings)
+        control = in_one_forward(baseline)
+        whole += _rows(control, control, settings)
     values = {
         "kind": "update modes",
         "environment": environment(),
@@ -108,19 +119,6 @@ def main() -> None:
         "generation": cached,
     }
     RESULT.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _whole(
-    model: Any,
-    documents: Sequence[TokenizedDocument],
-    spec: str,
-    settings: Settings,
-    special: Sequence[int],
-) -> Sequence[Record]:
-    candidate = Candidate.parse(spec).checked(model)
-    result = PerplexityRun(model, documents, [candidate], settings, special=special).run()
-    assert result is not None
-    return result.records
 
 
 @torch.inference_mode()
@@ -136,29 +134,17 @@ def _cached(
     candidate = Candidate.parse(spec).checked(model)
     records = []
     with candidate.applied(model, CACHED_LENGTHS[-1]), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # "sequence" is inexact here, and that is what is measured
+        # "sequence" is inexact here, and that is what is measured.
+        warnings.simplefilter("ignore", UserWarning)
         for length in CACHED_LENGTHS:
             for document in documents:
                 end = document.ids[len(document.ids) - (length - len(special)) :]
                 ids = torch.cat([torch.tensor(list(special), dtype=torch.int64), end])
                 at_once = len(ids) - settings.tail_tokens if feed == "prompt" else 0
-                nats = float(_losses(model, ids, at_once)[-settings.tail_tokens :].sum())
-                records.append(
-                    Record(
-                        candidate.label,
-                        "tail",
-                        length,
-                        document.name,
-                        nats,
-                        settings.tail_tokens,
-                        bytes=None,
-                        words=None,
-                        weighted=nats,
-                        weight=settings.tail_tokens,
-                    )
-                )
+                tail = settings.tail_tokens
+                nats = float(_losses(model, ids, at_once)[-tail:].sum())
+                item = (candidate.label, "tail", length, document.name)
+                records.append(Record(*item, nats, tail, None, None, nats, tail))
     return records
 
 
@@ -182,21 +168,11 @@ def _rows(
     baseline = [dataclasses.replace(record, method="published") for record in published]
     wanted = {(record.protocol, record.length) for record in records}
     cells = summarize([*(r for r in baseline if (r.protocol, r.length) in wanted), *records])
-    rows = [
-        {
-            "method": cell.method,
-            "protocol": cell.protocol,
-            "length": cell.length,
-            "perplexity": cell.perplexity,
-            "interval": cell.interval,
-            "ratio": cell.ratio,
-            "ratio_interval": cell.ratio_interval,
-            "nats": cell.nats,
-            "tokens": cell.tokens,
-        }
-        for cell in cells
-        if cell.method == label
-    ]
+    kept = (
+        *("method", "protocol", "length", "perplexity", "interval"),
+        *("ratio", "ratio_interval", "nats", "tokens"),
+    )
+    rows = [{k: getattr(cell, k) for k in kept} for cell in cells if cell.method == label]
     for protocol in settings.protocols:
         shown = [f"{row['perplexity']:8.2f}" for row in rows if row["protocol"] == protocol]
         if shown:
@@ -214,75 +190,46 @@ def plot() -> None:
 
     values = json.loads(RESULT.read_text(encoding="utf-8"))
     looks: dict[str, Any] = {"sequence": "--", "request": ":", "row": "-"}
-    bucket = values["cached"]["bucket"]
+    whole, cached = (pandas.DataFrame(values[part]) for part in ("whole_texts", "generation"))
+    for frame in (whole, cached):
+        modes = [update_mode(label) for label in frame.method]
+        frame[["family", "mode", "bucket"]] = pandas.DataFrame(modes, dtype=object)
+    shown = whole.bucket.isna() | (whole.bucket == values["cached"]["bucket"])
     panels = {
-        "one forward": [
-            row
-            for row in values["whole_texts"]
-            if row["protocol"] == "tail"
-            and ("bucket" not in row["method"] or f"bucket {bucket})" in row["method"])
-        ],
-        "with a cache, in steps": [row for row in values["generation"] if row["feed"] == "steps"],
+        "one forward": whole[(whole.protocol == "tail") & shown],
+        "with a cache, in steps": cached[cached.feed == "steps"],
     }
-    families = list(dict.fromkeys(_family(row) for row in values["generation"]))
+    families = dict(zip(cached.family.unique(), COLOURS, strict=False))
     with mpl.rc_context(STYLE):
         drawn = Figure(figsize=(7.2, 3.4), layout="constrained")
-        for axes, (title, rows) in zip(
-            drawn.subplots(1, 2, sharey=True), panels.items(), strict=True
-        ):
+        left, right = drawn.subplots(1, 2, sharey=True)
+        for axes, (title, rows) in zip((left, right), panels.items(), strict=True):
             axes.set_title(title, loc="left")
+            axes.set(xscale="log", yscale="log", xlabel="context length L (tokens)")
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xlabel("context length L (tokens)")
-            lengths = sorted({row["length"] for row in rows})
+            lengths = sorted(rows.length.unique())
             axes.set_xticks(lengths, [str(length) for length in lengths])
             axes.minorticks_off()
-            for family in families:
+            for family, colour in families.items():
                 for mode, dashes in looks.items():
-                    line = [
-                        (row["length"], row["perplexity"])
-                        for row in rows
-                        if _family(row) == family and f"update {mode}" in row["method"]
-                    ]
-                    if line:
-                        axes.plot(
-                            *zip(*line, strict=True),
-                            dashes,
-                            color=COLOURS[families.index(family)],
-                            marker="o",
-                            markersize=3,
-                        )
-            control = [
-                (r["length"], r["perplexity"]) for r in rows if r["method"] == "sliding_window"
-            ]
-            if control:
-                axes.plot(*zip(*control, strict=True), color="#888888")
-                axes.annotate(
-                    "sliding_window",
-                    control[-1],
-                    (0, 4),
-                    textcoords="offset points",
-                    ha="right",
-                    fontsize=7,
-                    color="#666666",
-                )
-        first = drawn.axes[0]
-        first.set_ylabel("tail perplexity")
-        first.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
-        handles = [
-            Line2D([], [], color=COLOURS[n], label=family) for n, family in enumerate(families)
-        ]
+                    line = rows[(rows.family == family) & (rows["mode"] == mode)]
+                    marks = {"color": colour, "marker": "o", "markersize": 3}
+                    axes.plot(line.length, line.perplexity, dashes, **marks)
+            control = rows[rows.method == "sliding_window"]
+            if len(control):
+                axes.plot(control.length, control.perplexity, color="#888888")
+                end = (control.length.iloc[-1], control.perplexity.iloc[-1])
+                look: dict[str, Any] = {"ha": "right", "fontsize": 7, "color": "#666666"}
+                axes.annotate("sliding_window", end, (0, 4), textcoords="offset points", **look)
+        left.set_ylabel("tail perplexity")
+        left.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+        handles = [Line2D([], [], color=colour, label=name) for name, colour in families.items()]
         handles += [
             Line2D([], [], color="#222222", linestyle=dashes, label=f'update="{mode}"')
             for mode, dashes in looks.items()
         ]
         drawn.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
         drawn.savefig(RESULT.with_suffix(".png"), dpi=150)
-
-
-def _family(row: dict[str, Any]) -> str:
-    name = str(row["method"])
-    return name.split(" (update")[0] if " (update" in name else name.split(", update")[0] + ")"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -20,24 +19,11 @@ from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import METHODS, Method
+from hf_posenc.methods import Method
 from hf_posenc.methods.facts import facts, knob_rows
-from scripts.results import BENCHMARKS, DOCS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
+from scripts.results import BENCHMARKS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
 
 _NO_CONFIG = "no config of another engine expresses it: `hf_posenc.from_pretrained`"
-
-
-def parts(method: type[Method]) -> dict[str, Callable[[], str]]:
-    """Return the generated parts of a method's page, by name."""
-    return {
-        f"facts {method.name}": partial(method_facts, method),
-        f"measured {method.name}": partial(measured, method),
-    }
-
-
-def pages() -> dict[Path, dict[str, Callable[[], str]]]:
-    """Return the pages of all methods, with their generated parts."""
-    return {DOCS / "methods" / f"{method.name}.md": parts(method) for method in METHODS}
 
 
 def method_facts(method: type[Method]) -> str:
@@ -141,9 +127,8 @@ def _speed(method: type[Method]) -> Iterator[str]:
     speed = read(BENCHMARKS / "bench.json")["speed"]
     for label in speed["methods"]:
         if _of(label, method):
-            ratio = statistics.median(
-                r[label]["seconds"] / r["none"]["seconds"] for r in speed["rounds"]
-            )
+            rounds = (each[label]["seconds"] / each["none"]["seconds"] for each in speed["rounds"])
+            ratio = statistics.median(rounds)
             yield (
                 f"**Embedded model, cost**: a prefill of {speed['length']:,} tokens takes {ratio:.2f} times as long as "
                 f"unpatched ({speed['threads']} CPU thread)."
@@ -153,13 +138,9 @@ def _speed(method: type[Method]) -> Iterator[str]:
 def _real(method: type[Method]) -> str:
     """One line on SmolLM2: perplexities by the control's, short texts first, and passkeys."""
     found: dict[str, list[str]] = {}
-    files = sorted(
-        REAL_MODEL.glob("tail-*.json"), key=lambda file: max(perplexity(file).settings.lengths)
-    )
-    for label, text in (
-        *(line for file in files for line in _real_tail(file, method)),
-        *_real_passkeys(method),
-    ):
+    files = {max(perplexity(f).settings.lengths): f for f in REAL_MODEL.glob("tail-*.json")}
+    texts = [line for _, file in sorted(files.items()) for line in _real_tail(file, method)]
+    for label, text in (*texts, *_real_passkeys(method)):
         found.setdefault(label, []).append(text)
     if not found:
         return "**SmolLM2-135M**: not measured on it."

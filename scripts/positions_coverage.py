@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -62,7 +63,7 @@ def rows() -> tuple[list[tuple[str, ...]], list[tuple[str, str]]]:
                 continue
             found.append(row(model_type, name, model))
         except UnsupportedModelError as error:
-            untried.append((model_type, _sentence(error)))
+            untried.append((model_type, first_sentence(error)))
         except Exception as error:  # whatever a configuration class raises for unsupported sizes
             untried.append((model_type, f"no tiny model could be built ({type(error).__name__})"))
     return found, untried
@@ -96,39 +97,42 @@ def _sources(positions: Positions) -> str:
 
 def methods_of(model: Any) -> tuple[str, str]:
     """Return the methods that work, one of each seam tried, and how they are saved."""
+    scaled = {"scale": 2.0}
+    takes = {name for name in _TRIED if get_method(name).takes_scale() and name != "alibi"}
+    works, _ = tried(model, [(name, scaled if name in takes else {}) for name in _TRIED])
+    if not works:
+        return "none", "-"
+    shown = [f"`{name}`" for name in works if name != "interpolate"]
+    if "interpolate" in works:  # it stands for all methods of a table
+        seam = get_method("interpolate").seam
+        tables = [m.name for m in METHODS if m.seam == seam and m.name != "sinusoidal"]
+        shown = [*(f"`{name}`" for name in tables), *shown]
+    return ", ".join(shown), ", ".join(dict.fromkeys(works.values()))
+
+
+def tried(
+    model: Any, cases: Iterable[tuple[str, Mapping[str, Any]]]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return how each method that works is saved, and the others by the reason of the refusal."""
     works: dict[str, str] = {}
-    for name in _TRIED:
-        scaled: dict[str, Any] = (
-            {"scale": 2.0} if get_method(name).takes_scale() and name != "alibi" else {}
-        )
+    fails: dict[str, list[str]] = {}
+    for name, options in cases:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # untrained parameters, and what the certificate column says
-                patch_model(model, name, **scaled)
-        except PosencError:
+                # Untrained parameters, and what the column of the certificate says.
+                warnings.simplefilter("ignore")
+                patch_model(model, name, **options)
+        except PosencError as error:
+            reason = first_sentence(error).removeprefix(name).lstrip(": ")
+            fails.setdefault(reason, []).append(name)
             continue
         patch = get_patch(model)
         assert patch is not None
         works[name] = patch.export or "hf_posenc"
         unpatch_model(model)
-    if not works:
-        return "none", "-"
-    names = [_group(name) for name in works]
-    forms = dict.fromkeys(works.values())
-    return ", ".join(names), ", ".join(forms)
+    return works, fails
 
 
-def _group(name: str) -> str:
-    """Return the methods that a tried one stands for."""
-    seam = get_method(name).seam
-    if name == "interpolate":
-        return ", ".join(
-            f"`{m.name}`" for m in METHODS if m.seam == seam and m.name != "sinusoidal"
-        )
-    return f"`{name}`"
-
-
-def _sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
+    """Return the reason of a refusal without the advice."""
     return str(error).split(". ")[0].rstrip(".").replace("|", "\\|")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Cell, summarize
+from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 
@@ -47,6 +48,16 @@ def tails(file: Path, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
     return {(c.method, c.length): c for c in summarize(records, baseline=control)}
 
 
+def losses(records: Iterable[Record], length: int) -> Any:
+    """Return a frame of the nats a token at a length: a row for each document's file name, a column for each method."""
+    frame = pandas.DataFrame(vars(record) for record in records if record.length == length)
+    frame["loss"], frame["name"] = (
+        frame.nats / frame.tokens,
+        frame.document.map(lambda d: Path(d).name),
+    )
+    return frame.pivot(index="name", columns="method", values="loss")
+
+
 @dataclass(frozen=True)
 class Passkeys:
     """So many prompts, and in how many the passkey is answered, or the most probable candidate (`first`).
@@ -63,23 +74,25 @@ class Passkeys:
 def passkeys(file: Path) -> tuple[int, dict[str, Passkeys]]:
     """Return the length of the longest passkey prompts of a CSV or JSON file, and their results by method."""
     if file.suffix == ".csv":
-        with file.open(encoding="utf-8", newline="") as lines:
-            rows: list[Mapping[str, Any]] = [
-                row for row in csv.DictReader(lines) if not row["depth"]
-            ]
+        rows = pandas.read_csv(file).query("depth.isna()")
     else:
-        rows = [vars(cell) for cell in retrieval(file).cells]
-    rows = [row for row in rows if row["task"] == "passkey"]
-    longest = max((int(row["length"]) for row in rows), default=0)
+        rows = pandas.DataFrame(vars(cell) for cell in retrieval(file).cells)
+    rows = rows[rows.task == "passkey"]
+    longest = int(rows.length.max()) if len(rows) else 0
     found = {}
-    for row in rows:
-        if int(row["length"]) == longest:
-            samples = int(row["samples"])
-            answered, first = (
-                round(float(row[share]) * samples) for share in ("accuracy", "first")
-            )
-            found[row["method"]] = Passkeys(samples, answered, first, float(row["chance"]))
+    for row in rows[rows.length == longest].itertuples():
+        answered, first = (round(share * row.samples) for share in (row.accuracy, row.first))
+        found[row.method] = Passkeys(row.samples, answered, first, row.chance)
     return longest, found
+
+
+def update_mode(label: str) -> tuple[str, str, int | None]:
+    """Return family, mode and bucket of a label such as `dynamic_ntk (scale 2, update row, bucket 64)`."""
+    name, _, options = label.removesuffix(")").partition(" (")
+    given = dict(option.rsplit(" ", 1) for option in options.split(", ") if option)
+    mode, bucket = given.pop("update", ""), given.pop("bucket", None)
+    rest = ", ".join(" ".join(option) for option in given.items())
+    return f"{name} ({rest})" if rest else name, mode, None if bucket is None else int(bucket)
 
 
 def made_with(environment: Mapping[str, Any]) -> str:

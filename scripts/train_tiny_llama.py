@@ -37,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_posenc.embedded import HELD_OUT, held_out_documents
 from hf_posenc.embedded.corpus import Corpus, Source, select, standard_library
 from hf_posenc.errors import PosencError
+from hf_posenc.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"  # id 0: between documents; bos, eos and pad at once
 _PERMISSIVE = re.compile(
@@ -47,47 +48,29 @@ _RESTRICTIVE = re.compile(r"(?i)\b([AL]?GPL|MPL|Mozilla|GNU|EPL|CDDL|Proprietary
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that determine the result, apart from the environment that the corpus comes from.
+    """Settings that determine the result, apart from the environment that the corpus comes from."""
 
-    Args:
-        vocab_size: byte-level BPE vocabulary.
-        hidden, layers, heads, kv_heads, mlp: the Llama's shape.
-        context: trained length, which is `max_position_embeddings`.
-        rope_theta: base of the rotary frequencies.
-        batch: sequences per step.
-        steps: optimizer steps.
-        warmup: steps of linear warm-up; the rate then falls linearly to zero.
-        muon_lr, adamw_lr: peak rates of the matrices and of the embedding and norms.
-        weight_decay: of the matrices.
-        bytes_per_source: limit per installed distribution, see `hf_posenc.embedded.corpus`.
-        max_sources: limit on the number of sources.
-        tokenizer_bytes: approximate size of the text that trains the tokenizer.
-        log_every, checkpoint_every, evaluate_every: in steps.
-        windows: held-out windows of the running evaluation.
-        seed: of everything.
-    """
-
-    vocab_size: int = 2048
+    vocab_size: int = 2048  # of byte-level BPE
     hidden: int = 128
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     mlp: int = 384
-    context: int = 256
+    context: int = 256  # the trained length, which is `max_position_embeddings`
     rope_theta: float = 10_000.0
     batch: int = 16
     steps: int = 7000
-    warmup: int = 100
-    muon_lr: float = 0.02
-    adamw_lr: float = 0.01
-    weight_decay: float = 0.01
-    bytes_per_source: int = 4_000_000
+    warmup: int = 100  # the rate is then linear to zero
+    muon_lr: float = 0.02  # of the matrices
+    adamw_lr: float = 0.01  # of the embedding and the norms
+    weight_decay: float = 0.01  # of the matrices
+    bytes_per_source: int = 4_000_000  # at most, of an installed distribution
     max_sources: int | None = None
-    tokenizer_bytes: int = 20_000_000
+    tokenizer_bytes: int = 20_000_000  # of the text that trains the tokenizer, about
     log_every: int = 50
     checkpoint_every: int = 250
     evaluate_every: int = 500
-    windows: int = 48
+    windows: int = 48  # of held-out text, in the running evaluation
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -149,15 +132,9 @@ def _licence(distribution: metadata.Distribution) -> str:
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, characters: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer: no normalization, no unknown token, so that decoding restores the text.
+    """Train a byte-level BPE tokenizer on about so many characters: of every k-th file.
 
-    Args:
-        corpus: the text to train it on.
-        vocab_size: entries, the 256 bytes and the special token among them.
-        characters: about how much of the corpus to read; every k-th file is.
-
-    Returns:
-        The tokenizer. Encoding adds no special token.
+    It has no normalization and no unknown token, so that decoding restores the text. Encoding adds no special token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -187,17 +164,8 @@ def token_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> npt.NDAr
 class Batches:
     """The batches of a run, each a function of its step and of the seed alone.
 
-    The stream is cut into blocks at an offset that differs from epoch to epoch, and the blocks of an
-    epoch are read in a seeded random order.
-
-    Args:
-        tokens: the stream, shape (n,).
-        context: tokens per sequence; a sequence carries one more, as the last target.
-        size: sequences per batch.
-        seed: of offsets and orders.
-
-    Raises:
-        PosencError: the stream is too short for one batch.
+    The stream is cut into blocks at an offset that differs from epoch to epoch, and the blocks of an epoch are read in
+    a seeded random order. A sequence has one token more than the context, as the last target.
     """
 
     tokens: npt.NDArray[np.uint16]
@@ -244,9 +212,8 @@ def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenize
             "left_out": corpus.left_out,
             "held_out": list(HELD_OUT),
         }
-        _write(
-            work / "corpus.json", json.dumps(summary, indent=1)
-        )  # Written last: it marks the folder as complete.
+        # Written last: it marks the folder as complete.
+        write_atomically(work / "corpus.json", json.dumps(summary, indent=1) + "\n")
     stream = np.load(work / "tokens.npy")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     return Batches(stream, settings.context, settings.batch, settings.seed), tokenizer
@@ -293,16 +260,9 @@ def rate(step: int, settings: Settings) -> float:
 def held_out_windows(
     tokenizer: PreTrainedTokenizerFast, count: int, longest: int, target: int
 ) -> tuple[Tensor, int]:
-    """Windows of held-out text whose last `target` tokens are scored.
+    """Return windows of held-out text, shape (count, longest), and the UTF-8 bytes of the last `target` tokens of all.
 
-    Args:
-        tokenizer: of the model.
-        count: how many windows, spread evenly over the documents and within each.
-        longest: tokens per window.
-        target: scored tokens per window.
-
-    Returns:
-        Token ids, shape (n, longest), and the number of UTF-8 bytes of all targets.
+    They are spread evenly over the documents, and within each.
     """
     texts = [text for _, text in held_out_documents()]
     texts = texts[:: max(1, len(texts) // count)]
@@ -324,15 +284,7 @@ def held_out_windows(
 def perplexity(
     model: LlamaForCausalLM, windows: Tensor, length: int, target: int, batch: int = 8
 ) -> float:
-    """Perplexity of each window's last `target` tokens, seen with `length` tokens in all.
-
-    Args:
-        model: any causal model; it is put in eval mode and left in train mode.
-        windows: shape (n, longest).
-        length: tokens given to the model, the targets among them; positions start at 0.
-        target: scored tokens per window, less than `length`.
-        batch: windows per forward.
-    """
+    """Perplexity of each window's last `target` tokens, if the model reads its last `length` tokens alone."""
     model.eval()
     total = 0.0
     for chunk in windows[:, -length:].split(batch):
@@ -347,19 +299,9 @@ def perplexity(
 def train(
     settings: Settings, work: Path, device: torch.device, *, compile_model: bool = False
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, dict[str, Any]]:
-    """Train from the last checkpoint in `work`, or from the start.
+    """Return the model, trained from the last checkpoint in `work` or from the start, its tokenizer and the record.
 
-    Args:
-        settings: of the run; must be those of the checkpoint.
-        work: folder of the corpus, the tokenizer and the checkpoint.
-        device: device of the training.
-        compile_model: whether to use torch.compile (needs a C++ compiler on a CPU; about 1.5 times faster).
-
-    Returns:
-        The trained model, the tokenizer and the record of the run.
-
-    Raises:
-        typer.BadParameter: the checkpoint in `work` has other settings.
+    `compile_model` uses torch.compile (needs a C++ compiler on a CPU; about 1.5 times faster).
     """
     work.mkdir(parents=True, exist_ok=True)
     described = dataclasses.asdict(settings)
@@ -404,9 +346,8 @@ def train(
             row = {"step": done, "loss": round(float(torch.stack(running).mean()), 5)}
             running = []
             if done % settings.evaluate_every == 0 or done == settings.steps:
-                row["held_out_perplexity"] = round(
-                    perplexity(model, windows, settings.context, target), 4
-                )
+                value = perplexity(model, windows, settings.context, target)
+                row["held_out_perplexity"] = round(value, 4)
             curve.append(row)
             seconds = time.monotonic() - began
             left = seconds / (done - first) * (settings.steps - done) / 60
@@ -441,22 +382,13 @@ def export(
     work: Path,
     output: Path,
 ) -> None:
-    """Write the checkpoint, measure the written model, and write the log and the model card.
-
-    Args:
-        model: the trained model; left in bfloat16 on the CPU.
-        tokenizer: its tokenizer.
-        record: of the run, from `train` and `main`.
-        work: the run's work folder.
-        output: the checkpoint's folder.
-    """
+    """Write the checkpoint in bfloat16, measure the written model, and write the log and the model card."""
     settings = record["settings"]
     nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    (output / "model.safetensors").chmod(
-        0o644
-    )  # safetensors creates private files; a package is readable by all
+    # safetensors creates private files; a package is readable by all.
+    (output / "model.safetensors").chmod(0o644)
     saved = LlamaForCausalLM.from_pretrained(output, dtype=torch.float32)
     target, lengths = settings["context"] // 2, [settings["context"] * 2**i for i in range(5)]
     windows, target_bytes = held_out_windows(tokenizer, settings["windows"], lengths[-1], target)
@@ -465,20 +397,18 @@ def export(
         value = perplexity(saved, windows, length, target, batch=2)
         bits = math.log2(value) * len(windows) * target / target_bytes
         results.append({"length": length, "perplexity": value, "bits_per_byte": bits})
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
     log = {
         **record,
         "parameters": saved.num_parameters(),
         "weight_bytes": (output / "model.safetensors").stat().st_size,
         "special_token": END_OF_TEXT,
         "held_out": {"windows": len(windows), "target": target, "results": results},
-        "versions": {
-            "Python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-        },
+        "versions": {"Python": platform.python_version(), **versions},
         "corpus": json.loads((work / "corpus.json").read_text(encoding="utf-8")),
     }
-    _write(output / "training_log.json", json.dumps(log, indent=1))
-    _write(output / "README.md", model_card(log))
+    write_atomically(output / "training_log.json", json.dumps(log, indent=1) + "\n")
+    write_atomically(output / "README.md", model_card(log).rstrip("\n") + "\n")
 
 
 def model_card(log: Mapping[str, Any]) -> str:
@@ -522,12 +452,6 @@ def _rows(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
-def _write(file: Path, text: str) -> None:
-    """Write a file atomically."""
-    file.with_suffix(".new").write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-    file.with_suffix(".new").replace(file)
-
-
 def main(
     output: Annotated[Path, typer.Option(help="Folder of the finished checkpoint.")],
     preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "cpu",
@@ -542,9 +466,7 @@ def main(
     if preset not in PRESETS:
         raise typer.BadParameter(f"Unknown preset {preset!r}. Available: {', '.join(PRESETS)}.")
     if not hasattr(torch.optim, "Muon"):
-        raise typer.BadParameter(
-            f"torch {torch.__version__} has no Muon; training needs torch 2.9+."
-        )
+        raise typer.BadParameter(f"torch {torch.__version__} has no Muon; it needs torch 2.9+.")
     changes = {k: v for k, v in {"steps": steps, "seed": seed}.items() if v is not None}
     settings = dataclasses.replace(PRESETS[preset], **changes)
     torch.set_num_threads(threads)

@@ -33,14 +33,7 @@ from unittest import mock
 import pytest
 import typer
 import yaml
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    XGLMConfig,
-    XGLMForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -136,16 +129,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(model, place / "DIR")
     patched.save_pretrained(place / "DIR")
     sizes: dict[str, Any] = {"vocab_size": 99, "intermediate_size": 32, "num_hidden_layers": 2}
-    learned = RobertaConfig(
-        hidden_size=32, num_attention_heads=2, max_position_embeddings=66, **sizes
-    )
-    RobertaForMaskedLM(learned).save_pretrained(place / "FacebookAI/roberta-base")
-    sines = XGLMConfig(
-        d_model=32, attention_heads=2, max_position_embeddings=64, num_layers=2, ffn_dim=32
-    )
-    XGLMForCausalLM(sines).save_pretrained(place / "facebook/xglm-564M")
-    gpt2 = GPT2Config(vocab_size=99, n_positions=32, n_embd=32, n_layer=2, n_head=2)
-    GPT2LMHeadModel(gpt2).save_pretrained(place / "openai-community/gpt2")
+    sizes |= {"hidden_size": 32, "num_attention_heads": 2}
+    for name, kind, length in (
+        ("FacebookAI/roberta-base", "roberta", 66),
+        ("facebook/xglm-564M", "xglm", 64),
+        ("openai-community/gpt2", "gpt2", 32),
+    ):
+        config = AutoConfig.for_model(kind, max_position_embeddings=length, **sizes)
+        auto: Any = AutoModelForMaskedLM if kind == "roberta" else AutoModelForCausalLM
+        auto.from_config(config).save_pretrained(place / name)
     shutil.copytree(ROOT / "docs/data/demo", place / "runs/demo")
     wide = tiny_checkpoint(place / "wide", vocab_size=259, max_position_embeddings=128)
     model_file(place / "model.gguf", from_pretrained(wide), "Q8_0")
@@ -246,9 +238,8 @@ def pages() -> Iterator[Any]:
     for page in PAGES:
         code = {match["language"] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))}
         if code & {"bash", "python"}:
-            marks = (
-                pytest.mark.slow if SLOW & {page.name, f"{page.parent.name}/{page.name}"} else ()
-            )
+            names = {page.name, f"{page.parent.name}/{page.name}"}
+            marks = pytest.mark.slow if SLOW & names else ()
             yield pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
 
 
@@ -291,9 +282,7 @@ def check_names(tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_posenc"):
             module = importlib.import_module(node.module or "")
-            known |= {
-                alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
-            }
+            known |= {a.asname or a.name: getattr(module, a.name) for a in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
             keywords = {keyword.arg or "": None for keyword in node.keywords}
@@ -331,14 +320,9 @@ def commands(code: str, folder: Path) -> Iterator[list[str]]:
     record = folder / ".record"
     record.write_bytes(b"")
     environment = {"PATH": str(programs), "RECORD": str(record), "SLURM_JOB_NODELIST": "node"}
-    done = subprocess.run(
-        ["bash", "-eu", "-c", code.replace("/shared/", "shared/")],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["bash", "-eu", "-c", code.replace("/shared/", "shared/")]
+    kept: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, cwd=folder, env=environment, **kept)
     assert not done.returncode, f"{code}\n{done.stderr}"
     words = record.read_text().split("\0")[:-1]
     while words:
@@ -378,14 +362,9 @@ def hf_posenc(words: list[str]) -> None:
     line = f"{name} {shlex.join(given)}"
     if " -- vllm " in line:
         vllm(given[given.index("vllm") + 1 :])
-    kind = next(
-        (
-            k
-            for k in SMALLER
-            if " " in k and line.startswith(k.split()[0]) and k.partition(" ")[2] in line
-        ),
-        name,
-    )
+    special = [key.partition(" ") for key in SMALLER if " " in key]
+    kinds = (" ".join((key, options)) for key, _, options in special if options in line)
+    kind = next((kind for kind in kinds if kind.startswith(f"{name} ")), name)
     given = without(given, "--verify --packages FOLDER")  # another transformers
     given = without(given, "--compare yarn-t2")  # the lengths of the table
     call = [name, *smaller(given, SMALLER.get(kind, ""))]
@@ -405,9 +384,8 @@ def python(words: list[str]) -> None:
     if script == "scripts/perplexity.py":
         hf_posenc(["perplexity", *given])
     elif script == "scripts/finetune.py":
-        finetune.finetune(
-            arguments.parse_arguments(finetune.RECIPE, smaller(given, SMALLER["finetune"]))
-        )
+        given = smaller(given, SMALLER["finetune"])
+        finetune.finetune(arguments.parse_arguments(finetune.RECIPE, given))
     elif script == "scripts/measure_real_model.py":
         main = typer.Typer()
         main.command()(measure_real_model.main)
@@ -511,8 +489,5 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "pytest": pytest_,
     "hf": hf,
     "vllm": vllm,
-    "git": nothing,
-    "pre-commit": nothing,
-    "srun": nothing,
-    "scontrol": nothing,
+    **dict.fromkeys(("git", "pre-commit", "srun", "scontrol"), nothing),
 }

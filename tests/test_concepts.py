@@ -14,8 +14,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from hf_posenc.cli.methods import kinds
 from hf_posenc.evaluation.recommend.options import met_until
-from hf_posenc.methods import RopeScaling, get_method
+from hf_posenc.methods import RopeScaling, bucket_length, get_method
 from hf_posenc.rope import RopeSpec
 from tests.support.pictures import assert_same_picture
 
@@ -99,14 +100,26 @@ def test_every_picture_is_shown_and_described() -> None:
     assert all(4_000 < path.stat().st_size < 100_000 for path in shown)
 
 
-def test_diagrams_are_drawn_anew_as_they_are() -> None:
-    pytest.importorskip("matplotlib")
-    from scripts.diagrams import DIAGRAMS
+def texts_of(diagram: str) -> list[str]:
+    svg = ElementTree.fromstring((PICTURES / diagram).read_text(encoding="utf-8"))
+    return [element.text or "" for element in svg.iter("{http://www.w3.org/2000/svg}text")]
 
-    for name, draw in DIAGRAMS.items():
-        svg = draw()
-        ElementTree.fromstring(svg)
-        assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == svg
+
+def test_the_diagram_of_places_names_methods_of_their_kind() -> None:
+    texts = ["Others" if text == "Temperature" else text for text in texts_of("places.svg")]
+    for title, group in kinds().items():
+        place = texts.index(title.partition(":")[0])  # then the effect, then the methods
+        assert {*texts[place + 2].split(", ")} <= {method.name for method in group}
+
+
+def test_the_diagram_of_the_cache_has_the_lengths_in_force() -> None:
+    trained, tokens, bucket = 4, 8, 2
+    sequence = [max(trained, position + 1) for position in range(tokens)]
+    row = int(bucket_length(torch.tensor(tokens - 1), trained, bucket))
+    # Of each drawing the keys, and then the query.
+    lengths = [*sequence[:trained], trained, *sequence, tokens, *[row] * (tokens + 1)]
+    drawn = [text for text in texts_of("cached.svg") if re.fullmatch(r"N = \d+", text)]
+    assert drawn == [f"N = {length}" for length in lengths]
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 
 from hf_posenc.methods import METHODS, ReRoPE
 from scripts import make_readme, method_pages
-from scripts.site import links
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,15 +47,6 @@ def test_a_page_takes_what_was_measured_on_the_real_model_so_far(
         r": `rerope` \d+\.\d+ \(.* times truncation's, .*\) at 1,024 tokens, 0 of 10 passkeys at 2,048",
         line,
     )
-
-
-def test_links_of_the_site_keep_their_titles() -> None:
-    text = '[a](docs/x.md "A") [b](LICENSE "B")'
-    assert links.from_root(text) == '[a](x.md "A") [b](../LICENSE "B")'
-    shown = links.for_site(
-        '[a](../a.py "A") [b](../CONTRIBUTING.md "B")', "x.md", {"contributing.md": ""}, "https://h"
-    )
-    assert shown == '[a](https://h/blob/main/a.py "A") [b](contributing.md "B")'
 
 
 def test_has_at_most_200_lines_and_code_in_the_first_screen() -> None:

@@ -73,9 +73,7 @@ QUESTIONS = {
     "compare to transformers rope_scaling": "how-is-this-different-from-rope_scaling-in-transformers",
     "needle in a haystack": "what-is-a-passkey-a-needle-in-a-haystack-tail-perplexity",
     "which method for qwen2.5": "which-method-for-qwen25-llama-3-or-another-checkpoint",
-    "measure if it got better on my files": (
-        "how-do-i-measure-the-perplexity-of-my-own-model-on-my-own-text"
-    ),
+    "measure if it got better on my files": "how-do-i-measure-the-perplexity-of-my-own-model-on-my-own-text",
     "go back to the original model": "how-do-i-go-back-to-the-original-model-after-saving",
     "ValueError model already patched": "this-model-is-already-patched-how-do-i-patch-it-again",
     "how much training data do I need": "how-much-training-data-do-i-need",
@@ -96,13 +94,12 @@ QUESTIONS = {
     [
         ("[a](evaluation.md#x)", "[a](evaluation.md#x)"),
         ("[evaluation.md](evaluation.md#x)", "[Perplexity](evaluation.md#x)"),
+        ('[a](../a.py "A")', '[a](https://host/o/r/blob/main/a.py "A")'),
+        ('[b](../CONTRIBUTING.md "B")', '[b](contributing.md "B")'),
         ("[a](../scripts/perplexity.py)", "[a](https://host/o/r/blob/main/scripts/perplexity.py)"),
         ("[a](data/finetuned/)", "[a](https://host/o/r/blob/main/docs/data/finetuned)"),
         ("[a](../CONTRIBUTING.md#add-a-method)", "[a](contributing.md#add-a-method)"),
-        (
-            "[`a`](../b.py), `[c](../d.py)`",
-            "[`a`](https://host/o/r/blob/main/b.py), `[c](../d.py)`",
-        ),
+        ("[`a`](../b.py), `[c](d)`", "[`a`](https://host/o/r/blob/main/b.py), `[c](d)`"),
         ("```text\n[c](../d.py)\n<!-- e -->\n```", "```text\n[c](../d.py)\n<!-- e -->\n```"),
         ("a\n\n<!-- command: demo -->\n```bash\nx\n```", "a\n\n\n```bash\nx\n```"),
         ("a <!-- end --> b", "a  b"),
@@ -120,8 +117,8 @@ def test_without_an_address_of_the_repository_a_link_becomes_the_path() -> None:
 
 
 def test_links_of_a_copied_page_are_as_from_docs() -> None:
-    text = "[a](docs/methods.md#x) [b](LICENSE) [c](#d) [e](https://f)"
-    assert links.from_root(text) == "[a](methods.md#x) [b](../LICENSE) [c](#d) [e](https://f)"
+    text = '[a](docs/methods.md#x) [b](LICENSE "B") [c](#d) [e](https://f)'
+    assert links.from_root(text) == '[a](methods.md#x) [b](../LICENSE "B") [c](#d) [e](https://f)'
 
 
 def test_names_of_functions_are_set_apart_as_in_tex() -> None:
@@ -200,12 +197,9 @@ def test_the_navigation_has_every_page_once_and_methods_by_kind() -> None:
     written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert {*pages} == written | {"contributing.md", "changelog.md", "notebook.md"}
     (methods,) = (entry["Methods"] for entry in nav if "Methods" in entry)
-    kinds = {
-        title: group
-        for entry in methods
-        if isinstance(entry, dict)
-        for title, group in entry.items()
-    }
+    kinds: dict[str, Any] = {}
+    for entry in methods:
+        kinds |= entry if isinstance(entry, dict) else {}
     assert {"yarn": "methods/yarn.md"} in kinds["Frequencies"]
     assert {"rerope": "methods/rerope.md"} in kinds["Rotary bands"]
 
@@ -447,9 +441,8 @@ def test_every_page_fits_a_phone(browser: Any, address: str, site: Path) -> None
 
 @pytest.mark.slow
 def test_the_report_in_print(browser: Any, address: str) -> None:
-    context = browser.new_context(
-        color_scheme="dark", viewport={"width": 688, "height": 1000}
-    )  # A4
+    a4 = {"width": 688, "height": 1000}
+    context = browser.new_context(color_scheme="dark", viewport=a4)
     page = context.new_page()
     page.goto(address + REPORT)
     page.emulate_media(media="print")

@@ -13,6 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console
@@ -55,10 +56,8 @@ def main() -> None:
     clock = 0.5
     with tempfile.TemporaryDirectory() as folder:
         for kind, program in SESSION:
-            prompt, commands = (
-                (">>> ", program.splitlines()) if kind == "python" else ("$ ", [program])
-            )
-            for command in commands:
+            prompt = ">>> " if kind == "python" else "$ "
+            for command in program.splitlines():
                 typing = TYPED * len(command)
                 text = Text.assemble((prompt, PROMPT), (command, "bold"))
                 for piece in text.wrap(Console(width=COLUMNS), COLUMNS):
@@ -81,15 +80,12 @@ def record(kind: str, program: str, folder: Path) -> list[tuple[float, Text]]:
         call = ["-c", "from hf_posenc.cli import main; main()", *words, "--output", "out"]
     environ = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     printed, before = [], time.perf_counter()
-    program_call = [sys.executable, *call]  # progress goes to stderr, which is not recorded
-    with subprocess.Popen(
-        program_call,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=folder,
-        env=environ,
-    ) as process:
+    # Progress goes to stderr, which is not recorded.
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(
+        [sys.executable, *call], text=True, cwd=folder, env=environ, **streams
+    )
+    with process:
         assert process.stdout is not None
         for line in process.stdout:
             now = time.perf_counter()

@@ -68,9 +68,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for begin, factor in BOOST.items():
         if name.startswith(begin):
             page.meta["search"] = {"boost": factor}
-    page.meta.pop(
-        "tags", None
-    )  # a model card's, for the hub: a hit in one would outweigh every title a thousandfold
+    # A model card's, for the hub: a hit in one would outweigh every title a thousandfold.
+    page.meta.pop("tags", None)
     filled = reference.with_class(reference.filled(markdown), name)
     filled = filled.replace(f"]({notebook.NOTEBOOK})", f"]({notebook.PAGE})")
     if config.repo_url:
@@ -96,10 +95,9 @@ def _narrow(match: re.Match[str]) -> str:
         folder, slash, file = match["picture"].rpartition("/")
         image = match[0]
         if file in FOR_PHONES:
-            narrow = (
-                f'<source media="(max-width: 45em)" srcset="{folder}{slash}{FOR_PHONES[file]}">'
-            )
-            image = f"<picture>{narrow}{image}</picture>"
+            narrow = f"{folder}{slash}{FOR_PHONES[file]}"
+            source = f'<source media="(max-width: 45em)" srcset="{narrow}">'
+            image = f"<picture>{source}{image}</picture>"
         wide = ' class="wide"' if file not in FOR_PHONES and "data" in folder.split("/") else ""
         return f'<a{wide} href="{match["picture"]}">{image}</a>'
     if match["code"] is None:

@@ -71,9 +71,8 @@ def for_site(text: str, page: str, titles: Mapping[str, str], repository: str) -
             shown = titles.get(name, "") if path.endswith(match["text"]) else ""
             return f"[{shown or match['text']}]({match['target']}{title})"
         if repository:
-            return (
-                f"[{match['text']}]({repository.rstrip('/')}/{BRANCH}/{path}{mark}{anchor}{title})"
-            )
+            url = f"{repository.rstrip('/')}/{BRANCH}/{path}"
+            return f"[{match['text']}]({url}{mark}{anchor}{title})"
         return f"`{path}`" if path.endswith(match["text"]) else f"{match['text']} (`{path}`)"
 
     def changed(part: str) -> str:

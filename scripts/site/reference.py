@@ -95,9 +95,8 @@ def cli() -> str:
     from hf_posenc.cli.app import app
 
     root: Any = get_command(app)
-    everywhere = [
-        _option(p) for p in root.commands["methods"].params
-    ]  # it has no option of its own
+    # The command `methods` has no option of its own.
+    everywhere = [_option(parameter) for parameter in root.commands["methods"].params]
     parts = [markdown_table(["Options of every command", "Meaning"], everywhere)]
     for name, command in root.commands.items():
         parts += _command(name, command, everywhere)
@@ -152,16 +151,18 @@ def recipes() -> str:
     from hf_posenc.recipes import available_recipes, get_recipe, native_models
 
     names = available_recipes()
-    parts = [to_markdown(recipe_table(names)), "## Sources"]
     rows = []
     for name in names:
         about = get_recipe(name)["recipe"]
         rows.append([f"`{name}`", escaped(about["description"]), escaped(about["source"])])
-    parts.append(markdown_table(["recipe", "what it is", "source"], rows))
-    parts.append("## Models that need nothing")
-    parts.append("These were trained on long texts and need no scaling.")
     native = [[escaped(one["name"]), escaped(one["source"])] for one in native_models()]
-    parts.append(markdown_table(["model", "source"], native))
+    parts = [
+        to_markdown(recipe_table(names)),
+        *("## Sources", markdown_table(["recipe", "what it is", "source"], rows)),
+        "## Models that need nothing",
+        "These were trained on long texts and need no scaling.",
+        markdown_table(["model", "source"], native),
+    ]
     return "\n\n".join(parts)
 
 

@@ -26,27 +26,16 @@ ORIGINAL = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A method with its options, in the words of `patch_model` and in those of the references.
-
-    Attributes:
-        method: The name.
-        options: Its options, for `patch_model`.
-        relative: The knobs of `naive.RELATIVE`, all of them.
-        bias: The knobs of `naive.BIAS`; parameters join them.
-        table: A frequency method beside it, and its options.
-        law: The law of `naive.TEMPERATURES` by which queries are scaled.
-        law_knobs: Its knobs.
-        bias_of: Whose bias, of a method beside this one that keeps the rotation.
-    """
+    """A method with its options, in the words of `patch_model` and in those of the references."""
 
     method: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    relative: Mapping[str, Any] | None = None
-    bias: Mapping[str, Any] | None = None
-    table: tuple[str, Mapping[str, Any]] = ("default", {})
-    law: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)  # for `patch_model`
+    relative: Mapping[str, Any] | None = None  # the knobs of `naive.RELATIVE`, all of them
+    bias: Mapping[str, Any] | None = None  # the knobs of `naive.BIAS`; parameters join them
+    table: tuple[str, Mapping[str, Any]] = ("default", {})  # a frequency method beside it
+    law: str = ""  # of `naive.TEMPERATURES`, by which queries are scaled
     law_knobs: Mapping[str, Any] = field(default_factory=dict)
-    bias_of: str = ""
+    bias_of: str = ""  # whose bias, of a method beside this one that keeps the rotation
 
     @property
     def rotates(self) -> bool:
@@ -65,9 +54,7 @@ _ROW = {"update": "row", "bucket": 8}
 CASES: dict[str, Case] = {
     **{name: _bands(name, **bands.short) for name, bands in naive.BANDS.items()},
     **{name: Case(name, bias={}) for name in naive.BIAS},
-    "rerope_log_n": Case(
-        "rerope", {"window": 8, "log_n": True}, relative={"window": 8}, law="log_n"
-    ),
+    "rerope_log_n": Case("rerope", {"window": 8, "log_n": True}, {"window": 8}, law="log_n"),
     "alibi_keep_rope": Case("alibi", {"keep_rope": True, "scale": 2.0}, bias={"scale": 2.0}),
     "sandwich": Case("sandwich", {"dim": 16}, bias={"dim": 16}),
     "sandwich_first": Case("sandwich", {"dim": 16, "first": 0}, bias={"dim": 16, "first": 0}),
@@ -88,13 +75,13 @@ CASES: dict[str, Case] = {
         f"temperature_{law}": Case("temperature", {"law": law, **knobs}, law=law, law_knobs=knobs)
         for law, knobs in naive.LAW_KNOBS.items()
     },
-    "dynamic_ntk_row": Case(
-        "dynamic_ntk", {"scale": 2.0, **_ROW}, table=("dynamic_ntk", {"scale": 2.0})
-    ),
-    "dynamic_yarn_row": Case("dynamic_yarn", _ROW, table=("dynamic_yarn", {})),
-    "longrope_row": Case(
-        "longrope", {"scale": 4.0, **_LISTS, **_ROW}, table=("longrope", {"scale": 4.0, **_LISTS})
-    ),
+    **{
+        f"{name}_row": Case(name, {**knobs, **_ROW}, table=(name, knobs))
+        for name, knobs in (
+            *(("dynamic_ntk", {"scale": 2.0}), ("dynamic_yarn", {})),
+            ("longrope", {"scale": 4.0, **_LISTS}),
+        )
+    },
 }
 
 FORMS = (
@@ -119,13 +106,10 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
     """Moves trainable parameters away from their initial values, many of which are zeros."""
     generator = torch.Generator().manual_seed(seed)
     for name, value in parameters_of(model).items():
-        positive = value.numel() == 1 or name.endswith((".r1", ".r2"))
-        drawn = (
-            0.2 + 0.6 * torch.rand(value.shape, generator=generator)
-            if positive
-            else 0.4 * torch.randn(value.shape, generator=generator)
-        )
-        value.data.copy_(drawn)
+        if value.numel() == 1 or name.endswith((".r1", ".r2")):  # positive ones
+            value.data.copy_(0.2 + 0.6 * torch.rand(value.shape, generator=generator))
+        else:
+            value.data.copy_(0.4 * torch.randn(value.shape, generator=generator))
 
 
 def reference(
@@ -136,11 +120,8 @@ def reference(
 ) -> Tensor:
     """Logits of a Llama with this method, shape (1, length, vocabulary), float64.
 
-    Args:
-        model: A LlamaForCausalLM, patched with the case; nothing of it but its weights and its config is read.
-        case: The method; by layer where layers differ, the others plain.
-        ids: Shape (1, length).
-        weights: Other weights than the model's.
+    Nothing of the patched model is read but its config and its weights, or those given. Where layers differ, `case` is
+    by layer, and the others are plain.
     """
     config: Any = model.config
     named = model.state_dict() if weights is None else weights

@@ -31,23 +31,14 @@ Positions = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """A near and a far band of rotary positions, and a bias.
+    """A near and a far band of rotary positions, and a bias."""
 
-    Attributes:
-        near: Positions of both, of the near band.
-        query: Positions of the far band.
-        key: The same for keys.
-        alibi: Whether the linear penalty is added.
-        log_n: The trained length by whose logarithm that of the position is divided, as a factor on queries.
-        keeps: Whether it is added beside the rotation.
-    """
-
-    near: Positions = lambda m: m
-    query: Positions = lambda m: m
+    near: Positions = lambda m: m  # of queries and keys
+    query: Positions = lambda m: m  # of the far band
     key: Positions = lambda m: m
-    alibi: bool = False
-    log_n: int | None = None
-    keeps: bool = False
+    alibi: bool = False  # the linear penalty is added
+    log_n: int | None = None  # the trained length of the factor on queries
+    keeps: bool = False  # the penalty is added beside the rotation
 
 
 RULES: dict[str, tuple[dict[str, Any], Rule]] = {

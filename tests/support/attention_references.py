@@ -82,60 +82,29 @@ class Bands:
     short: Mapping[str, Any]
 
 
-_WINDOW = st.integers(1, 40)
+_WINDOW, _SINKS = st.integers(1, 40), st.integers(1, 6)
 BANDS: dict[str, Bands] = {
-    "rerope": Bands(
-        rerope,
-        {"window": _WINDOW},
-        lambda original: {"window": original // 2},
-        {"window": 8},
-    ),
+    "rerope": Bands(rerope, {"window": _WINDOW}, lambda n: {"window": n // 2}, {"window": 8}),
     "leaky_rerope": Bands(
-        leaky_rerope,
-        {"window": _WINDOW, "k": st.floats(1.0, 32.0)},
-        lambda original: {"window": original // 2, "k": 16.0},
-        {"window": 8, "k": 4.0},
-    ),
+        leaky_rerope, {"window": _WINDOW, "k": st.floats(1.0, 32.0)},
+        lambda n: {"window": n // 2, "k": 16.0}, {"window": 8, "k": 4.0}),
     "self_extend": Bands(
-        self_extend,
-        {"window": _WINDOW, "group": st.integers(1, 9)},
-        lambda original: {"window": original // 2, "group": 8},
-        {"window": 8, "group": 3},
-    ),
+        self_extend, {"window": _WINDOW, "group": st.integers(1, 9)},
+        lambda n: {"window": n // 2, "group": 8}, {"window": 8, "group": 3}),
     "dual_chunk": Bands(
-        dual_chunk,
-        {"chunk": st.integers(1, 30), "window": st.integers(1, 20)},
-        lambda original: {"chunk": 3 * original // 4, "window": original - 3 * original // 4},
-        {"chunk": 10, "window": 6},
-    ),
+        dual_chunk, {"chunk": st.integers(1, 30), "window": st.integers(1, 20)},
+        lambda n: {"chunk": 3 * n // 4, "window": n - 3 * n // 4}, {"chunk": 10, "window": 6}),
     "string": Bands(
-        string,
-        {"shift": _WINDOW, "window": _WINDOW},
-        lambda original: {
-            "shift": round(original / 3),
-            "window": min(128, round(original / 3) - 1),
-        },
-        {"shift": 11, "window": 4},
-    ),
+        string, {"shift": _WINDOW, "window": _WINDOW},
+        lambda n: {"shift": round(n / 3), "window": min(128, round(n / 3) - 1)}, {"shift": 11, "window": 4}),
     "lm_infinite": Bands(
-        lm_infinite,
-        {"window": _WINDOW, "sinks": st.integers(1, 6)},
-        lambda original: {"window": original, "sinks": 10},
-        {"window": 7, "sinks": 3},
-    ),
+        lm_infinite, {"window": _WINDOW, "sinks": _SINKS},
+        lambda n: {"window": n, "sinks": 10}, {"window": 7, "sinks": 3}),
     "attention_sinks": Bands(
-        attention_sinks,
-        {"window": _WINDOW, "sinks": st.integers(1, 6)},
-        lambda original: {"window": original - 4, "sinks": 4},
-        {"window": 7, "sinks": 3},
-    ),
-    "sliding_window": Bands(
-        sliding_window,
-        {"window": _WINDOW},
-        lambda original: {"window": original},
-        {"window": 8},
-    ),
-}
+        attention_sinks, {"window": _WINDOW, "sinks": _SINKS},
+        lambda n: {"window": n - 4, "sinks": 4}, {"window": 7, "sinks": 3}),
+    "sliding_window": Bands(sliding_window, {"window": _WINDOW}, lambda n: {"window": n}, {"window": 8}),
+}  # fmt: skip
 """By the method's name."""
 
 RELATIVE = {name: bands.relative for name, bands in BANDS.items()}
@@ -206,9 +175,8 @@ def t5(
     exact = buckets // 2
     bucket = r
     if r >= exact:
-        bucket = exact + int(
-            math.log(r / exact) / math.log(max_distance / exact) * (buckets - exact)
-        )
+        share = math.log(r / exact) / math.log(max_distance / exact)
+        bucket = exact + int(share * (buckets - exact))
     return list(table[min(bucket, buckets - 1)])
 
 
@@ -261,22 +229,13 @@ def lampe(
 ) -> Tensor:
     """arXiv 2508.02308, from the prefill of scar-on/LaMPE: relative positions of the first tokens of a text.
 
-    The authors count a pair exactly at a border twice; here it belongs to the farther region.
-
-    Args:
-        text: Tokens of the text.
-        shown: Tokens to return, at most the text's.
-        growth: As the others, a number of the paper's sigmoid.
-        shift: See `growth`.
-        capacity: See `growth`.
-        head: Tokens read as they are.
-        tail: First tokens that the last ones read as they are.
+    The authors count a pair exactly at a border twice; here it belongs to the farther region. `shown` are the tokens to
+    return, at most the text's. `growth`, `shift` and `capacity` are of the paper's sigmoid; `head` tokens are read as
+    they are, and the last ones read the first `tail` tokens so.
     """
     use_length = int(capacity / (1 + math.exp(-(growth * text + shift))))
-    relative = torch.empty(shown, shown, dtype=torch.float64)
-    for m in range(shown):
-        for n in range(shown):
-            relative[m, n] = m - n
+    position = torch.arange(shown, dtype=torch.float64)
+    relative = position[:, None] - position
     if text < 2 * head or use_length >= text - 1:
         return relative
     mapping = [use_length * p // (text - 1) for p in range(text)]

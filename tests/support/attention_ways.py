@@ -11,6 +11,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from tests.support import zoo
 
+Way = Callable[[PreTrainedModel, Tensor], Tensor]
+
 
 @torch.no_grad()
 def in_steps(
@@ -33,7 +35,7 @@ def stepwise(total: int, *first: int) -> list[int]:
     return [*first, *[1] * 8, rest, *[1] * 4]
 
 
-def padded(ids: Tensor, left: int, right: int, first: int = 1) -> dict[str, Tensor]:
+def padded(ids: Tensor, left: int, right: int) -> dict[str, Tensor]:
     """A batch of three rows, of which row 1 is the text between `left` and `right` pads."""
     length = ids.shape[1] + left + right
     rows = zoo.tokens(length, batch=3, seed=5)
@@ -58,62 +60,32 @@ def static(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return in_steps(model, ids, stepwise(ids.shape[1], 11, 8), cache)
 
 
-def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch = padded(ids, 6, 0)
-    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, 6:]
+def in_batch(
+    name: str, left: int, right: int, *first: int, cached: str = "", positions: bool = True
+) -> Way:
+    """A way to run a text between pads: at once, or after `first` in steps with a cache of a kind."""
+
+    def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
+        batch, length = padded(ids, left, right), ids.shape[1]
+        rows = batch.pop("ids")
+        if not positions:
+            del batch["position_ids"]
+        if cached:
+            total = length + left + right
+            static = StaticCache(config=model.config, max_cache_len=total + 4)
+            sizes = [total - 7, 1, 1, 5] if right else stepwise(total, *first)
+            logits = in_steps(model, rows, sizes, static if cached == "static" else None, **batch)
+        else:
+            logits = zoo.logits(model, rows, **batch)
+        return logits[1:2, left : left + length]
+
+    run.__name__ = name
+    return run
 
 
-def left_padded_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch, length = padded(ids, 6, 0), ids.shape[1]
-    sizes = stepwise(length + 6, 11, 9)
-    return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 6:]
-
-
-def left_padded_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch, length = padded(ids, 6, 0), ids.shape[1]
-    cache = StaticCache(config=model.config, max_cache_len=length + 10)
-    sizes = stepwise(length + 6, 9)
-    return in_steps(model, batch.pop("ids"), sizes, cache, **batch)[1:2, 6:]
-
-
-def right_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch = padded(ids, 0, 5)
-    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, :-5]
-
-
-def masked(ids: Tensor, left: int, right: int) -> dict[str, Tensor]:
-    """The batch of `padded` with its mask alone."""
-    batch = padded(ids, left, right)
-    return {"ids": batch["ids"], "attention_mask": batch["attention_mask"]}
-
-
-def left_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch = masked(ids, 6, 0)
-    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, 6:]
-
-
-def left_masked_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch, length = masked(ids, 6, 0), ids.shape[1]
-    sizes = stepwise(length + 6, 4, 7, 9)  # a whole chunk of padding
-    return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 6:]
-
-
-def left_masked_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch, length = masked(ids, 6, 0), ids.shape[1]
-    cache = StaticCache(config=model.config, max_cache_len=length + 10)
-    sizes = stepwise(length + 6, 9)
-    return in_steps(model, batch.pop("ids"), sizes, cache, **batch)[1:2, 6:]
-
-
-def both_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch = masked(ids, 4, 5)
-    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, 4:-5]
-
-
-def both_masked_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    batch, length = masked(ids, 4, 5), ids.shape[1]
-    sizes = [length + 2, 1, 1, 5]
-    return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 4:-5]
+left_padded, right_padded = in_batch("left_padded", 6, 0), in_batch("right_padded", 0, 5)
+left_masked = in_batch("left_masked", 6, 0, positions=False)
+"""As `left_padded`, with the mask alone."""
 
 
 @torch.no_grad()
@@ -180,8 +152,15 @@ def chosen_rows(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.cat(parts, 1).double()
 
 
-WAYS: tuple[Callable[[PreTrainedModel, Tensor], Tensor], ...] = (
-    *(token_by_token, chunked, static, left_padded, left_padded_in_steps, left_padded_static),
-    *(left_masked, left_masked_in_steps, left_masked_static, both_masked, both_masked_in_steps),
+WAYS: tuple[Way, ...] = (
+    *(token_by_token, chunked, static, left_padded),
+    in_batch("left_padded_in_steps", 6, 0, 11, 9, cached="dynamic"),
+    in_batch("left_padded_static", 6, 0, 9, cached="static"),
+    left_masked,
+    # The first pieces are a whole chunk of padding.
+    in_batch("left_masked_in_steps", 6, 0, 4, 7, 9, cached="dynamic", positions=False),
+    in_batch("left_masked_static", 6, 0, 9, cached="static", positions=False),
+    in_batch("both_masked", 4, 5, positions=False),
+    in_batch("both_masked_in_steps", 4, 5, cached="dynamic", positions=False),
     *(right_padded, cropped, packed, interleaved, static_again, chosen_rows),
 )

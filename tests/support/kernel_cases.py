@@ -54,9 +54,8 @@ def teach_bfloat16() -> None:
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, mode)
         bits = np.ascontiguousarray(data).view(np.uint32).reshape(np.shape(data))
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(
-            np.uint16
-        )  # to nearest, ties to even
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # ties to even
+        return nearest.astype(np.uint16)
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -130,10 +129,7 @@ class Case:
         rotation = Rotation(inv_freq.to(DEVICE), self.layout)
         generator = torch.Generator().manual_seed(1)
         initial = method.parameters_for(self.heads, self.key_heads, self.head_dim, self.original)
-        drawn = {
-            name: 0.1 + torch.rand(value.shape, generator=generator)
-            for name, value in initial.items()
-        }
+        drawn = {n: 0.1 + torch.rand(v.shape, generator=generator) for n, v in initial.items()}
         parameters: Any = MethodParameters(drawn).requires_grad_(False).to(DEVICE)  # as in a model
         return replace(encoding, heads=self.heads, rotation=rotation, parameters=parameters, **more)
 
@@ -193,15 +189,12 @@ def reference(case: Case, call: Call, encoding: Encoding) -> Tensor:
     if case.method in naive.BANDS:
         knobs = {**naive.BANDS[case.method].defaults(case.original), **case.knobs}
         relative = naive.position_map(case.method, longest, **knobs)
-        unrotated = [
-            _turned(encoding, x, -encoding.cached_position(p).double())
-            for x, p in ((query, m), (key, n))
-        ]
-        distance = torch.stack(
-            [relative[m[b]][:, n[b].clamp(0, longest - 1)] for b in range(len(m))]
-        )
+        back = [-encoding.cached_position(p).double() for p in (m, n)]
+        plain = _turned(encoding, query, back[0]), _turned(encoding, key, back[1])
+        rows = [relative[m[b]][:, n[b].clamp(0, longest - 1)] for b in range(len(m))]
+        distance = torch.stack(rows)
         visible = visible & ~distance.isnan()[:, None]
-        scores = _scores(encoding, unrotated[0], unrotated[1], distance.nan_to_num())
+        scores = _scores(encoding, *plain, distance.nan_to_num())
     else:
         scores = query @ key.mT
     scores = scores * call.scaling
@@ -240,10 +233,8 @@ def reference_gradients(
     values = {name: parameters[name].detach().double() for name in parameters}
     for name, value in values.items():
         found[name] = torch.empty_like(value, device="cpu")
-        entries = (
-            range(len(value)) if value.dim() > 1 else [slice(None)]
-        )  # (entries, heads) or (heads,)
-        for entry in entries:
+        # A parameter has the shape (entries, heads) or (heads,).
+        for entry in range(len(value)) if value.dim() > 1 else [slice(None)]:
             ends = []
             for step in (-STEP, STEP):
                 moved = value.clone()

@@ -130,25 +130,16 @@ def launch(
     work: Callable[..., None] = train,
     **options: Any,
 ) -> list[int]:
-    """Runs `work` in several processes; when one dies of a signal, the others are killed as a launcher would.
+    """Run `work` in several processes, and return the exit status of each: negative for a signal.
 
-    Args:
-        folder: The run's folder.
-        moment: When and how a process ends.
-        processes: How many there are.
-        log: A file for the names of the first process's operations.
-        after: Seconds after which all are killed.
-        work: What they do.
-        **options: For `work`.
-
-    Returns:
-        The exit status of each; negative for a signal.
+    When one dies of a signal, the others are killed as a launcher would; after `after` seconds all are. `log` is a file
+    for the names of the first process's operations.
     """
-    port = _free_port()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        group = (processes, int(found.getsockname()[1]))
     made: list[Any] = [
-        start(
-            _in_process, work, folder, moment, rank, processes, port, None if rank else log, options
-        )
+        start(_in_process, work, folder, moment, rank, group, None if rank else log, options)
         for rank in range(processes)
     ]
     ends = time.monotonic() + (120 if after is None else after)
@@ -185,12 +176,10 @@ def _grouped(folder: Path, moment: Moment | None, *, function: Callable[[Path], 
 def losses(folder: Path) -> list[dict[str, Any]]:
     """Every logged row of a finished run, without what depends on the clock."""
     state = json.loads((folder / "finished.json").read_text())
-    clock = ("runtime", "per_second")
-    rows = [
-        {name: value for name, value in row.items() if not any(word in name for word in clock)}
-        for row in state["log_history"]
+    rows = [row for row in state["log_history"] if "loss" in row or "eval_loss" in row]
+    return [
+        {k: v for k, v in row.items() if not k.endswith(("runtime", "per_second"))} for row in rows
     ]
-    return [row for row in rows if "loss" in row or "eval_loss" in row]
 
 
 @contextlib.contextmanager
@@ -207,12 +196,12 @@ def _in_process(
     folder: Path,
     moment: Moment | None,
     rank: int,
-    processes: int,
-    port: int,
+    group: tuple[int, int],
     log: Path | None,
     options: dict[str, Any],
 ) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    processes, port = group
     if processes > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
         place |= {"LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
@@ -239,9 +228,3 @@ def _in_process(
             traceback.print_exc()
         sys.stdout.flush()
         os._exit(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -33,10 +33,8 @@ def yarn(
     whether it scores L-1 tokens, as the first does, or 256; so a document counts by its number of windows. `truncate`
     (tables 1, 2 and 6 of the paper) leaves one window per document.
     """
-    losses = [
-        loss for loss, _ in _strided(model, documents, length, stride, bos=bos, truncate=truncate)
-    ]
-    return float(torch.stack(losses).mean().exp())
+    windows = _strided(model, documents, length, stride, bos=bos, truncate=truncate)
+    return float(torch.stack([loss for loss, _ in windows]).mean().exp())
 
 
 def pose(
@@ -145,12 +143,8 @@ def press(
             with torch.no_grad():
                 logits: Tensor = model(window[None, :-1]).logits[0]
             new = stop - scored
-            nats += float(
-                nn.functional.cross_entropy(
-                    logits[-new:].double(), ids[scored:stop], reduction="sum"
-                )
-            )
-            tokens, scored = tokens + new, stop
+            own = nn.functional.cross_entropy(logits[-new:].double(), ids[scored:stop])
+            nats, tokens, scored = nats + new * float(own), tokens + new, stop
     return math.exp(nats / tokens)
 
 

@@ -147,22 +147,10 @@ def yarn(
     attention_factor: float | None = None,
     mscale: float | None = None,
     mscale_all_dim: float | None = None,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-    ramp: str = "index",
+    **ramp: Any,
 ) -> Table:
     """Peng 2023 (arXiv 2309.00071) 3.4; ``mscale`` and ``mscale_all_dim`` as DeepSeek has them."""
-    table, _ = ntk_by_parts(
-        d,
-        b,
-        trained,
-        scale=scale,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        truncate=truncate,
-        ramp=ramp,
-    )
+    table, _ = ntk_by_parts(d, b, trained, scale=scale, **ramp)
     if attention_factor is not None:
         return table, attention_factor
     over, under = 1.0, 0.0
@@ -172,28 +160,9 @@ def yarn(
     return table, (1 + 0.1 * over * log) / (1 + 0.1 * under * log)
 
 
-def dynamic_yarn(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-    ramp: str = "index",
-) -> Table:
+def dynamic_yarn(d: int, b: float, trained: int, length: int | None = None, **ramp: Any) -> Table:
     """LlamaDynamicYaRNScaledRotaryEmbedding of jquesnelle/yarn."""
-    return yarn(
-        d,
-        b,
-        trained,
-        scale=_needed(trained, length),
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        truncate=truncate,
-        ramp=ramp,
-    )
+    return yarn(d, b, trained, scale=_needed(trained, length), **ramp)
 
 
 def ntk_mixed(

@@ -25,9 +25,8 @@ SAMPLE = [
 def trained(kind: str) -> Any:
     """A tokenizer of 400 tokens, trained on the spot.
 
-    Args:
-        kind: `bpe` (as GPT-2), `metaspace` (as Llama 2: spaces are letters, one in front of a text), `unigram`
-            (as T5), `words` (drops line ends and spaces).
+    Kinds: `bpe` (as GPT-2), `metaspace` (as Llama 2: spaces are letters, one in front of a text), `unigram` (as T5),
+    `words` (drops line ends and spaces).
     """
     backend: Any
     trainer: Any
@@ -72,14 +71,8 @@ TOKENIZERS: dict[str, Any] = {
 class Copier(nn.Module):
     """A causal model of bytes that continues as the text went on the last time that it had the same few bytes.
 
-    With the passkey prompt, that is the pass key. It looks back `window` tokens, as a model may that was trained on
-    so many; and it may be told to fail.
-
-    Args:
-        window: How far it looks back, in tokens.
-        like: How many tokens must be the same.
-        most: The longest text that it reads; a longer one is an error.
-        error: What it raises for a longer one.
+    With the passkey prompt, that is the pass key. It looks back `window` tokens, as a model may that was trained on so
+    many, for `like` tokens that are the same. A text longer than `most` raises `error`.
     """
 
     def __init__(

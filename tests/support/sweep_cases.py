@@ -43,14 +43,8 @@ def sweep_of(
     model: Any, count: int, candidates: Any, settings: TailSettings = SETTINGS
 ) -> SweepJob:
     """A sweep over so many documents, two of them in the first round."""
-    return SweepJob(
-        model=model,
-        settings=settings,
-        documents=texts(count),
-        about=ABOUT,
-        candidates=candidates,
-        first_documents=2,
-    )
+    given: dict[str, Any] = {"model": model, "settings": settings, "documents": texts(count)}
+    return SweepJob(about=ABOUT, candidates=candidates, first_documents=2, **given)
 
 
 def search_of(
@@ -92,13 +86,12 @@ def planted(
     for label, numbers in losses.items():
         for document, value in enumerate(numbers):
             made[label, 160, document] = _loss(value)
-            made[label, 64, document] = _loss(
-                (short or {}).get(label, [1.0] * len(numbers))[document]
-            )
-    trials = [
-        Trial(label, label, None if label == "none" else label, None, _control(label), None)
-        for label in losses
-    ]
+            near = (short or {}).get(label, [1.0] * len(numbers))
+            made[label, 64, document] = _loss(near[document])
+    trials = []
+    for label in losses:
+        method, control = None if label == "none" else label, label.startswith(("none", "control"))
+        trials.append(Trial(label, label, method, None, control, None))
     count = len(losses["none"])
     documents: list[dict[str, Any]] = [{"name": f"d{index}"} for index in range(count)]
     return SweepResult(
@@ -110,10 +103,6 @@ def planted(
         losses=made,
         first_documents=first_documents,
     )
-
-
-def _control(label: str) -> bool:
-    return label == "none" or label.startswith("control")
 
 
 def _loss(value: float) -> Loss:

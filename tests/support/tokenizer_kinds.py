@@ -7,15 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 # The pattern of cl100k_base and Llama 3.
@@ -24,6 +16,7 @@ _PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPECIAL = ["<unk>", "<s>", "</s>"]
+_SETTINGS: Any = {"vocab_size": 500, "show_progress": False, "special_tokens": _SPECIAL}
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _SENTENCES = "naïve café 東京都は日本の首都です。 Привет мир 😀😀 éé 12345 67890\n\n  x\t\ty\n" * 20
 
@@ -49,12 +42,7 @@ def _trained(
 
 def _bpe(cutter: Any = None, normalizer: Any = None, post: Any = None, **options: Any) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    settings: dict[str, Any] = {
-        "vocab_size": 500,
-        "show_progress": False,
-        "special_tokens": _SPECIAL,
-    }
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings, **options)
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **_SETTINGS, **options)
     return _trained(models.BPE(unk_token="<unk>"), trainer, cutter, normalizer, post)
 
 
@@ -78,26 +66,20 @@ def _unigram(cutter: Any, normalizer: Any) -> Any:
 
 
 def _wordpiece() -> Any:
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=500, show_progress=False, special_tokens=_SPECIAL
-    )
+    trainer = trainers.WordPieceTrainer(**_SETTINGS)
     model = models.WordPiece(unk_token="<unk>")
     return _trained(model, trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer())
 
 
 def _wordlevel() -> Any:
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=500, show_progress=False, special_tokens=_SPECIAL
-    )
+    trainer = trainers.WordLevelTrainer(**_SETTINGS)
     model = models.WordLevel(unk_token="<unk>")
     return _trained(model, trainer, pre_tokenizers.Whitespace(), normalizers.Lowercase())
 
 
 def _suffixed() -> Any:
     model = models.BPE(unk_token="<unk>", end_of_word_suffix="</w>")
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, show_progress=False, special_tokens=_SPECIAL, end_of_word_suffix="</w>"
-    )
+    trainer = trainers.BpeTrainer(**_SETTINGS, end_of_word_suffix="</w>")
     return _trained(model, trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer())
 
 

@@ -78,8 +78,8 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     "eos_token_id": 2,
     **dict.fromkeys(("image_token_id", "image_token_index"), 120),
-    "video_token_id": 121,
     **dict.fromkeys(("audio_token_id", "audio_token_index"), 122),
+    "video_token_id": 121,
     "vision_start_token_id": 123,
     "vision_end_token_id": 124,
     "boi_token_id": 125,
@@ -107,6 +107,12 @@ def _alternating(*kinds: str) -> list[str]:
     return [kinds[i % len(kinds)] for i in range(LAYERS)]
 
 
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+_BOTH = _alternating("sliding_attention", "full_attention")
+
 # What no rule predicts: model type -> fields that replace the generic ones.
 _QUIRKS: dict[str, dict[str, Any]] = {
     # Which layers attend is counted in other units than layer_types.
@@ -124,72 +130,53 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     "kyutai_speech_to_text": {"codebook_vocab_size": 128, "audio_pad_token_id": 127},
     "chameleon": {"vocabulary_map": {"<image>": 120}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
-    "hunyuan_vl_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2, 2, 2, 2],
-        },
-    },
+    "hunyuan_vl_text": {"rope_parameters": {**_rope(1e4), "mrope_section": [2, 2, 2, 2]}},
     # A causal decoder only when told so.
     "roformer": {"is_decoder": True},
     # Sub-configurations that are plain dicts.
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {
-            "ffn_hidden_size": 64,
-            "hidden_size": 64,
+            **dict.fromkeys(("ffn_hidden_size", "hidden_size"), 64),
             "moe_num_experts": 4,
             "moe_top_k": 2,
         },
     },
     # One table per layer type, and the first layers of the default list are all of one type.
     "cohere_compass_text": {
-        "layer_types": _alternating("sliding_attention", "full_attention"),
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
-        },
+        "layer_types": _BOTH,
+        "rope_parameters": {"sliding_attention": _rope(1e4), "full_attention": _rope(5e4)},
     },
     "gemma3n_text": {
-        "layer_types": _alternating("sliding_attention", "full_attention"),
+        "layer_types": _BOTH,
         "intermediate_size": 96,
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0] * LAYERS,
     },
     # Global layers have wider heads, and there are no experts unless enabled.
     **{
-        gemma4: {
-            "layer_types": _alternating("sliding_attention", "full_attention"),
-            "global_head_dim": 32,
-        }
+        gemma4: {"layer_types": _BOTH, "global_head_dim": 32}
         for gemma4 in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
     },
     # Layers of one kind have their own head sizes, which are no fields of the class.
     "dots3_note_text": {
-        "head_dim": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
+        **dict.fromkeys(("head_dim", "swa_head_dim", "swa_kv_lora_rank", "swa_v_head_dim"), 16),
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
         "swa_q_lora_rank": 24,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
         "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 16,
     },
     # Sizes that have to agree with one another.
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 8},
     "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_output_size": 64},
     "dia_decoder": {
+        **dict.fromkeys(("cross_num_attention_heads", "cross_num_key_value_heads"), 4),
         "cross_hidden_size": 64,
-        "cross_num_attention_heads": 4,
-        "cross_num_key_value_heads": 4,
         "cross_head_dim": 16,
         "bos_token_id": 3,
     },
-    "zamba": {
-        "layers_block_type": _alternating("mamba", "hybrid")
-    },  # two of the kind that shares weights
+    # Two layers of the kind that shares weights.
+    "zamba": {"layers_block_type": _alternating("mamba", "hybrid")},
     "moonshine": {
         **dict.fromkeys(("encoder_num_attention_heads", "encoder_num_key_value_heads"), 4),
         **dict.fromkeys(("decoder_num_attention_heads", "decoder_num_key_value_heads"), 4),
@@ -204,27 +191,21 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     # 0.334 of a head is 5.3 features: an odd rotary width that the real model does not have.
     "mimo_v2_flash": {
         "rope_parameters": {
-            layer_type: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
-            for layer_type, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+            "full_attention": {**_rope(5e6), "partial_rotary_factor": 0.5},
+            "sliding_attention": {**_rope(1e4), "partial_rotary_factor": 0.5},
         }
     },
     # Its plain forward ignores the window that its cache honours.
     "moshi": {"sliding_window": 3000},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "qwen4_exp_text": {
-        "indexer_n_heads": 16,
+        **dict.fromkeys(("indexer_n_heads", "indexer_head_dim", "hc_lowrank"), 16),
+        **dict.fromkeys(("indexer_compress_ratio", "ngram_size", "heads_per_ngram"), 2),
+        **dict.fromkeys(("split_ngram_parts", "hc_count"), 2),
+        **dict.fromkeys(("indexer_budget", "ple_embed_dim"), 8),
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
         "ngram_vocab_size_base": 200,
-        "ngram_size": 2,
-        "heads_per_ngram": 2,
-        "split_ngram_parts": 2,
-        "hc_lowrank": 16,
-        "hc_count": 2,
         "ple_layer_ids": [],
-        "ple_embed_dim": 8,
     },
 }
 
