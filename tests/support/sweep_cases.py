@@ -11,8 +11,7 @@ import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning import Loss, ResultT, TailJob, TailSettings
-from hf_posenc.evaluation.tuning.results import Trial
+from hf_posenc.evaluation.tuning import Loss, ResultT, TailJob, TailSettings, Trial
 from hf_posenc.evaluation.tuning.search import SearchJob
 from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
 from tests.support import zoo

@@ -1,15 +1,18 @@
-"""Objective of a sweep or a search: tail perplexity at a target length, its measurement, and comparisons of methods."""
+"""What a sweep and a search share: tail perplexity at a target length, its measurement, comparisons, and the result."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import dataclasses
+import functools
+import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -17,13 +20,15 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number, number_range
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate
 from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Item, Progress, Value, silent
-from hf_posenc.evaluation.measuring.result import nan_if_none
+from hf_posenc.evaluation.measuring.result import listed_fields, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
+    TOO_FEW,
     Interval,
     estimate,
     exp_or_inf,
@@ -36,8 +41,23 @@ from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.files import finite
+from hf_posenc.patch.patching import get_patch
 
-ResultT = TypeVar("ResultT")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ResultT = TypeVar("ResultT", bound="TuningResult")
+
+FORMAT = 1
+_ABOUT = ("model", "source", "environment", "command")
+_ORDER = (
+    *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
+    *("best", "kept", "recipe", "needles", "records", "steps"),
+)
+"""The values of the JSON file from the documents on, of a sweep or a search."""
+
+
+# The objective, and what is measured of it.
 
 
 @dataclass(frozen=True)
@@ -65,18 +85,14 @@ class TailSettings:
             raise PosencError(
                 f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
             )
-        if self.windows_per_document < 1:
-            raise PosencError(
-                f"windows_per_document is at least 1, not {self.windows_per_document}."
-            )
         object.__setattr__(self, "tail_tokens", self.protocol.tail_tokens)  # checks the others too
 
     @classmethod
     def of(cls, options: TailOptions, original: int) -> TailSettings:
         """Return the objective of a command; the default target is four times the original length."""
-        shared = {field.name for field in dataclasses.fields(cls)} & set(vars(options))
-        values = {name: getattr(options, name) for name in shared}
-        return cls(original, options.target_length or 4 * original, **values)
+        names = (each.name for each in dataclasses.fields(cls) if hasattr(options, each.name))
+        given = {name: getattr(options, name) for name in names}
+        return cls(original, options.target_length or 4 * original, **given)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -95,11 +111,6 @@ class TailSettings:
             chunk=self.chunk,
             prefill=self.prefill,
         )
-
-    @property
-    def scale(self) -> float:
-        """The target as a multiple of the original length."""
-        return self.target / self.original
 
 
 @dataclass(frozen=True)
@@ -121,22 +132,19 @@ class Loss:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Loss:
         """Read the values of `to_dict`."""
-        nats, failed = nan_if_none(values.get("nats")), values.get("failed")
-        return cls(nats, values.get("tokens", 0), failed)
+        nats, tokens = nan_if_none(values.get("nats")), values.get("tokens", 0)
+        return cls(nats, tokens, values.get("failed"))
 
 
-def log_perplexity(losses: Sequence[Loss]) -> float:
-    """Return total nats by total tokens; NaN if any document gave no number."""
-    tokens = sum(loss.tokens for loss in losses)
-    return math.fsum(loss.nats for loss in losses) / tokens if tokens else math.nan
+Losses = Mapping[tuple[str, int, int], Loss]
+"""Losses by label (or the candidate's key), length and the document's index."""
+Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
+"""Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
+Course = tuple[Sequence[tuple[Candidate, bool]], Losses, dict[str, Any]]
+"""What a job has measured: candidates, each with True for a control, their losses, and other fields of its result."""
 
 
-def failure_of(losses: Sequence[Loss]) -> str | None:
-    """Return the reason why there is no perplexity; `None` if there is one."""
-    reason = next((loss.failed for loss in losses if loss.failed is not None), None)
-    if reason is None and not math.isfinite(log_perplexity(losses)):
-        return "the loss is not a finite number"
-    return reason
+# Comparisons.
 
 
 @dataclass(frozen=True)
@@ -145,10 +153,6 @@ class Comparison:
 
     ratio: float
     interval: Interval | None
-
-
-Losses = Mapping[tuple[str, int, int], Loss]
-"""Losses by label (or the candidate's key), length and the document's index."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +202,7 @@ class Board:
         return [self.losses[label, length, document] for document in documents]
 
     def compare(
-        self,
-        label: str,
-        other: str,
-        length: int,
-        documents: Sequence[int],
-        comparisons: int = 1,
+        self, label: str, other: str, length: int, documents: Sequence[int], comparisons: int = 1
     ) -> Comparison | None:
         """Return the paired ratio of two methods; `None` if one of them has no number."""
         losses, others = (self.of(name, length, documents) for name in (label, other))
@@ -212,27 +211,19 @@ class Board:
         difference, interval = estimate(*_sums(losses), _sums(others), comparisons)
         return Comparison(exp_or_inf(difference), _powers(interval))
 
-    def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
-        """Return the regression on short texts, as a ratio."""
-        return self.compare(label, self.baseline, self.settings.original, documents)
-
-    def within_bound(self, label: str, documents: Sequence[int]) -> bool:
-        """Return whether the regression on short texts is at most `max_regression`."""
+    def past(self, label: str, documents: Sequence[int]) -> float:
+        """Return 0 within the bound on short texts, else the ratio there; infinite if there is none."""
         if self.settings.max_regression is None:
-            return True
-        short = self.short(label, documents)
-        return short is not None and short.ratio <= 1 + self.settings.max_regression
+            return 0.0
+        short = self.compare(label, self.baseline, self.settings.original, documents)
+        if short is None:
+            return math.inf
+        return short.ratio if short.ratio > 1 + self.settings.max_regression else 0.0
 
-    def score(
-        self, label: str, documents: Sequence[int], short: Sequence[int] | None = None
-    ) -> float:
-        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound.
-
-        `short` are the documents of which the regression on short texts counts, by default the same.
-        """
+    def score(self, label: str, documents: Sequence[int], short: Sequence[int]) -> float:
+        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound on `short`."""
         losses = self.of(label, self.settings.target, documents)
-        bounded = documents if short is None else short
-        if failure_of(losses) is not None or not self.within_bound(label, bounded):
+        if failure_of(losses) is not None or self.past(label, short):
             return math.inf
         return log_perplexity(losses)
 
@@ -242,14 +233,12 @@ class Board:
         Methods past the bound follow those within it, the nearest to the bound first: few documents then do not
         exclude a method that more of them would admit.
         """
-        order = {}
-        for label in labels:
-            losses, past = self.of(label, self.settings.target, documents), 0.0
-            if failure_of(losses) is None:
-                if not self.within_bound(label, documents):
-                    short = self.short(label, documents)
-                    past = math.inf if short is None else short.ratio
-                order[label] = past, log_perplexity(losses)
+        losses = {label: self.of(label, self.settings.target, documents) for label in labels}
+        order = {
+            label: (self.past(label, documents), log_perplexity(own))
+            for label, own in losses.items()
+            if failure_of(own) is None
+        }
         return sorted(order, key=order.__getitem__)  # stable: the first named wins a tie
 
     def row(
@@ -262,28 +251,42 @@ class Board:
         short: Sequence[int] | None = None,
         left: bool = False,
     ) -> Row:
-        """Return the row of a method over some documents; `short` as for `score`, `left` as in `Row`."""
-        target = self.settings.target
-        losses = self.of(label, target, documents)
+        """Return the row of a method over some documents; `short` are others for the regression, `left` as in `Row`."""
+        original, target = self.settings.lengths
+        losses, to_best, regression = self.of(label, target, documents), None, None
         failed = failure_of(losses)
-        to_best = None
         if best and best != label:
             to_best = self.compare(label, best, target, documents, self.comparisons)
-        if to_best is not None and (left or len(documents) < FEW_DOCUMENTS):
-            to_best = Comparison(to_best.ratio, None)
+            if to_best is not None and (left or len(documents) < FEW_DOCUMENTS):
+                to_best = Comparison(to_best.ratio, None)
+        if label != self.baseline:
+            read = documents if short is None else short
+            regression = self.compare(label, self.baseline, original, read)
         return Row(
             label=label,
             control=control,
             documents=len(documents),
             perplexity=exp_or_inf(log_perplexity(losses)),
             interval=_powers(estimate(*_sums(losses))[1]) if failed is None else None,
-            short=None
-            if label == self.baseline
-            else self.short(label, documents if short is None else short),
+            short=regression,
             to_best=to_best,
             failed=failed,
             left=left,
         )
+
+
+def log_perplexity(losses: Sequence[Loss]) -> float:
+    """Return total nats by total tokens; NaN if any document gave no number."""
+    tokens = sum(loss.tokens for loss in losses)
+    return math.fsum(loss.nats for loss in losses) / tokens if tokens else math.nan
+
+
+def failure_of(losses: Sequence[Loss]) -> str | None:
+    """Return the reason why there is no perplexity; `None` if there is one."""
+    reason = next((loss.failed for loss in losses if loss.failed is not None), None)
+    if reason is None and not math.isfinite(log_perplexity(losses)):
+        return "the loss is not a finite number"
+    return reason
 
 
 def _sums(losses: Sequence[Loss]) -> tuple[list[float], list[float]]:
@@ -294,8 +297,7 @@ def _powers(interval: Interval | None) -> Interval | None:
     return None if interval is None else (exp_or_inf(interval[0]), exp_or_inf(interval[1]))
 
 
-Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
-"""Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
+# The measurement.
 
 
 @dataclass(kw_only=True)
@@ -306,6 +308,8 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     model, the source of the documents, the versions and the command; `special` are the token ids in front of a window.
     """
 
+    result: ClassVar[type[Any]]
+
     model: nn.Module
     settings: TailSettings
     documents: Sequence[TokenizedDocument]
@@ -315,31 +319,45 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     scorer: FrugalScorer = field(init=False)
 
     def __post_init__(self) -> None:
-        identity.check_vocabulary(
-            self.model, max(document.largest() for document in self.documents)
-        )
+        largest = max(document.largest() for document in self.documents)
+        identity.check_vocabulary(self.model, largest)
         probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
         chunk, prefill = self.settings.chunk, self.settings.prefill
         with evaluation_mode(self.model):
             self.scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=chunk, prefill=prefill))
+        self.texts = list(self.documents)
         self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
         self.items: Sequence[Item] = ()
 
     @abc.abstractmethod
-    def course(self, measure: Batch) -> ResultT:
+    def course(self, measure: Batch) -> Course:
         """Measure batch by batch, each of which may depend on those before it."""
 
     def begin(self, store: Records) -> None:
         """Check the records of earlier runs before anything is measured."""
 
-    def document(self, index: int) -> TokenizedDocument:
-        """Return the document of an item's `order`."""
-        return self.documents[index]
+    @functools.cached_property
+    def planned(self) -> tuple[int, Course]:
+        """The tokens that the model reads if no method fails, and a course that counts them and measures nothing."""
+        read: dict[tuple[str, int, int], int] = {}
+
+        def count(
+            candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
+        ) -> Losses:
+            losses = {}
+            for candidate, length, document in itertools.product(candidates, lengths, documents):
+                cell = candidate.key, length, document
+                read[cell] = self.tokens(document, length, candidate.most)
+                # each is better than those before it, and the same on short texts: a search never returns to one
+                losses[cell] = Loss(-float(len(read) * (length == self.settings.target)), 1)
+            return losses
+
+        course = self.course(count)
+        return sum(read.values()), course
 
     @property
-    @abc.abstractmethod
     def forwarded(self) -> int:
-        """Tokens that the model reads in all batches if no method fails."""
+        return self.planned[0]
 
     @abc.abstractmethod
     def cost_line(self) -> str:
@@ -366,16 +384,28 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
         ) -> Losses:
             nonlocal done
-            self.items = self._tails(candidates, documents, lengths)
+            self.items = [
+                Item(
+                    key=("tail", candidate.key, length, self.hashes[document]),
+                    candidate=candidate,
+                    length=length,
+                    cost=self.tokens(document, length, candidate.most),
+                    cells=(("tail", candidate.key, length),),
+                    order=document,
+                )
+                for candidate in candidates
+                for length in lengths
+                for document in documents
+            ]
             mine = shard.mine(self.items)
             before = done + sum(item.cost for item in mine if store.get(item.key) is not None)
             done += sum(item.cost for item in mine)
-            progress("", min(before * shard.count, total), total)
 
-            def report(label: str, tokens: int, _: int) -> None:
+            def report(label: str, tokens: int, _: int = 0) -> None:
                 # the other processes do as much meanwhile
                 progress(label, min((before + tokens) * shard.count, total), total)
 
+            report("", 0)
             machine.execute(self, store, shard, report)
             machine.wait_for_all(self, store, shard, waiting, everyone=True, patience=0)
             losses: Losses | None = machine.collected(self, store)
@@ -387,21 +417,26 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             if folder is not None:
                 store = stack.enter_context(Store(folder, self.decisive, shard))
             self.begin(store)
-            result = self.course(batch)
-        return None if shard.index else result
+            course = self.course(batch)
+        return None if shard.index else self.result.measured(self, *course)
 
-    def tokens(self, document: int, lengths: Sequence[int], most: int | None = None) -> int:
-        """Return the tokens that a candidate, which has so many in a window at most, reads of a document."""
-        windows = (w for length in lengths for w in self._windows(document, [length], most))
-        return sum(window.forwarded for window in windows)
+    def tokens(self, text: int, length: int, most: int | None = None) -> int:
+        """Return the tokens that a candidate, which has so many in a window at most, reads of a text."""
+        return sum(window.forwarded for window in self.windows(text, length, most))
+
+    def windows(self, text: int, length: int, most: int | None) -> Sequence[Window]:
+        """Return the forwards over a text, given by its index, at a length."""
+        where: dict[str, Any] = {"special": len(self.special), "shared_prefix": False}
+        tokens, settings = len(self.texts[text].ids), self.settings.protocol
+        return plan(tokens, settings, **where, lengths=[length], most=most)
 
     def score(self, item: Item) -> Loss:
         """Return the loss of the tails of a document; the candidate is patched in."""
         nats, tokens = 0.0, 0
         most = None if item.candidate is None else item.candidate.most
-        for window in self._windows(item.order, [item.length], most):
+        for window in self.windows(item.order, item.length, most):
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
-            body = self.document(item.order).tokens(window.begin, window.end)
+            body = self.texts[item.order].tokens(window.begin, window.end)
             losses = self.scorer([torch.cat([front, body])], window.first_scored)[0]
             nats += float(losses.sum())
             tokens += len(losses)
@@ -412,39 +447,14 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
         return {} if loss is None else loss.to_dict()
 
     def collect(self, values: Mapping[Key, Value]) -> Losses:
-        failures = Failures.of(self.items, values.get)
+        failures, losses = Failures.of(self.items, values.get), {}
         reasons = failures.reasons()
-        losses = {}
         for item in self.items:
             _, key, length = cell = item.cells[0]
             lost = failures.precede(item, cell)  # whether or not another process has measured it
             value = {"failed": reasons[item.label, cell]} if lost else values[item.key]
             losses[str(key), int(length), item.order] = Loss.from_dict(value)
         return losses
-
-    def _tails(
-        self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
-    ) -> list[Item]:
-        return [
-            Item(
-                key=("tail", candidate.key, length, self.hashes[document]),
-                candidate=candidate,
-                length=length,
-                cost=self.tokens(document, [length], candidate.most),
-                cells=(("tail", candidate.key, length),),
-                order=document,
-            )
-            for candidate in candidates
-            for length in lengths
-            for document in documents
-        ]
-
-    def _windows(
-        self, document: int, lengths: Sequence[int], most: int | None = None
-    ) -> list[Window]:
-        where: dict[str, Any] = {"special": len(self.special), "shared_prefix": False}
-        tokens, settings = len(self.documents[document].ids), self.settings.protocol
-        return plan(tokens, settings, **where, lengths=lengths, most=most)
 
 
 def prepared(
@@ -469,8 +479,7 @@ def prepared(
             "--patch yarn:original_max_position_embeddings=4096."
         )
     identity.check_weights(model)
-    settings = TailSettings.of(options, original)
-    policy = options.bos or "auto"
+    settings, policy = TailSettings.of(options, original), options.bos or "auto"
     special = special_prefix(tokenizer, policy)
     documents, skipped, origin = source.load(
         tokenizer,
@@ -487,3 +496,300 @@ def prepared(
     }
     fields = {"model": model, "settings": settings, "documents": documents, "about": about}
     return {**fields, "special": special, "skipped": skipped}
+
+
+# The result.
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Method of a sweep or a search, with its `--patch` and its call of `patch_model`.
+
+    The model as loaded has neither a name nor a call. A control is measured on every document, and cannot win.
+    """
+
+    label: str
+    spec: str
+    method: str | None
+    scale: float | None
+    control: bool
+    call: str | None
+
+    @classmethod
+    def of(cls, candidate: Candidate, *, control: bool = False) -> Trial:
+        """Describe a candidate whose scale is set."""
+        about = candidate.label, candidate.spec, candidate.method, candidate.scale
+        return cls(*about, control, candidate.call if candidate.parts else None)
+
+
+@dataclass(repr=False, kw_only=True)
+class TuningResult(Result):
+    """Losses of methods, and the rows and the recipe that follow from them.
+
+    Attributes:
+        about: The model, the source of the documents, the versions, the command.
+        trials: The methods: the controls first.
+        documents: The documents, as `TokenizedDocument.to_dict` returns them.
+        losses: By label, length and the document's index.
+        recipe: The best method as `load_patch` reads it; `None` if there is none.
+        chosen: The label of the best method; `None` if no method gave numbers within the bound.
+    """
+
+    title: ClassVar[str]
+
+    about: dict[str, Any]
+    settings: TailSettings
+    trials: Sequence[Trial]
+    documents: Sequence[dict[str, Any]]
+    skipped: Sequence[dict[str, Any]]
+    losses: Losses
+    recipe: dict[str, Any] | None = None
+    rows: list[Row] = field(init=False)
+    chosen: str | None = field(init=False)
+
+    @classmethod
+    def measured(
+        cls: type[ResultT],
+        job: TailJob[Any],
+        candidates: Sequence[tuple[Candidate, bool]],
+        losses: Losses,
+        own: Mapping[str, Any],
+    ) -> ResultT:
+        """Return the result of a job's course with its recipe; losses are by the candidates' keys."""
+        labels = {candidate.key: candidate.label for candidate, _ in candidates}
+        keys = list(labels)
+        ordered = sorted(losses.items(), key=lambda item: (keys.index(item[0][0]), *item[0][1:]))
+        result = cls(
+            about=job.about,
+            settings=job.settings,
+            trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
+            documents=[document.to_dict() for document in job.documents],
+            skipped=listed_fields(job.skipped),
+            losses={(labels[key], length, d): loss for (key, length, d), loss in ordered},
+            **own,
+        )
+        chosen = next((c for c, _ in candidates if c.label == result.chosen), None)
+        if chosen is not None:
+            result.recipe = recipe(chosen, job.model, result, *result._origin())
+        return result
+
+    @property
+    def kept(self) -> Row | None:
+        """A method to use instead of the best one, which did not beat it; `None` if the recipe is to be used."""
+        return None
+
+    @abc.abstractmethod
+    def plot(self) -> Figure:
+        """Draw the figure. Needs matplotlib."""
+
+    @abc.abstractmethod
+    def _origin(self) -> tuple[str, str]:
+        """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
+
+    @abc.abstractmethod
+    def _own(self) -> dict[str, Any]:
+        """The values of `to_dict` that only this kind of result has, and its own `settings`."""
+
+    @property
+    @abc.abstractmethod
+    def comparisons(self) -> int:
+        """Number of comparisons with the best method that could have been made; their intervals hold together."""
+
+    @property
+    def board(self) -> Board:
+        """The comparisons of the losses."""
+        return Board(self.losses, self.settings, self.trials[0].label, self.comparisons)
+
+    def row(self, label: str) -> Row:
+        """Return the row of a method."""
+        return next(row for row in self.rows if row.label == label)
+
+    def trial(self, label: str) -> Trial:
+        """Return the method of a label."""
+        return next(trial for trial in self.trials if trial.label == label)
+
+    def to_dict(self) -> dict[str, Any]:
+        own = self._own()
+        values = {
+            **own,
+            "documents": self.documents,
+            "skipped": self.skipped,
+            "methods": listed_fields(self.trials),
+            "summary": listed_fields(self.rows),
+            "recipe": self.recipe,
+            "records": [
+                {"method": label, "length": length, "document": document, **loss.to_dict()}
+                for (label, length, document), loss in self.losses.items()
+            ],
+        }
+        ready: dict[str, Any] = finite(
+            {
+                "format": FORMAT,
+                "kind": self.kind,
+                **self.about,
+                "settings": {**dataclasses.asdict(self.settings), **own["settings"]},
+                "comparisons": self.comparisons,
+                "protocol": self.settings.protocol.definition("tail"),
+                **{name: values[name] for name in _ORDER if name in values},
+            }
+        )
+        return ready
+
+    @classmethod
+    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
+        """Read what `to_dict` returned; everything that follows from the losses is computed again."""
+        own = dict(values["settings"])
+        shared = {entry.name: own.pop(entry.name) for entry in dataclasses.fields(TailSettings)}
+        return cls(
+            about={name: values[name] for name in _ABOUT},
+            settings=TailSettings(**shared),
+            trials=[Trial(**trial) for trial in values["methods"]],
+            documents=values["documents"],
+            skipped=values["skipped"],
+            losses={
+                (record["method"], record["length"], record["document"]): Loss.from_dict(record)
+                for record in values["records"]
+            },
+            recipe=values["recipe"],
+            **cls._own_fields(values, own),
+        )
+
+    @classmethod
+    def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+        """Read the fields of the subclass from the values of `to_dict` and its own settings."""
+        return settings
+
+    def files(self) -> dict[str, str]:
+        return super().files() | recipe_file(self.kind, self.recipe)
+
+    def figures(self) -> dict[str, Figure]:
+        return {self.kind: self.plot()}
+
+    def problems(self) -> Iterator[str]:
+        for row in self.rows:
+            if row.failed is not None:
+                yield f"{row.label}: failed: {row.failed}"
+
+    def tables(self) -> list[Grid]:
+        """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
+        return [self._grid(self.rows)]
+
+    def _grid(
+        self, rows: Sequence[Row], title: str = "", scored: str = "tail", word: str = "best"
+    ) -> Grid:
+        """Return the table of some rows.
+
+        `scored` names the tokens that the perplexity is of, `word` the chosen method: `chosen` where it was chosen by
+        other tokens, else `best`.
+        """
+        settings = self.settings
+        grid = Grid(title or f"{self.title}, tail: {settings.protocol.definition('tail')}")
+        grid.column("method", least=12)  # longer text is wrapped
+        grid.column("docu-\nments", numeric=True)
+        grid.column(f"{scored} at\n{settings.target:,}", numeric=True)
+        grid.column(f"at {settings.original:,}, by\nunpatched", numeric=True)
+        grid.column(f"by the\n{word}", numeric=True)
+        grid.column("", least=9)
+        for row in rows:
+            best = row.to_best
+            grid.row(
+                row.label,
+                f"{row.documents:,}",
+                "-" if row.failed is not None else with_range(row.perplexity, row.interval, 3),
+                _percent(row.short),
+                "" if best is None else with_range(best.ratio, best.interval),
+                verdict(row, settings, self.chosen, word),
+                mark="best" if row.label == self.chosen else "control" if row.control else "",
+            )
+        return grid
+
+
+def recipe(
+    chosen: Candidate, model: Any, result: Any, source: str, description: str
+) -> dict[str, Any]:
+    """Return a candidate as `save_patch` writes it, with its name and origin."""
+    with chosen.applied(model, 1):
+        patch = get_patch(model)
+    assert patch is not None
+    about = {
+        "name": result.kind,
+        "model_types": [model.config.model_type],
+        "checkpoint": result.about["model"]["name"],
+        "source": source,
+        "description": description,
+    }
+    return {**patch.config.to_dict(), "recipe": about}
+
+
+def recipe_file(kind: str, recipe: dict[str, Any] | None) -> dict[str, str]:
+    """Return the file of a recipe, formatted as those in the package; none without one."""
+    if recipe is None:
+        return {}
+    return {f"{kind}_recipe.json": json.dumps(recipe, indent=2, allow_nan=False) + "\n"}
+
+
+def verdict(
+    row: Row, settings: TailSettings, best: str | None, word_of_best: str = "best"
+) -> Field:
+    """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
+
+    With fewer than five documents, or if it left a sweep early, there is no word about it.
+    """
+    if row.failed is not None:
+        return failure_field(row.failed)
+    if row.label == best:
+        return Field(word_of_best)
+    bound = settings.max_regression
+    if bound is not None and row.short is not None and row.short.ratio > 1 + bound:
+        word = "past the bound"
+    elif row.to_best is None:
+        return Field("control" if row.control else "")
+    elif row.left:
+        word = "left early"
+    elif row.documents < FEW_DOCUMENTS:
+        word = TOO_FEW
+    elif row.significant:
+        word = "worse" if row.to_best.ratio > 1 else "better"
+    else:
+        word = "undecided"
+    return Field(word + (", control" if row.control else ""))
+
+
+def family_note(comparisons: int) -> str:
+    """Describe the intervals of the ratios in a table."""
+    return (
+        f"those of the ratios are paired, and all {comparisons:,} comparisons that could have been made hold together "
+        "in 95 % of samples (Bonferroni)"
+    )
+
+
+def on_short(row: Row, settings: TailSettings) -> str:
+    """Return the price on short texts, as the end of a sentence."""
+    return "" if row.short is None else f", {_percent(row.short)} at {settings.original:,}"
+
+
+def against(control: Row, settings: TailSettings) -> str:
+    """Compare the best method to a control, as a sentence."""
+    if control.to_best is None:
+        return f"{control.label} gave no number to compare with."
+    name = {
+        "none": "the unpatched model",
+        TRUNCATION: f"{TRUNCATION}, which reads only the last {settings.original:,} tokens",
+    }.get(control.label, control.label)
+    if control.documents < FEW_DOCUMENTS:
+        return f"There are {TOO_FEW} to compare it with {name}."
+    if not control.significant:
+        return f"It is not significantly different from {name}."
+    if control.to_best.ratio > 1:
+        return f"It is better than {name}."
+    return f"It is worse than {name}: on these documents, no method here benefits from the longer context."
+
+
+def _percent(short: Comparison | None) -> str:
+    return "" if short is None else f"{100 * (short.ratio - 1):+.1f} %"
+
+
+def with_range(value: float, interval: Interval | None, digits: int = 4) -> Field:
+    """Return a field of a number, and below it the ends of its interval with so many digits."""
+    field = Field(number(value), value=value)
+    return field.append(f"\n{number_range(interval, digits)}", "aside") if interval else field
