@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning import Loss, ResultT, TailJob, TailSettings, Trial
+from hf_posenc.evaluation.tuning import Loss, ResultT, TailJob, TailSettings
+from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.search import SearchJob
 from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
 from tests.support import zoo
@@ -26,7 +28,7 @@ ABOUT: dict[str, Any] = {
 }
 
 
-def tiny(seed: int = 0) -> Any:
+def tiny() -> Any:
     """A random Llama of 64 trained positions."""
     return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
 
@@ -86,36 +88,23 @@ def planted(
 
     `none` is the first; names that begin with `control` are controls too.
     """
-    chosen = TailSettings(64, 160, **settings)
     made: dict[tuple[str, int, int], Loss] = {}
     for label, numbers in losses.items():
-        for document, value in enumerate(numbers):
-            made[label, 160, document] = _loss(value)
-            made[label, 64, document] = _loss(
-                (short or {}).get(label, [1.0] * len(numbers))[document]
-            )
+        near = (short or {}).get(label, [1.0] * len(numbers))
+        for document, values in enumerate(zip(numbers, near, strict=True)):
+            for length, value in zip((160, 64), values, strict=True):
+                lost = Loss(math.nan, 0, "out of memory")
+                made[label, length, document] = lost if math.isnan(value) else Loss(32 * value, 32)
     trials = [
-        Trial(label, label, None if label == "none" else label, None, _control(label), None)
-        for label in losses
+        Trial(label, label, method, None, method is None or label.startswith("control"), None)
+        for label, method in ((name, None if name == "none" else name) for name in losses)
     ]
-    count = len(losses["none"])
-    documents: list[dict[str, Any]] = [{"name": f"d{index}"} for index in range(count)]
     return SweepResult(
         about=ABOUT,
-        settings=chosen,
+        settings=TailSettings(64, 160, **settings),
         trials=trials,
-        documents=documents,
+        documents=[{"name": f"d{index}"} for index in range(len(losses["none"]))],
         skipped=[],
         losses=made,
         first_documents=first_documents,
     )
-
-
-def _control(label: str) -> bool:
-    return label == "none" or label.startswith("control")
-
-
-def _loss(value: float) -> Loss:
-    if value != value:
-        return Loss(value, 0, "out of memory")
-    return Loss(32 * value, 32)

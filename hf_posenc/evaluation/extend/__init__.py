@@ -22,7 +22,7 @@ from torch import nn
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, export, write_export
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import perplexity, published, retrieval
+from hf_posenc.evaluation import perplexity, retrieval
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend.result import ATTENTION, SINKS, TABLE, Choice, ExtendResult, choose
@@ -46,7 +46,7 @@ from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.rates import rate_of
-from hf_posenc.evaluation.tuning import recipe
+from hf_posenc.evaluation.tuning.results import recipe
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import rotary_tables
@@ -455,10 +455,9 @@ def prepare(
     advice = _advice(model, options, name)
     original, target = advice.carried.trained, advice.target
     specs: dict[str, list[str]] = {TABLE: [], ATTENTION: []}
-    for option in advice.best:
-        own = specs[ATTENTION if option.attention else TABLE]
-        if len(own) < EACH[1] and published.verdict(option.evidence, advice.factor) >= 0:
-            own.append(str(option.spec))
+    for option in advice.unrefuted:
+        specs[ATTENTION if option.attention else TABLE].append(str(option.spec))
+    specs = {kind: own[: EACH[1]] for kind, own in specs.items()}
     if not any(specs.values()):
         raise PosencError(
             f"No method works as it is at {target:,} tokens on this model: `hf-posenc recommend {advice.name} "

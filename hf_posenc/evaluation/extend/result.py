@@ -24,7 +24,7 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Cell, Interval, side_of_one, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
-from hf_posenc.evaluation.tuning import recipe_file, with_range
+from hf_posenc.evaluation.tuning.results import recipe_file, with_range
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:

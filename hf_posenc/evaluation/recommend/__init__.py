@@ -137,9 +137,14 @@ class Advice:
         return [option for option in self.options if option.works == AS_IT_IS]
 
     @property
+    def unrefuted(self) -> list[Option]:
+        """The options that work as they are, and that no published table refutes at this factor."""
+        return [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+
+    @property
     def first(self) -> list[Option]:
-        """The options to measure first: two of each kind that work as they are, which no published table refutes."""
-        kept = [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+        """The options to measure first: two of each kind."""
+        kept = self.unrefuted
         kinds = dict.fromkeys(option.kind for option in kept)
         return [o for kind in kinds for o in [o for o in kept if o.kind == kind][:2]]
 

@@ -29,18 +29,7 @@ from hf_posenc.evaluation.perplexity.protocols import Span, Window
 from hf_posenc.evaluation.plots.results import search_figure
 from hf_posenc.evaluation.retrieval.prompts import Kit, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import get_task
-from hf_posenc.evaluation.tuning import (
-    Batch,
-    Board,
-    Course,
-    Row,
-    TailJob,
-    TuningResult,
-    against,
-    family_note,
-    on_short,
-    prepared,
-)
+from hf_posenc.evaluation.tuning import Batch, Board, Course, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.algorithms import (
     ALGORITHMS,
     LABEL,
@@ -54,6 +43,7 @@ from hf_posenc.evaluation.tuning.algorithms import (
     evolve,
     starts,
 )
+from hf_posenc.evaluation.tuning.results import TuningResult, against, family_note, on_short
 from hf_posenc.evaluation.tuning.sweep import tried
 from hf_posenc.model.context import context_of
 from hf_posenc.model.discovery import read_spec, select, tables_of
@@ -123,13 +113,15 @@ class SearchResult(TuningResult):
         self.held_out = [index for index in range(count) if index not in self.searched]
         self.best = best_of(self.steps)
         self.chosen = None if self.best is None else LABEL
-        self.rows, self.needle_rows = (
-            [
+
+        def rows(texts: Sequence[int]) -> list[Row]:
+            return [
                 board.row(t.label, texts, self.chosen, control=t.control, short=self.held_out)
-                for t in (self.trials if texts else ())
+                for t in self.trials
             ]
-            for texts in (self.held_out, [count + d for d in self.held_out if self.needles])
-        )
+
+        self.rows = rows(self.held_out)
+        self.needle_rows = rows([count + d for d in self.held_out]) if self.needles else []
         self.judged = self.needle_rows or self.rows
 
     @property

@@ -21,19 +21,8 @@ from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.plots.results import sweep_figure
-from hf_posenc.evaluation.tuning import (
-    Batch,
-    Board,
-    Course,
-    Loss,
-    Row,
-    TailJob,
-    TuningResult,
-    against,
-    family_note,
-    on_short,
-    prepared,
-)
+from hf_posenc.evaluation.tuning import Batch, Board, Course, Loss, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning.results import TuningResult, against, family_note, on_short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,7 +24,8 @@ from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.options import SweepOptions
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
-from hf_posenc.evaluation.tuning import Loss, TailSettings, Trial, verdict
+from hf_posenc.evaluation.tuning import Loss, TailSettings
+from hf_posenc.evaluation.tuning.results import Trial, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
     SweepJob,
