@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ ABOUT: dict[str, Any] = {
 }
 
 
-def tiny(seed: int = 0) -> Any:
+def tiny() -> Any:
     """A random Llama of 64 trained positions."""
     return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
 
@@ -81,31 +82,23 @@ def planted(
 
     `none` is the first; names that begin with `control` are controls too.
     """
-    chosen = TailSettings(64, 160, **settings)
     made: dict[tuple[str, int, int], Loss] = {}
     for label, numbers in losses.items():
-        for document, value in enumerate(numbers):
-            made[label, 160, document] = _loss(value)
-            near = (short or {}).get(label, [1.0] * len(numbers))
-            made[label, 64, document] = _loss(near[document])
-    trials = []
-    for label in losses:
-        method, control = None if label == "none" else label, label.startswith(("none", "control"))
-        trials.append(Trial(label, label, method, None, control, None))
-    count = len(losses["none"])
-    documents: list[dict[str, Any]] = [{"name": f"d{index}"} for index in range(count)]
+        near = (short or {}).get(label, [1.0] * len(numbers))
+        for document, values in enumerate(zip(numbers, near, strict=True)):
+            for length, value in zip((160, 64), values, strict=True):
+                lost = Loss(math.nan, 0, "out of memory")
+                made[label, length, document] = lost if math.isnan(value) else Loss(32 * value, 32)
+    trials = [
+        Trial(label, label, method, None, method is None or label.startswith("control"), None)
+        for label, method in ((name, None if name == "none" else name) for name in losses)
+    ]
     return SweepResult(
         about=ABOUT,
-        settings=chosen,
+        settings=TailSettings(64, 160, **settings),
         trials=trials,
-        documents=documents,
+        documents=[{"name": f"d{index}"} for index in range(len(losses["none"]))],
         skipped=[],
         losses=made,
         first_documents=first_documents,
     )
-
-
-def _loss(value: float) -> Loss:
-    if value != value:
-        return Loss(value, 0, "out of memory")
-    return Loss(32 * value, 32)

@@ -11,7 +11,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,31 +22,23 @@ from torch import nn
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, export, write_export
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import perplexity, published, retrieval
+from hf_posenc.evaluation import perplexity, retrieval
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.extend.result import (
-    ATTENTION,
-    SINKS,
-    TABLE,
-    Choice,
-    ExtendResult,
-    choose,
-    few,
-)
+from hf_posenc.evaluation.extend.result import ATTENTION, SINKS, TABLE, Choice, ExtendResult, choose
 from hf_posenc.evaluation.flags import duration, output_folder, with_fields
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
-    collected,
+    Value,
     execute,
     silent,
     wait_for_all,
 )
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
-from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
@@ -54,6 +46,7 @@ from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.rates import rate_of
+from hf_posenc.evaluation.tuning.results import recipe
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import rotary_tables
@@ -129,23 +122,25 @@ class ExtendJob:
 
         Processes share every measurement and wait for each other; only the first has the result.
         """
-        stale = folder is not None and self._holds_model(folder)
+        stale = False
+        if folder is not None and (folder / "config.json").exists():
+            stale = True
+            if not (folder / "records").exists():
+                raise PosencError(f"{folder} holds another model. Give another --output.")
         spent = done = 0.0
 
         def measured(run: Measurement[Any, Any]) -> Any:
             nonlocal spent, done
-            with contextlib.ExitStack() as stack:
-                store = self._memory
-                if folder is not None:
-                    store = stack.enter_context(run.open(folder, shard))
-                before, total = int(done), int(max(plan.tokens, done + run.forwarded))
-                progress("", before, total)
-                execute(run, store, shard, lambda label, n, _: progress(label, before + n, total))
-                wait_for_all(run, store, shard, waiting, everyone=True, patience=0)
-                done += run.forwarded
-                values = [store.get(item.key) or {} for item in run.items]
-                spent += sum(value.get("seconds") or 0 for value in values)
-                return collected(run, store)
+            before, total = int(done), int(max(plan.tokens, done + run.forwarded))
+            progress("", before, total)
+
+            def report(label: str, tokens: int, _: int) -> None:
+                progress(label, before + tokens, total)
+
+            values = self._values(run, folder, shard, report, waiting)
+            done += run.forwarded
+            spent += sum(value.get("seconds") or 0 for value in values.values())
+            return run.collect(values)
 
         plan, rate = self.fit(folder, shard)
         self.say(self._announcement(plan, rate))
@@ -164,12 +159,9 @@ class ExtendJob:
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
             remarks += [f"{f.method} gave no number: {f.reason}." for f in part.failures]
-        metadata = self.whole.metadata
+        about = {name: self.whole.metadata[name] for name in ("model", "source", "command")}
         result = ExtendResult(
-            about={
-                **{name: metadata[name] for name in ("model", "source", "command")},
-                "environment": identity.environment(),
-            },
+            about={**about, "environment": identity.environment()},
             settings={
                 "original": self.lengths[0],
                 "target": self.lengths[1],
@@ -191,12 +183,20 @@ class ExtendJob:
             )
         return None if shard.index else result
 
-    def _holds_model(self, folder: Path) -> bool:
-        """Return whether an earlier run saved a model in the folder; refuse one that holds another."""
-        holds = (folder / "config.json").exists()
-        if holds and not (folder / "records").exists():
-            raise PosencError(f"{folder} holds another model. Give another folder with --output.")
-        return holds
+    def _values(
+        self,
+        run: Measurement[Any, Any],
+        folder: Path | None,
+        shard: Shard,
+        report: Progress = silent,
+        waiting: Callable[[int], None] = silent,
+    ) -> dict[Key, Value]:
+        """Measure what is missing of a run, together with the other processes; return the values of its items."""
+        with contextlib.ExitStack() as stack:
+            store = self._memory if folder is None else stack.enter_context(run.open(folder, shard))
+            execute(run, store, shard, report)
+            wait_for_all(run, store, shard, waiting, everyone=True, patience=0)
+            return {item.key: store.get(item.key) or {} for item in run.items}
 
     def _part(self, documents: Sequence[Any], labels: Sequence[str]) -> PerplexityRun:
         """Return the measurement of some candidates, in this order, on some documents."""
@@ -235,25 +235,28 @@ class ExtendJob:
             PosencError: The least sensible plan takes longer, or no method gives a number.
         """
         first = [specs[0] for specs in reversed(self.specs.values()) if specs]  # the slower kind
-        rate = next(filter(None, (self._rate(spec, folder, shard) for spec in first)), None)
-        if rate is None:
-            raise PosencError(
-                f"Neither {' nor '.join(first)} gives a number at {self.lengths[1]:,} tokens: nothing can be chosen. "
-                "`hf-posenc perplexity` shows why."
-            )
-        return self._fitted(rate), rate
+        for spec in first:
+            run = self._part(self.halves[0][:1], [_label(spec)])
+            value = next(iter(self._values(run, folder, shard).values()))
+            if not value.get("failed"):
+                rate = float(value["seconds"]) / run.forwarded
+                return self._fitted(rate), rate
+            self.remarks.append(f"{spec} gave no number: {value['failed'][0][-1]}.")
+        raise PosencError(
+            f"Neither {' nor '.join(first)} gives a number at {self.lengths[1]:,} tokens: nothing can be chosen. "
+            "`hf-posenc perplexity` shows why."
+        )
 
     def _fitted(self, rate: float) -> Plan:
         """Return the largest plan that fits the budget at so many seconds per token."""
-        plans = self._plans()
-        fitting = [plan for plan in plans if plan.tokens * rate <= self.options.budget]
+        fitting = [plan for plan in self._plans() if plan.tokens * rate <= self.options.budget]
         if not fitting:
-            least = min(plans, key=lambda plan: plan.tokens)
-            needed = duration(least.tokens * rate)
+            least = min(self._plans(), key=lambda plan: plan.tokens)
+            needed = least.tokens * rate
             raise PosencError(
                 f"--budget {duration(self.options.budget)} is too short: the least that makes sense, "
-                f"{self._amounts(least)}, takes about {needed} here ({duration(rate * self.lengths[1])} a window of "
-                f"{self.lengths[1]:,} tokens). Give --budget {math.ceil(least.tokens * rate / 60)}m, or a shorter "
+                f"{self._amounts(least)}, takes about {duration(needed)} here ({duration(rate * self.lengths[1])} a "
+                f"window of {self.lengths[1]:,} tokens). Give --budget {math.ceil(needed / 60)}m, or a shorter "
                 "--target-length. What was measured is kept."
             )
 
@@ -261,21 +264,6 @@ class ExtendJob:
             return min(plan.documents, ENOUGH), plan.each, plan.samples, plan.documents
 
         return max(fitting, key=worth)
-
-    def _rate(self, spec: str, folder: Path | None, shard: Shard) -> float | None:
-        """Return the seconds per token of one document under a method; `None` if it fails."""
-        run = self._part(self.halves[0][:1], [_label(spec)])
-        with contextlib.ExitStack() as stack:
-            store = self._memory
-            if folder is not None:
-                store = stack.enter_context(run.open(folder, shard))
-            execute(run, store, shard)
-            wait_for_all(run, store, shard, everyone=True, patience=0)
-            value = store.get(run.items[0].key) or {}
-        if value.get("failed"):
-            self.remarks.append(f"{spec} gave no number: {value['failed'][0][-1]}.")
-            return None
-        return float(value["seconds"]) / run.forwarded
 
     def _plans(self) -> list[Plan]:
         """Return every sensible plan; fewer documents than `FEW_DOCUMENTS` only if there are no more."""
@@ -318,63 +306,59 @@ class ExtendJob:
         line = f"{self._announcement(plan, rate)} That is {source}; a run times one window first."
         return {**asdict(plan), "seconds": plan.tokens * rate, "cost": line}
 
-    def _left_out(self, plan: Plan) -> list[str]:
-        """Return what the budget leaves out, and what too few documents leave unsaid."""
+    def _left_out(self, plan: Plan) -> Iterator[str]:
+        """Yield what the budget leaves out, and what too few documents leave unsaid."""
         rest = [spec for specs in self.specs.values() for spec in specs[plan.each :]]
         unread = min(HALF, len(self.halves[1])) - plan.documents
-        left = [
-            f"the methods {', '.join(rest)}" if rest else "",
-            f"{2 * unread} documents" if unread else "",
-            f"{unasked} passkeys" if (unasked := DEPTHS * (SAMPLES[-1] - plan.samples)) else "",
-        ]
-        named = "; ".join(filter(None, left))
-        budget = (
-            f"The budget of {duration(self.options.budget)} leaves out {named}." if named else ""
-        )
-        return list(filter(None, (budget, few(len(self.whole.documents)))))
+        unasked = DEPTHS * (SAMPLES[-1] - plan.samples)
+        amounts = {
+            f"the methods {', '.join(rest)}": len(rest),
+            f"{2 * unread} documents": unread,
+            f"{unasked} passkeys": unasked,
+        }
+        if left := "; ".join(name for name, count in amounts.items() if count):
+            yield f"The budget of {duration(self.options.budget)} leaves out {left}."
+        documents, needed = len(self.whole.documents), 2 * FEW_DOCUMENTS
+        if documents < needed:
+            yield (
+                f"{documents} documents are long enough, {needed} are needed: with fewer than {FEW_DOCUMENTS} in each "
+                "half no difference is called significant. The verdict cannot say that the method is no worse, only "
+                "that its ratio is within the bound."
+            )
 
     # The end: the saved model, or the training that is advised instead.
 
     def _save(self, result: ExtendResult, chosen: Candidate, folder: Path | None) -> None:
         """Write the recipe into the result; with a folder, save the patched model and verify what was saved."""
         model: Any = self.whole.model
+        source = "hf-posenc extend: chosen on one half of the documents, judged on the other"
+        result.recipe = recipe(chosen, model, result, source, " ".join(result.lines()[1:4]))
+        if folder is None:
+            return
         with chosen.applied(model, 1):
-            patch = get_patch(model)
-            assert patch is not None
-            about = {
-                "name": result.kind,
-                "model_types": [model.config.model_type],
-                "checkpoint": result.about["model"]["name"],
-                "source": "hf-posenc extend: chosen on one half of the documents, judged on the other",
-                "description": " ".join(result.lines()[1:4]),
-            }
-            result.recipe = {**patch.config.to_dict(), "recipe": about}
-            if folder is None:
-                return
             with disk_errors(f"The model cannot be saved to {folder}"):
                 model.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
+            patch = get_patch(model)
+            assert patch is not None
             plain = patch.export is not None
             verified = verify_export(folder, model, plain=plain)
             require(verified)
         exports = {}
         for engine in ENGINES:
-            made = export(folder, engine)
-            exports[engine] = made.reason and f"no: {made.reason}"
-            if made.possible:
+            made, target = export(folder, engine), folder / "exports" / engine
+            if not made.possible:
+                exports[engine] = made.reason and f"no: {made.reason}"
+            elif engine == "transformers5":
                 exports[engine] = "yes, as it is"
-                if not engine.startswith("transformers"):
-                    target = folder / "exports" / engine
-                    for name in (
-                        "config.json",
-                        "export.json",
-                    ):  # of an earlier run, maybe elsewhere
-                        (target / name).unlink(missing_ok=True)
-                    write_export(made, target)
-                    flags = f", with {' '.join(made.flags)}" if made.flags else ""
-                    exports[engine] = f"yes: exports/{engine}{flags}"
-                elif engine != "transformers5":
-                    exports[engine] = f"yes: hf-posenc export {folder} --to {engine}"
+            elif engine.startswith("transformers"):
+                exports[engine] = f"yes: hf-posenc export {folder} --to {engine}"
+            else:
+                for name in ("config.json", "export.json"):  # of an earlier run, maybe elsewhere
+                    (target / name).unlink(missing_ok=True)
+                write_export(made, target)
+                flags = f", with {' '.join(made.flags)}" if made.flags else ""
+                exports[engine] = f"yes: exports/{engine}{flags}"
         line = str(verified).replace(str(folder), "The saved model", 1)
         result.saved = {"folder": str(folder), "verified": line, "exports": exports}
         write_atomically(folder / "README.md", result.card(plain, patch.methods))
@@ -471,10 +455,9 @@ def prepare(
     advice = _advice(model, options, name)
     original, target = advice.carried.trained, advice.target
     specs: dict[str, list[str]] = {TABLE: [], ATTENTION: []}
-    for option in advice.best:
-        own = specs[ATTENTION if option.attention else TABLE]
-        if len(own) < EACH[1] and published.verdict(option.evidence, advice.factor) >= 0:
-            own.append(str(option.spec))
+    for option in advice.unrefuted:
+        specs[ATTENTION if option.attention else TABLE].append(str(option.spec))
+    specs = {kind: own[: EACH[1]] for kind, own in specs.items()}
     if not any(specs.values()):
         raise PosencError(
             f"No method works as it is at {target:,} tokens on this model: `hf-posenc recommend {advice.name} "
@@ -502,29 +485,19 @@ def prepare(
             "split: its halves are not independent. Give more --text, or a shorter --target-length."
         )
     _check_needles(tokenizer, whole.special.tolist(), original, target)
-    return ExtendJob(
-        whole=whole,
-        tokenizer=tokenizer,
-        options=options,
-        name=name,
-        specs=specs,
-        controls=controls,
-        remarks=remarks,
-    )
+    given = {"tokenizer": tokenizer, "options": options, "name": name}
+    return ExtendJob(whole=whole, specs=specs, controls=controls, remarks=remarks, **given)
 
 
 def _check_needles(tokenizer: Any, special: Sequence[int], original: int, target: int) -> None:
     """Raise if texts of the target length have too few passkeys farther back than the original length."""
-    kit, task = Kit(tokenizer, 0, None), get_task("passkey")
-    needed = DEPTHS // 2 * SAMPLES[0]
+    kit, task, needed = Kit(tokenizer, 0, None), get_task("passkey"), DEPTHS // 2 * SAMPLES[0]
 
     def far(length: int) -> int:
         settings = RetrievalSettings((length,), (task.name,), depths(original, length), SAMPLES[0])
         try:
-            prompts = [
-                lay_out(task.scene(sample, kit), length, special, 0)
-                for sample in settings.samples_of(task.name, length)
-            ]
+            samples = settings.samples_of(task.name, length)
+            prompts = [lay_out(task.scene(each, kit), length, special, 0) for each in samples]
         except PosencError:  # not even the prompt
             return 0
         return sum((prompt.distance or 0) > original for prompt in prompts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +16,15 @@ from hf_posenc.evaluation.grid import (
     Grid,
     Result,
     number,
+    number_range,
     percent_range,
     to_markdown,
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import (
-    FEW_DOCUMENTS,
-    Cell,
-    Interval,
-    side_of_one,
-    summarize,
-)
+from hf_posenc.evaluation.measuring.statistics import Cell, Interval, side_of_one, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
+from hf_posenc.evaluation.tuning.results import recipe_file, with_range
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:
@@ -38,6 +33,13 @@ if TYPE_CHECKING:
 SINKS = "attention_sinks"
 TABLE, ATTENTION = "table", "attention"
 """Kinds of methods: those that change the rotary table alone cost nothing, and engines can have them."""
+_PLAIN = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+_PARTS: dict[str, type[PerplexityResult] | type[RetrievalResult]] = {
+    "choosing": PerplexityResult,
+    "perplexity": PerplexityResult,
+    "retrieval": RetrievalResult,
+}
+"""The values of the JSON file that it has as they are, and those that are results."""
 SIGNIFICANT = 0.05
 CAN_ANSWER = 0.5
 """Answers count if the unpatched model gives at least this share of them at its original length; else ranks do."""
@@ -180,7 +182,7 @@ class ExtendResult(Result):
         """True if the unpatched model answers passkeys at its original length: else ranks are compared."""
         # truncation leaves texts of this length as they are
         part = self.retrieval and self.retrieval.cell(TRUNCATION, "passkey", self.lengths[0])
-        return bool(part) and part.accuracy >= CAN_ANSWER  # type: ignore[union-attr]
+        return bool(part and part.accuracy >= CAN_ANSWER)
 
     def _demands(self) -> Iterator[Demand]:
         original, target = self.lengths
@@ -239,47 +241,40 @@ class ExtendResult(Result):
 
     def lines(self) -> list[str]:
         """Return the verdict in five lines: what to do, long texts, needles, short texts, the choice."""
-        original, target = self.lengths
-        unmet = [demand.name for demand in self.demands if not demand.met]
-        finds = any(
-            demand.met for demand in self.demands if demand.name.startswith("needles beyond")
+        (original, target), others = self.lengths, list(self.choice.equal)
+        long, needles, short = (
+            [demand for demand in self.demands if demand.name.startswith(word)]
+            for word in ("long", "needles", "short")
         )
         if self.extended:
             verdict = f"Extend to {target:,} tokens: {self.winner} meets every demand."
         else:
-            reason = (
-                f"{self.winner} does not meet the demands on {', '.join(unmet)}"
-                if unmet
-                else "no method gave numbers"
-            )
+            unmet = ", ".join(demand.name for demand in self.demands if not demand.met)
+            reason = f"{self.winner} does not meet the demands on {unmet}"
+            finds = any(demand.met and "beyond" in demand.name for demand in needles)
             although = ", although it finds needles that truncation cannot" * finds
             verdict = (
-                f"Do not extend to {target:,} tokens: {reason}{although}. Truncate texts to the last {original:,} "
-                f"tokens, or fine-tune: {self.training}"
+                f"Do not extend to {target:,} tokens: {reason if unmet else 'no method gave numbers'}{although}. "
+                f"Truncate texts to the last {original:,} tokens, or fine-tune: {self.training}"
             )
-        long = [demand for demand in self.demands if demand.name.startswith("long")]
         cell = self.winner and self.against(self.winner, TRUNCATION, target)
         perplexity = f"perplexity {number(cell.perplexity)}{_ends(cell.interval)}, " if cell else ""
         documents = 0 if self.perplexity is None else len(self.perplexity.documents)
-        met = _met(long)
-        lines = [
-            verdict,
-            f"Long texts, {documents} documents that did not choose: {met}{perplexity}{_numbers(long)}.",
-        ]
-        needles, short = (
-            [demand for demand in self.demands if demand.name.startswith(word)]
-            for word in ("needles", "short")
-        )
         found = "; ".join(f"{each.name}: {_met([each])}{each.numbers}" for each in needles)
-        lines.append(f"N{found[1:]}." if found else "Needles: not measured.")
-        lines.append(f"Short texts: {_met(short)}{_numbers(short)}.")
-        others = [label for label in self.choice.equal if label != self.winner]
+        if self.winner in others:
+            others.remove(self.winner)
         equal = f"; not told apart from it: {', '.join(others)}" if others else ""
-        lines.append(
-            f"Chosen among {len(self.kinds)} methods by {len(self.choosing.documents)} other documents{equal}. "
-            f"Measured in {duration(self.plan['measured'])} of {duration(self.settings['budget'])}; ranges: 95 %."
-        )
-        return lines
+        measured, budget = duration(self.plan["measured"]), duration(self.settings["budget"])
+        return [
+            verdict,
+            f"Long texts, {documents} documents that did not choose: {_met(long)}{perplexity}{_numbers(long)}.",
+            f"N{found[1:]}." if found else "Needles: not measured.",
+            f"Short texts: {_met(short)}{_numbers(short)}.",
+            (
+                f"Chosen among {len(self.kinds)} methods by {len(self.choosing.documents)} other documents{equal}. "
+                f"Measured in {measured} of {budget}; ranges: 95 %."
+            ),
+        ]
 
     def notes(self) -> Iterator[str]:
         yield from self.lines()
@@ -327,8 +322,7 @@ class ExtendResult(Result):
         return grids
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name) for name in ("choosing", "perplexity", "retrieval")}
-        names = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+        parts = {name: getattr(self, name) for name in _PARTS}
         ready: dict[str, Any] = finite(
             {
                 "format": 1,
@@ -339,8 +333,8 @@ class ExtendResult(Result):
                 "choice": dataclasses.asdict(self.choice),
                 "demands": [dataclasses.asdict(demand) for demand in self.demands],
                 **self.about,
-                **{name: getattr(self, name) for name in names},
-                **{name: None if part is None else part.to_dict() for name, part in parts.items()},
+                **{name: getattr(self, name) for name in _PLAIN},
+                **{name: part and part.to_dict() for name, part in parts.items()},
             }
         )
         return ready
@@ -348,21 +342,14 @@ class ExtendResult(Result):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExtendResult:
         """Read what `to_dict` returned; the choice and the demands are computed again."""
-        names = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
-        part, found = values["perplexity"], values["retrieval"]
-        return cls(
-            about={name: values[name] for name in ("model", "source", "environment", "command")},
-            **{name: values[name] for name in names},
-            choosing=PerplexityResult.from_dict(values["choosing"]),
-            perplexity=None if part is None else PerplexityResult.from_dict(part),
-            retrieval=None if found is None else RetrievalResult.from_dict(found),
-        )
+        parts: dict[str, Any] = {
+            n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()
+        }
+        about = {name: values[name] for name in ("model", "source", "environment", "command")}
+        return cls(about=about, **{name: values[name] for name in _PLAIN}, **parts)
 
     def files(self) -> dict[str, str]:
-        files = super().files()
-        if self.recipe is not None:
-            files["extend_recipe.json"] = json.dumps(self.recipe, indent=2, allow_nan=False) + "\n"
-        return files
+        return super().files() | recipe_file(self.kind, self.recipe)
 
     def card(self, plain: bool, methods: Sequence[str]) -> str:
         """Return the model card of the saved model; `plain` transformers can load it."""
@@ -409,24 +396,10 @@ def _numbers(demands: Sequence[Demand]) -> str:
 
 
 def _ends(interval: Interval | None) -> str:
-    return "" if interval is None else f" ({number(interval[0])}-{number(interval[1])})"
+    return "" if interval is None else f" ({number_range(interval)})"
 
 
 def _field(cell: Cell | None, name: str) -> Field:
     if cell is None or (value := getattr(cell, name)) is None:
         return Field("-")
-    interval = cell.interval if name == "perplexity" else cell.ratio_interval
-    field = Field(number(value), value=value)
-    return field if interval is None else field.append("\n" + _ends(interval)[2:-1], "aside")
-
-
-def few(documents: int) -> str:
-    """Return what a verdict by so many documents cannot say; empty where there are enough."""
-    needed = 2 * FEW_DOCUMENTS
-    if documents >= needed:
-        return ""
-    return (
-        f"{documents} documents are long enough, {needed} are needed: with fewer than {FEW_DOCUMENTS} in each half no "
-        "difference is called significant. The verdict cannot say that the method is no worse, only that its ratio "
-        "is within the bound."
-    )
+    return with_range(value, cell.interval if name == "perplexity" else cell.ratio_interval)

@@ -39,16 +39,9 @@ _DECISIVE = {
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a table.
+    """Origin of a table: a paper, by its arXiv number; a file of a repository at a commit; or a page.
 
-    Attributes:
-        kind: A paper, a README, or data of a repository.
-        arxiv: The paper's number.
-        repo: The repository, as `owner/name`.
-        commit: The commit that was read.
-        path: The file in the repository.
-        url: The page, where there is neither.
-        transcription: A second copy that the numbers were checked against.
+    `kind` is that in words; `transcription` is a second copy that the numbers were checked against.
     """
 
     kind: str
@@ -70,12 +63,7 @@ class Source:
 class Protocol:
     """Protocol of a table, as far as the paper states it; `None`: not stated.
 
-    Attributes:
-        name: One of the names of `hf_posenc.evaluation.perplexity.protocols`.
-        stride: Tokens between the starts of two windows.
-        aggregate: How documents are averaged.
-        tail_tokens: Tokens that `tail` scores.
-        note: A remark on it.
+    `name` is one of `hf_posenc.evaluation.perplexity.protocols`, and so are the numbers; `note` is a remark on it.
     """
 
     name: str | None
@@ -87,15 +75,10 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of a table.
+    """Row of a table, as printed: a value for each column, `None` where the print has none.
 
-    Attributes:
-        model: The model, as printed.
-        method: The method, as printed.
-        values: A value for each column; `None` where the print has none.
-        trained_context: Tokens that this model was trained or fine-tuned at, if stated.
-        fine_tuned: Whether it was fine-tuned for longer texts, if stated.
-        window: Tokens that it was evaluated at, if the columns are something else.
+    Where it is stated: the tokens that this model was trained or fine-tuned at, if it was fine-tuned for longer texts,
+    and the `window` in tokens that it was evaluated at, where the columns are something else.
     """
 
     model: str
@@ -111,17 +94,10 @@ class PublishedTable:
     """Published table, as printed.
 
     Attributes:
-        id: Its name here.
         paper: The paper or report, with its authors and year.
-        table: The table's number or place in the paper.
-        source: The place that it was copied from.
-        metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`.
-        dataset: The texts, in the paper's words.
-        protocol: The protocol, as far as it is stated.
-        rows: The rows, in the order of the print.
-        column_kind: `LENGTHS` in most tables.
-        columns: Context lengths in tokens, or names.
-        metric_note: The metric in the paper's words, if it needs an explanation.
+        table: The table's number or place in it.
+        metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`; `metric_note` has the paper's words.
+        columns: Context lengths in tokens, or names where `column_kind` is not `LENGTHS`.
         caveat: Parts of the transcription that could not be checked.
     """
 
@@ -141,10 +117,12 @@ class PublishedTable:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PublishedTable:
         """Read an entry of `published.json`."""
-        source, protocol = Source(**values["source"]), Protocol(**values["protocol"])
-        rows = tuple(Row(**{**row, "values": tuple(row["values"])}) for row in values["rows"])
-        columns = tuple(values["columns"])
-        read = {"source": source, "protocol": protocol, "columns": columns, "rows": rows}
+        read = {
+            "source": Source(**values["source"]),
+            "protocol": Protocol(**values["protocol"]),
+            "columns": tuple(values["columns"]),
+            "rows": tuple(Row(**{**row, "values": tuple(row["values"])}) for row in values["rows"]),
+        }
         return cls(**{**values, **read})
 
     def value(self, row: Row, column: int | str) -> Value:
@@ -153,15 +131,16 @@ class PublishedTable:
 
     def printed(self, lengths: Sequence[int]) -> Iterator[tuple[Row, list[str]]]:
         """Yield the rows with a value at one of the lengths, with the values: perplexities; bounds as printed."""
+
+        def shown(value: Value) -> str:
+            if value is None or isinstance(value, str):
+                return value or "-"
+            return f"{math.exp(value):.4g}" if self.metric == "loss" else f"{value:g}"
+
         for row in self.rows:
             values = [self.value(row, length) for length in lengths]
-            if any(value is not None for value in values):
-                yield row, [self._shown(value) for value in values]
-
-    def _shown(self, value: Value) -> str:
-        if value is None or isinstance(value, str):
-            return value or "-"
-        return f"{math.exp(value):.4g}" if self.metric == "loss" else f"{value:g}"
+            if values != [None] * len(values):
+                yield row, list(map(shown, values))
 
 
 def available() -> tuple[str, ...]:
@@ -176,18 +155,11 @@ def available() -> tuple[str, ...]:
 
 
 def get(id: str) -> PublishedTable:
-    """Return the table of a name.
-
-    Args:
-        id: One of `available()`.
-
-    Raises:
-        PosencError: There is none; the message lists the names.
+    """Return the table of a name; raise an error that lists them if there is none.
 
     Examples:
         >>> from hf_posenc.evaluation import published
-        >>> table = published.get("dca-t1-pg19")
-        >>> table.columns
+        >>> published.get("dca-t1-pg19").columns
         (4096, 8192, 16384, 32768, 65536)
     """
     if id not in _tables():
@@ -203,9 +175,8 @@ def _data() -> dict[str, Any]:
 
 
 @functools.cache
-def _tables() -> Mapping[str, PublishedTable]:
-    tables = map(PublishedTable.from_dict, _data()["tables"])
-    return {table.id: table for table in tables}
+def _tables() -> dict[str, PublishedTable]:
+    return {entry["id"]: PublishedTable.from_dict(entry) for entry in _data()["tables"]}
 
 
 def untrained() -> Mapping[str, Sequence[tuple[str, str, str]]]:
@@ -243,9 +214,20 @@ def differences(table: PublishedTable, settings: Settings) -> list[str]:
 
 def comparable(table: PublishedTable, settings: Settings) -> None:
     """Refuse a table whose numbers have another meaning; the error has the options that measure as it does."""
-    if reasons := "; ".join(differences(table, settings)):
-        name = f"{table.id} ({table.paper}, {table.table})"
-        raise PosencError(f"{name} is not comparable with this run: {reasons}.{_options_of(table)}")
+    if not (reasons := differences(table, settings)):
+        return
+    theirs = table.protocol
+    own = {n: getattr(theirs, n) for n, protocols in _DECISIVE.items() if theirs.name in protocols}
+    measurable = table.column_kind == LENGTHS and table.metric in ("perplexity", "loss")
+    way = ""
+    if measurable and theirs.name is not None and None not in own.values():
+        options = (f"--{name.replace('_', '-')} {value}" for name, value in own.items())
+        lengths = ", ".join(map(_number, table.columns))
+        given = " ".join((f"--protocol {theirs.name}", *options))
+        way = f" To measure as it does: {given}, at lengths {lengths}."
+    raise PosencError(
+        f"{table.id} ({table.paper}, {table.table}) is not comparable with this run: {'; '.join(reasons)}.{way}"
+    )
 
 
 def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
@@ -278,18 +260,6 @@ def remarks(table: PublishedTable) -> Iterator[str]:
     )
 
 
-def _options_of(table: PublishedTable) -> str:
-    """Return a sentence with the options that measure as the table does; empty if it states too little."""
-    theirs = table.protocol
-    own = {n: getattr(theirs, n) for n, protocols in _DECISIVE.items() if theirs.name in protocols}
-    stated = theirs.name is not None and None not in own.values()
-    if not stated or table.column_kind != LENGTHS or table.metric not in ("perplexity", "loss"):
-        return ""
-    options = [f"--protocol {theirs.name}"]
-    options += [f"--{name.replace('_', '-')} {value}" for name, value in own.items()]
-    return f" To measure as it does: {' '.join(options)}, at lengths {', '.join(map(_number, table.columns))}."
-
-
 def _number(value: int | str | None) -> str:
     if value is None:
         return "unstated"
@@ -298,11 +268,9 @@ def _number(value: int | str | None) -> str:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of one published row for a method.
+    """Evidence of one published row for a method: a table's `id`, and the model as printed.
 
     Attributes:
-        table: The `id` of its table.
-        model: The model, as printed.
         held: The largest multiple of the trained length at which it held; 0: none.
         broke: The first multiple at which it did not; `None`: none in the table.
     """
@@ -314,10 +282,7 @@ class Evidence:
 
 
 def evidence_of(method: str) -> tuple[Evidence, ...]:
-    """Return the published evidence for a method without training; empty if there is none.
-
-    Args:
-        method: The canonical name of a method.
+    """Return the published evidence for a method without training, by its canonical name; empty if there is none.
 
     Examples:
         >>> from hf_posenc.evaluation.published import evidence_of
@@ -325,6 +290,32 @@ def evidence_of(method: str) -> tuple[Evidence, ...]:
         Evidence(table='dca-t1-pg19', model='Llama-2-7b', held=8.0, broke=16.0)
     """
     return tuple(_read_evidence(*entry) for entry in untrained().get(method, ()))
+
+
+def _read_evidence(id: str, model: str, method: str) -> Evidence:
+    table = get(id)
+    baseline = _points(table, model, "none")
+    best = min(baseline.values())
+    trained = max(length for length, value in baseline.items() if value == best)
+    held = 0.0
+    for length, value in _points(table, model, method).items():
+        if length >= trained:
+            if value > TOLERANCE * best:
+                return Evidence(id, model, held, length / trained)
+            held = length / trained
+    return Evidence(id, model, held, None)
+
+
+def _points(table: PublishedTable, model: str, method: str) -> dict[int, float]:
+    """Return perplexities of a row by length; a bound counts as infinite, `OOM` is no evidence."""
+    row = next(row for row in table.rows if (row.model, row.method) == (model, method))
+    points = {}
+    for column, value in zip(table.columns, row.values, strict=True):
+        if isinstance(value, int | float):
+            points[int(column)] = math.exp(value) if table.metric == "loss" else value
+        elif value is not None and value.startswith(">"):
+            points[int(column)] = math.inf
+    return points
 
 
 def verdict(evidence: Sequence[Evidence], factor: float) -> int:
@@ -336,40 +327,13 @@ def verdict(evidence: Sequence[Evidence], factor: float) -> int:
 
 def summary(evidence: Sequence[Evidence], factor: float) -> str:
     """Return the evidence in a few words, with the factor and the model of each measurement, and how far it reaches."""
-    if not evidence:
-        return "published, untrained: nothing"
     parts = []
-    held = [(one.held, one) for one in evidence if one.held > 0]
-    broken = [(one.broke, one) for one in evidence if one.broke is not None]
-    if held:
-        longest, one = max(held, key=lambda pair: pair[0])
-        parts.append(f"held at x{longest:g} ({one.model}, {one.table})")
-    if broken:
-        shortest, one = min(broken, key=lambda pair: pair[0])
-        parts.append(f"not at x{shortest:g} ({one.model}, {one.table})")
-    elif factor > longest:
+    best = max(evidence, key=lambda one: one.held, default=None)
+    if best is not None and best.held:
+        parts.append(f"held at x{best.held:g} ({best.model}, {best.table})")
+    worst = min(evidence, key=lambda one: one.broke or math.inf, default=None)
+    if worst is not None and worst.broke is not None:
+        parts.append(f"not at x{worst.broke:g} ({worst.model}, {worst.table})")
+    elif best is not None and factor > best.held:
         parts.append(f"x{factor:.3g} is beyond what was measured")
-    return f"published, untrained: {', '.join(parts)}"
-
-
-def _read_evidence(id: str, model: str, method: str) -> Evidence:
-    table = get(id)
-    baseline = list(_points(table, model, "none"))
-    best = min(value for _, value in baseline)
-    trained = max(length for length, value in baseline if value == best)
-    held = 0.0
-    for length, value in _points(table, model, method):
-        if length >= trained and value > TOLERANCE * best:
-            return Evidence(id, model, held, length / trained)
-        held = length / trained if length >= trained else held
-    return Evidence(id, model, held, None)
-
-
-def _points(table: PublishedTable, model: str, method: str) -> Iterator[tuple[int, float]]:
-    """Yield lengths and perplexities of a row; a bound counts as infinite, `OOM` is no evidence."""
-    row = next(row for row in table.rows if (row.model, row.method) == (model, method))
-    for column, value in zip(table.columns, row.values, strict=True):
-        if isinstance(value, str) and value.startswith(">"):
-            yield int(column), math.inf
-        elif isinstance(value, int | float):
-            yield int(column), math.exp(value) if table.metric == "loss" else value
+    return f"published, untrained: {', '.join(parts) or 'nothing'}"

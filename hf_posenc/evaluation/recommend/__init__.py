@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,12 +36,7 @@ from hf_posenc.evaluation.recommend.options import (
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
 from hf_posenc.model.context import Context, context_of
-from hf_posenc.model.discovery import (
-    NoRotaryError,
-    read_spec,
-    select,
-    tables_of,
-)
+from hf_posenc.model.discovery import NoRotaryError, read_spec, select, tables_of
 from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.frequencies import refuse_local
@@ -75,15 +70,11 @@ class Carried(Context):
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Memory of the cache of one text, keys and values alone.
+    """Memory of the keys and values of one text of so many tokens.
 
     Attributes:
-        tokens: Length of the text.
-        bytes: All keys and values of it.
-        bytes_per_token: Bytes that a token takes in the `full_layers` together.
-        full_layers: Layers that keep every token.
+        bytes_per_token: Bytes that a token takes in the `full_layers` together, which keep every token.
         window_layers: Layers that keep the last `window` tokens.
-        window: Width of their window, in tokens.
         dtype: Number format of the cache.
     """
 
@@ -96,25 +87,20 @@ class CacheCost:
     dtype: str
 
     def __str__(self) -> str:
-        kept = ""
-        if self.window_layers:
-            kept = f"; {self.window_layers} layers keep the last {self.window:,} tokens"
+        windows = f"; {self.window_layers} layers keep the last {self.window:,} tokens"
         return (
             f"{_size(self.bytes)} of keys and values in {self.dtype} for one text of {self.tokens:,} tokens: "
-            f"{_size(self.bytes_per_token)} a token in {self.full_layers} layers{kept}."
+            f"{_size(self.bytes_per_token)} a token in {self.full_layers} layers{windows * bool(self.window_layers)}."
         )
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for a target length.
+    """Advice for a target length, in tokens.
 
     Attributes:
         name: The model's name, as the commands take it.
-        model_class: The name of its class.
-        model_type: The `model_type` of its text decoder.
-        tested: True if the test matrix covers this type.
-        target: The target length, in tokens.
+        model_type: The type of its text decoder, and if the test matrix covers it (`tested`).
         carried: The scaling of the checkpoint's config, and the lengths with it and before it.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
         limits: The limits of the table that frequency methods start from.
@@ -151,9 +137,14 @@ class Advice:
         return [option for option in self.options if option.works == AS_IT_IS]
 
     @property
+    def unrefuted(self) -> list[Option]:
+        """The options that work as they are, and that no published table refutes at this factor."""
+        return [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+
+    @property
     def first(self) -> list[Option]:
-        """The options to measure first: two of each kind that work as they are, which no published table refutes."""
-        kept = [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+        """The options to measure first: two of each kind."""
+        kept = self.unrefuted
         kinds = dict.fromkeys(option.kind for option in kept)
         return [o for kind in kinds for o in [o for o in kept if o.kind == kind][:2]]
 
@@ -203,9 +194,8 @@ def recommend(
 ) -> Advice:
     """Sort the methods into classes for a target length in closed form: the model reads no text.
 
-    The base bound is a rule of thumb, and so is the assumption that a model breaks at angles not met in training. The
-    published tables were measured on a few Llamas. The classes say what to try; within one, only measurements decide
-    (`perplexity`).
+    The classes say what to try, by rules of thumb and published tables of a few Llamas; within one, only measurements
+    decide (`perplexity`).
 
     Args:
         model: A transformers model. On the meta device only its config is read, and methods that compute attention
@@ -214,9 +204,6 @@ def recommend(
         name: The model's name, for the commands.
         original: The length that the model was trained at, in tokens, if its config names another.
         dtype: The number format of the cache.
-
-    Returns:
-        The classes with their reasons, and the limits and the memory that they follow from.
 
     Raises:
         PosencError: A length below 1, a patched model, one without a rotary table, or one that needs no patch because
@@ -253,12 +240,12 @@ def recommend(
     context = context_of(table, original, argument="original= (--original)")
     (note, *_) = (*moving_notes(inner), "")
     carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled, note=note)
-    if target_length > carried.reach:
+    needed = target_length > carried.reach
+    if needed:
         refuse_local(inner, tables, sample_of(inner))
     beside = _beside(carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.start(compose=compose), compose=compose)
-    model_type = inner.config.get_text_config(decoder=True).model_type
     beside_attention = _length(carried.reach, original)
     if carried.rope_type == "longrope":
         beside_attention["compose"] = True  # one of its two lists
@@ -266,8 +253,9 @@ def recommend(
     if carried.scaled:
         replaced = {"replace": True, **_length(carried.original, original)}
     start = Start(spec, target_length, beside, carried.reach, beside_attention, replaced)
-    kinds = [m for m in METHODS if m.for_rotary and target_length > carried.reach]
+    kinds = [kind for kind in METHODS if kind.for_rotary and needed]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
+    model_type = inner.config.get_text_config(decoder=True).model_type
     return Advice(
         name=name,
         model_class=type(inner).__name__,
@@ -277,7 +265,7 @@ def recommend(
         carried=carried,
         beside=beside,
         limits=rotary_limits(spec, target_length),
-        least_base=start.least_base if target_length > carried.reach else None,
+        least_base=start.least_base if needed else None,
         cache=cache_cost(inner, target_length, dtype),
         options=tuple(rank(options, start.factor)),
     )
@@ -303,41 +291,34 @@ def _tried(option: Option, model: nn.Module) -> Option:
 
     A dynamic method that the model does not support row by row is tried in the form that changes the table alone.
     """
-    unloaded = any(parameter.is_meta for parameter in model.parameters())
     if option.options is None:
         return option
-    if option.attention and unloaded:
+    if option.attention and any(parameter.is_meta for parameter in model.parameters()):
         try:
             resolve_request(tables_of(model), option.method, **option.options)
         except PosencError as refusal:
             return _refused(option, refusal)
         return option
-    error = _refusal(option, model)
-    if error is None:
-        return dataclasses.replace(option, trial=True)
+    forms = [option]
     if "update" in get_method(option.method).knobs():
         options = {**option.options, "update": "sequence"}
-        instead = dataclasses.replace(option, options=options, attention=False, trial=True)
-        if _refusal(instead, model) is None:
-            return instead
-    return _refused(option, error)
+        forms.append(dataclasses.replace(option, options=options, attention=False))
+    errors = []
+    for form in forms:
+        assert form.candidate is not None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the option states what a method needs
+                with form.candidate.applied(model, 1):
+                    return dataclasses.replace(form, trial=True)
+        except PosencError as error:
+            errors.append(error)
+    return _refused(option, errors[0])
 
 
 def _refused(option: Option, error: PosencError) -> Option:
     reason = " ".join(str(error).split())
     return dataclasses.replace(option, works=REFUSED, reason=reason, trial=False)
-
-
-def _refusal(option: Option, model: nn.Module) -> PosencError | None:
-    """Patch an option in and remove it; return the error if that failed."""
-    assert option.candidate is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the option states what a method needs
-        try:
-            with option.candidate.applied(model, 1):
-                return None
-        except PosencError as error:
-            return error
 
 
 def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost | None:
@@ -346,8 +327,19 @@ def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost |
     A model of the same config runs a few tokens there, without computing or storing anything. Grouped heads, latent
     attention, shared and sliding-window layers are therefore counted as transformers keeps them.
     """
+    config: Any = copy.deepcopy(model.config)
+    text, kind = config.get_text_config(decoder=True), cast("Any", type(model))
+    text.rope_parameters = _unscaled(getattr(text, "rope_parameters", None))
+    try:
+        # bfloat16: mixtures of experts support nothing else on this device
+        with torch.device("meta"), torch.no_grad():
+            twin = kind._from_config(config, dtype=torch.bfloat16).eval()
+            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+            layers = list(twin(ids, use_cache=True).past_key_values.layers)
+    except Exception:  # a family may need values, which this device does not have
+        return None
     growing = fixed = window = full = windowed = 0
-    for layer in _cache_layers(model):
+    for layer in layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4:
             continue
@@ -362,59 +354,40 @@ def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost |
     return CacheCost(tokens, total, growing, full, windowed, window, name) if total else None
 
 
-def _cache_layers(model: nn.Module) -> list[Any]:
-    """Return the layers of a cache that holds a few tokens; none if the model does not run on the meta device."""
-    config: Any = copy.deepcopy(model.config)
-    text = config.get_text_config(decoder=True)
-    text.rope_parameters = _unscaled(getattr(text, "rope_parameters", None))
-    model_class: Any = type(model)
-    try:
-        # bfloat16: mixtures of experts support nothing else on this device
-        with torch.device("meta"), torch.no_grad():
-            twin = model_class._from_config(config, dtype=torch.bfloat16).eval()
-            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
-            return list(twin(ids, use_cache=True).past_key_values.layers)
-    except Exception:  # a family may need values, which this device does not have
-        return []
-
-
 def _unscaled(parameters: Any) -> Any:
     """Remove the scaling, which may read the values of positions: on the meta device they have none."""
     if not isinstance(parameters, dict):
         return parameters
     if "rope_type" not in parameters:
         return {key: _unscaled(value) for key, value in parameters.items()}
-    kept = {
-        key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters
-    }
-    return {"rope_type": "default", **kept}
+    kept = ("rope_theta", "partial_rotary_factor")
+    return {"rope_type": "default"} | {key: parameters[key] for key in kept if key in parameters}
 
 
 def answer(advice: Advice) -> Iterator[str]:
     """Yield the answer, in nine lines at most: the lengths, what works best, the call, and the commands to run next."""
     named = dict(facts(advice))
     yield named["checkpoint"]
-    yield from (
-        f"{name}: {named[name]}" for name in ("in a cache", "already scaled") if name in named
-    )
+    for name in ("in a cache", "already scaled"):
+        if name in named:
+            yield f"{name}: {named[name]}"
     if advice.needed:
-        groups = _groups(advice)
-        for works in list(dict.fromkeys(works for works, _ in groups))[:2]:
-            kinds = (
-                f"{kind} {', '.join(option.method for option in options[:SHOWN])}"
-                for (own, kind), options in groups.items()
-                if own == works
-            )
+        shown: dict[str, list[str]] = {}
+        for (works, kind), options in _groups(advice).items():
+            methods = ", ".join(option.method for option in options[:SHOWN])
+            shown.setdefault(works, []).append(f"{kind} {methods}")
+        for works, kinds in list(shown.items())[:2]:
             yield f"{works}: {'; '.join(kinds)}"
     yield from next_steps(advice)
 
 
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
-    carried, limits = advice.carried, advice.limits
-    by = f", by rope_type {carried.rope_type} from {carried.original:,}" if carried.scaled else ""
-    unneeded = "" if advice.needed else f": {advice.target:,} need no patch"
-    yield "checkpoint", f"{carried.reach:,} tokens by its config{by}{unneeded}."
+    carried, limits, target = advice.carried, advice.limits, advice.target
+    kind, original, reach = carried.rope_type, carried.original, carried.reach
+    by = f", by rope_type {kind} from {original:,}" if carried.scaled else ""
+    unneeded = "" if advice.needed else f": {target:,} need no patch"
+    yield "checkpoint", f"{reach:,} tokens by its config{by}{unneeded}."
     turns = (
         f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
         f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
@@ -422,18 +395,13 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
         f"Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
     )
     yield "turns", turns
-    similar = "no distance up to the target"
-    if limits.similar_until is not None:
-        similar = f"{limits.similar_until:,} tokens"
-    least = (
-        "no base avoids that"
-        if advice.least_base is None
-        else f"{advice.least_base:,.0f} is the least that does not"
-    )
+    until, least = limits.similar_until, advice.least_base
+    similar = "no distance up to the target" if until is None else f"{until:,} tokens"
+    avoids = "no base avoids that" if least is None else f"{least:,.0f} is the least that does not"
     base = (
         f"{limits.theta:,.0f}. The first distance at which a similar token may lose to a random one: {similar}; up to "
-        f"{advice.target:,} tokens {least} (arXiv 2405.14591, for this model's {limits.rotated} pairs). A rule of "
-        "thumb, for training."
+        f"{target:,} tokens {avoids} (arXiv 2405.14591, for this model's {limits.rotated} pairs). A rule of thumb, for "
+        "training."
     )
     yield "base", base
     unknown = "unknown: this model does not run without its weights."
@@ -442,45 +410,45 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
         yield "in a cache", carried.note
     if not (carried.scaled and advice.needed):
         return
-    original, reach = carried.original, carried.reach
-    replaced = f"replace=True starts from rope_theta and {original:,} tokens, x{advice.target / original:.4g}"
-    scaled = "the frequencies in force"
-    if carried.rope_type == "longrope":
-        scaled = "its long list, in texts of every length,"
-    composed = f"compose=True scales {scaled} once more, from {reach:,} tokens, x{advice.target / reach:.4g}"
-    if carried.rope_type == "dynamic":
+    replaced = (
+        f"replace=True starts from rope_theta and {original:,} tokens, x{target / original:.4g}"
+    )
+    long = kind == "longrope"
+    scaled = "its long list, in texts of every length," if long else "the frequencies in force"
+    composed = (
+        f"compose=True scales {scaled} once more, from {reach:,} tokens, x{target / reach:.4g}"
+    )
+    scaling = (
+        f"{composed}: right for weights that were trained with them. {replaced}: right if the scaling was only written "
+        "into the config."
+    )
+    if kind == "dynamic":
         scaling = (
-            f"{carried.rope_type} has a table for each length, which cannot be composed. {replaced}. Weights trained "
-            "with that scaling lose it."
+            f"{kind} has a table for each length, which cannot be composed. {replaced}. Weights trained with that "
+            "scaling lose it."
         )
     elif "replace" in advice.beside:
         scaling = (
             "the config's length does not count its scaling, so the weights were not trained with it. "
             f"{replaced}. {composed}, untrained twice."
         )
-    else:
-        scaling = (
-            f"{composed}: right for weights that were trained with them. {replaced}: right if the scaling was only "
-            "written into the config."
-        )
     yield "already scaled", scaling
 
 
 def table(advice: Advice) -> Grid:
     """Return the classes of methods that work without training from scratch, with up to three methods of each kind."""
-    grid = Grid(
+    grid, groups = Grid.of(""), _groups(advice)
+    grid.title = (
         f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
     )
-    groups = _groups(advice)
     grid.column("works", least=max((len(works) for works, _ in groups), default=0))
     grid.column("changes", least=max((len(kind) for _, kind in groups), default=0))
     grid.column("method", least=max((len(option.method) for option in advice.options), default=0))
     grid.column("why")
-    for (works, kind), options in groups.items():
+    for heads, options in groups.items():
         for number, option in enumerate(options[:SHOWN]):
             reason = option.reason + (" [*]" if _untried(option) else "")
-            heads = ("", "") if number else (works, kind)
-            grid.row(*heads, option.method, reason, rule=not number)
+            grid.row(*(("", "") if number else heads), option.method, reason, rule=not number)
     return grid
 
 
@@ -490,10 +458,8 @@ def _groups(advice: Advice) -> dict[tuple[str, str], list[Option]]:
     for option in advice.options:
         if option.works not in (TRAINED, REFUSED):
             groups.setdefault((option.works, option.kind), []).append(option)
-    order = sorted(
-        groups, key=lambda group: WORKS.index(group[0])
-    )  # stable: kinds by their first method
-    return {group: groups[group] for group in order}
+    # stable: kinds by their first method
+    return dict(sorted(groups.items(), key=lambda group: WORKS.index(group[0][0])))
 
 
 def notes(advice: Advice) -> Iterator[str]:

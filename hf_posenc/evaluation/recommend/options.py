@@ -57,12 +57,9 @@ _LARGEST_SCALE = 16  # the search for a larger scale ends at this multiple of th
 
 @dataclass(frozen=True)
 class RotaryLimits:
-    """Limits that follow from a table and its trained length.
+    """Limits that follow from a table of base `theta` and rotary dimension `dim`, trained at `original` tokens.
 
     Attributes:
-        original: The trained length L, in tokens.
-        theta: The base b.
-        dim: The rotary dimension d.
         turns: Turns that each pair makes over L tokens, `L f_i / (2 pi)`; shape (d/2,).
         rotated: Number of pairs that rotate.
         full_turns: Number of pairs that made one whole turn in training.
@@ -92,11 +89,10 @@ class RotaryLimits:
 def rotary_limits(spec: RopeSpec, target: int) -> RotaryLimits:
     """Compute the limits of a table; `similar_until` is sought up to `target` tokens."""
     table = spec.default_inv_freq()
-    original = spec.original_max_position_embeddings
-    turns = _turns(table, original)
+    turns = _turns(table, spec.original_max_position_embeddings)
     full = int((turns >= 1).sum())
     return RotaryLimits(
-        original=original,
+        original=spec.original_max_position_embeddings,
         theta=spec.theta,
         dim=spec.dim,
         turns=tuple(turns.tolist()),
@@ -199,12 +195,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Option:
-    """Method at the target length.
+    """Method at the target length; how it `works` is one of `WORKS`.
 
     Attributes:
-        method: Its name.
-        works: One of `WORKS`.
-        reason: The reason, in a sentence.
         options: Arguments of `patch_model`; `None` if some of them have to be searched first.
         attention: True if it computes attention itself, rather than changing the table alone.
         trial: True if its trial on the model succeeded; `None`: not tried, as there are no weights.

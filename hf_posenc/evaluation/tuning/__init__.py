@@ -1,15 +1,17 @@
-"""Objective of a sweep or a search: tail perplexity at a target length, its measurement, and comparisons of methods."""
+"""What a sweep and a search share: tail perplexity at a target length, comparisons of methods, and the measurement."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +42,9 @@ from hf_posenc.files import finite
 ResultT = TypeVar("ResultT")
 
 
+# The objective, and what is measured of it.
+
+
 @dataclass(frozen=True)
 class TailSettings:
     """Tail perplexity at a target length, beside that of the same tokens at the original length.
@@ -65,18 +70,14 @@ class TailSettings:
             raise PosencError(
                 f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
             )
-        if self.windows_per_document < 1:
-            raise PosencError(
-                f"windows_per_document is at least 1, not {self.windows_per_document}."
-            )
         object.__setattr__(self, "tail_tokens", self.protocol.tail_tokens)  # checks the others too
 
     @classmethod
     def of(cls, options: TailOptions, original: int) -> TailSettings:
         """Return the objective of a command; the default target is four times the original length."""
-        shared = {field.name for field in dataclasses.fields(cls)} & set(vars(options))
-        values = {name: getattr(options, name) for name in shared}
-        return cls(original, options.target_length or 4 * original, **values)
+        names = (each.name for each in dataclasses.fields(cls) if hasattr(options, each.name))
+        given = {name: getattr(options, name) for name in names}
+        return cls(original, options.target_length or 4 * original, **given)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -95,11 +96,6 @@ class TailSettings:
             chunk=self.chunk,
             prefill=self.prefill,
         )
-
-    @property
-    def scale(self) -> float:
-        """The target as a multiple of the original length."""
-        return self.target / self.original
 
 
 @dataclass(frozen=True)
@@ -121,22 +117,19 @@ class Loss:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Loss:
         """Read the values of `to_dict`."""
-        nats, failed = nan_if_none(values.get("nats")), values.get("failed")
-        return cls(nats, values.get("tokens", 0), failed)
+        nats, tokens = nan_if_none(values.get("nats")), values.get("tokens", 0)
+        return cls(nats, tokens, values.get("failed"))
 
 
-def log_perplexity(losses: Sequence[Loss]) -> float:
-    """Return total nats by total tokens; NaN if any document gave no number."""
-    tokens = sum(loss.tokens for loss in losses)
-    return math.fsum(loss.nats for loss in losses) / tokens if tokens else math.nan
+Losses = Mapping[tuple[str, int, int], Loss]
+"""Losses by label (or the candidate's key), length and the document's index."""
+Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
+"""Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
+Course = tuple[Sequence[tuple[Candidate, bool]], Losses, dict[str, Any]]
+"""What a job has measured: candidates, each with True for a control, their losses, and other fields of its result."""
 
 
-def failure_of(losses: Sequence[Loss]) -> str | None:
-    """Return the reason why there is no perplexity; `None` if there is one."""
-    reason = next((loss.failed for loss in losses if loss.failed is not None), None)
-    if reason is None and not math.isfinite(log_perplexity(losses)):
-        return "the loss is not a finite number"
-    return reason
+# Comparisons.
 
 
 @dataclass(frozen=True)
@@ -145,10 +138,6 @@ class Comparison:
 
     ratio: float
     interval: Interval | None
-
-
-Losses = Mapping[tuple[str, int, int], Loss]
-"""Losses by label (or the candidate's key), length and the document's index."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +187,7 @@ class Board:
         return [self.losses[label, length, document] for document in documents]
 
     def compare(
-        self,
-        label: str,
-        other: str,
-        length: int,
-        documents: Sequence[int],
-        comparisons: int = 1,
+        self, label: str, other: str, length: int, documents: Sequence[int], comparisons: int = 1
     ) -> Comparison | None:
         """Return the paired ratio of two methods; `None` if one of them has no number."""
         losses, others = (self.of(name, length, documents) for name in (label, other))
@@ -212,27 +196,19 @@ class Board:
         difference, interval = estimate(*_sums(losses), _sums(others), comparisons)
         return Comparison(exp_or_inf(difference), _powers(interval))
 
-    def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
-        """Return the regression on short texts, as a ratio."""
-        return self.compare(label, self.baseline, self.settings.original, documents)
-
-    def within_bound(self, label: str, documents: Sequence[int]) -> bool:
-        """Return whether the regression on short texts is at most `max_regression`."""
+    def past(self, label: str, documents: Sequence[int]) -> float:
+        """Return 0 within the bound on short texts, else the ratio there; infinite if there is none."""
         if self.settings.max_regression is None:
-            return True
-        short = self.short(label, documents)
-        return short is not None and short.ratio <= 1 + self.settings.max_regression
+            return 0.0
+        short = self.compare(label, self.baseline, self.settings.original, documents)
+        if short is None:
+            return math.inf
+        return short.ratio if short.ratio > 1 + self.settings.max_regression else 0.0
 
-    def score(
-        self, label: str, documents: Sequence[int], short: Sequence[int] | None = None
-    ) -> float:
-        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound.
-
-        `short` are the documents of which the regression on short texts counts, by default the same.
-        """
+    def score(self, label: str, documents: Sequence[int], short: Sequence[int]) -> float:
+        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound on `short`."""
         losses = self.of(label, self.settings.target, documents)
-        bounded = documents if short is None else short
-        if failure_of(losses) is not None or not self.within_bound(label, bounded):
+        if failure_of(losses) is not None or self.past(label, short):
             return math.inf
         return log_perplexity(losses)
 
@@ -242,14 +218,12 @@ class Board:
         Methods past the bound follow those within it, the nearest to the bound first: few documents then do not
         exclude a method that more of them would admit.
         """
-        order = {}
-        for label in labels:
-            losses, past = self.of(label, self.settings.target, documents), 0.0
-            if failure_of(losses) is None:
-                if not self.within_bound(label, documents):
-                    short = self.short(label, documents)
-                    past = math.inf if short is None else short.ratio
-                order[label] = past, log_perplexity(losses)
+        losses = {label: self.of(label, self.settings.target, documents) for label in labels}
+        order = {
+            label: (self.past(label, documents), log_perplexity(own))
+            for label, own in losses.items()
+            if failure_of(own) is None
+        }
         return sorted(order, key=order.__getitem__)  # stable: the first named wins a tie
 
     def row(
@@ -262,28 +236,42 @@ class Board:
         short: Sequence[int] | None = None,
         left: bool = False,
     ) -> Row:
-        """Return the row of a method over some documents; `short` as for `score`, `left` as in `Row`."""
-        target = self.settings.target
-        losses = self.of(label, target, documents)
+        """Return the row of a method over some documents; `short` are others for the regression, `left` as in `Row`."""
+        original, target = self.settings.lengths
+        losses, to_best, regression = self.of(label, target, documents), None, None
         failed = failure_of(losses)
-        to_best = None
         if best and best != label:
             to_best = self.compare(label, best, target, documents, self.comparisons)
-        if to_best is not None and (left or len(documents) < FEW_DOCUMENTS):
-            to_best = Comparison(to_best.ratio, None)
+            if to_best is not None and (left or len(documents) < FEW_DOCUMENTS):
+                to_best = Comparison(to_best.ratio, None)
+        if label != self.baseline:
+            read = documents if short is None else short
+            regression = self.compare(label, self.baseline, original, read)
         return Row(
             label=label,
             control=control,
             documents=len(documents),
             perplexity=exp_or_inf(log_perplexity(losses)),
             interval=_powers(estimate(*_sums(losses))[1]) if failed is None else None,
-            short=None
-            if label == self.baseline
-            else self.short(label, documents if short is None else short),
+            short=regression,
             to_best=to_best,
             failed=failed,
             left=left,
         )
+
+
+def log_perplexity(losses: Sequence[Loss]) -> float:
+    """Return total nats by total tokens; NaN if any document gave no number."""
+    tokens = sum(loss.tokens for loss in losses)
+    return math.fsum(loss.nats for loss in losses) / tokens if tokens else math.nan
+
+
+def failure_of(losses: Sequence[Loss]) -> str | None:
+    """Return the reason why there is no perplexity; `None` if there is one."""
+    reason = next((loss.failed for loss in losses if loss.failed is not None), None)
+    if reason is None and not math.isfinite(log_perplexity(losses)):
+        return "the loss is not a finite number"
+    return reason
 
 
 def _sums(losses: Sequence[Loss]) -> tuple[list[float], list[float]]:
@@ -294,8 +282,7 @@ def _powers(interval: Interval | None) -> Interval | None:
     return None if interval is None else (exp_or_inf(interval[0]), exp_or_inf(interval[1]))
 
 
-Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
-"""Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
+# The measurement.
 
 
 @dataclass(kw_only=True)
@@ -306,6 +293,8 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     model, the source of the documents, the versions and the command; `special` are the token ids in front of a window.
     """
 
+    result: ClassVar[type[Any]]
+
     model: nn.Module
     settings: TailSettings
     documents: Sequence[TokenizedDocument]
@@ -315,31 +304,45 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     scorer: FrugalScorer = field(init=False)
 
     def __post_init__(self) -> None:
-        identity.check_vocabulary(
-            self.model, max(document.largest() for document in self.documents)
-        )
+        largest = max(document.largest() for document in self.documents)
+        identity.check_vocabulary(self.model, largest)
         probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
         chunk, prefill = self.settings.chunk, self.settings.prefill
         with evaluation_mode(self.model):
             self.scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=chunk, prefill=prefill))
+        self.texts = list(self.documents)
         self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
         self.items: Sequence[Item] = ()
 
     @abc.abstractmethod
-    def course(self, measure: Batch) -> ResultT:
+    def course(self, measure: Batch) -> Course:
         """Measure batch by batch, each of which may depend on those before it."""
 
     def begin(self, store: Records) -> None:
         """Check the records of earlier runs before anything is measured."""
 
-    def document(self, index: int) -> TokenizedDocument:
-        """Return the document of an item's `order`."""
-        return self.documents[index]
+    @functools.cached_property
+    def planned(self) -> tuple[int, Course]:
+        """The tokens that the model reads if no method fails, and a course that counts them and measures nothing."""
+        read: dict[tuple[str, int, int], int] = {}
+
+        def count(
+            candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
+        ) -> Losses:
+            losses = {}
+            for candidate, length, document in itertools.product(candidates, lengths, documents):
+                cell = candidate.key, length, document
+                read[cell] = self.tokens(document, length, candidate.most)
+                # each is better than those before it, and the same on short texts: a search never returns to one
+                losses[cell] = Loss(-float(len(read) * (length == self.settings.target)), 1)
+            return losses
+
+        course = self.course(count)
+        return sum(read.values()), course
 
     @property
-    @abc.abstractmethod
     def forwarded(self) -> int:
-        """Tokens that the model reads in all batches if no method fails."""
+        return self.planned[0]
 
     @abc.abstractmethod
     def cost_line(self) -> str:
@@ -366,16 +369,28 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
         ) -> Losses:
             nonlocal done
-            self.items = self._tails(candidates, documents, lengths)
+            self.items = [
+                Item(
+                    key=("tail", candidate.key, length, self.hashes[document]),
+                    candidate=candidate,
+                    length=length,
+                    cost=self.tokens(document, length, candidate.most),
+                    cells=(("tail", candidate.key, length),),
+                    order=document,
+                )
+                for candidate in candidates
+                for length in lengths
+                for document in documents
+            ]
             mine = shard.mine(self.items)
             before = done + sum(item.cost for item in mine if store.get(item.key) is not None)
             done += sum(item.cost for item in mine)
-            progress("", min(before * shard.count, total), total)
 
-            def report(label: str, tokens: int, _: int) -> None:
+            def report(label: str, tokens: int, _: int = 0) -> None:
                 # the other processes do as much meanwhile
                 progress(label, min((before + tokens) * shard.count, total), total)
 
+            report("", 0)
             machine.execute(self, store, shard, report)
             machine.wait_for_all(self, store, shard, waiting, everyone=True, patience=0)
             losses: Losses | None = machine.collected(self, store)
@@ -387,21 +402,26 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             if folder is not None:
                 store = stack.enter_context(Store(folder, self.decisive, shard))
             self.begin(store)
-            result = self.course(batch)
-        return None if shard.index else result
+            course = self.course(batch)
+        return None if shard.index else self.result.measured(self, *course)
 
-    def tokens(self, document: int, lengths: Sequence[int], most: int | None = None) -> int:
-        """Return the tokens that a candidate, which has so many in a window at most, reads of a document."""
-        windows = (w for length in lengths for w in self._windows(document, [length], most))
-        return sum(window.forwarded for window in windows)
+    def tokens(self, text: int, length: int, most: int | None = None) -> int:
+        """Return the tokens that a candidate, which has so many in a window at most, reads of a text."""
+        return sum(window.forwarded for window in self.windows(text, length, most))
+
+    def windows(self, text: int, length: int, most: int | None) -> Sequence[Window]:
+        """Return the forwards over a text, given by its index, at a length."""
+        where: dict[str, Any] = {"special": len(self.special), "shared_prefix": False}
+        tokens, settings = len(self.texts[text].ids), self.settings.protocol
+        return plan(tokens, settings, **where, lengths=[length], most=most)
 
     def score(self, item: Item) -> Loss:
         """Return the loss of the tails of a document; the candidate is patched in."""
         nats, tokens = 0.0, 0
         most = None if item.candidate is None else item.candidate.most
-        for window in self._windows(item.order, [item.length], most):
+        for window in self.windows(item.order, item.length, most):
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
-            body = self.document(item.order).tokens(window.begin, window.end)
+            body = self.texts[item.order].tokens(window.begin, window.end)
             losses = self.scorer([torch.cat([front, body])], window.first_scored)[0]
             nats += float(losses.sum())
             tokens += len(losses)
@@ -412,39 +432,14 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
         return {} if loss is None else loss.to_dict()
 
     def collect(self, values: Mapping[Key, Value]) -> Losses:
-        failures = Failures.of(self.items, values.get)
+        failures, losses = Failures.of(self.items, values.get), {}
         reasons = failures.reasons()
-        losses = {}
         for item in self.items:
             _, key, length = cell = item.cells[0]
             lost = failures.precede(item, cell)  # whether or not another process has measured it
             value = {"failed": reasons[item.label, cell]} if lost else values[item.key]
             losses[str(key), int(length), item.order] = Loss.from_dict(value)
         return losses
-
-    def _tails(
-        self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
-    ) -> list[Item]:
-        return [
-            Item(
-                key=("tail", candidate.key, length, self.hashes[document]),
-                candidate=candidate,
-                length=length,
-                cost=self.tokens(document, [length], candidate.most),
-                cells=(("tail", candidate.key, length),),
-                order=document,
-            )
-            for candidate in candidates
-            for length in lengths
-            for document in documents
-        ]
-
-    def _windows(
-        self, document: int, lengths: Sequence[int], most: int | None = None
-    ) -> list[Window]:
-        where: dict[str, Any] = {"special": len(self.special), "shared_prefix": False}
-        tokens, settings = len(self.documents[document].ids), self.settings.protocol
-        return plan(tokens, settings, **where, lengths=lengths, most=most)
 
 
 def prepared(
@@ -469,8 +464,7 @@ def prepared(
             "--patch yarn:original_max_position_embeddings=4096."
         )
     identity.check_weights(model)
-    settings = TailSettings.of(options, original)
-    policy = options.bos or "auto"
+    settings, policy = TailSettings.of(options, original), options.bos or "auto"
     special = special_prefix(tokenizer, policy)
     documents, skipped, origin = source.load(
         tokenizer,

@@ -139,23 +139,6 @@ def critical_starts(rope: RopeSpec, scale: float, space: Space, seed: int) -> di
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes of a search. The paper's are 64 individuals, 16 mutations, 16 crossovers, 32 parents, 40 rounds."""
-
-    budget: int  # of individuals in all rounds
-    population: int  # individuals of the first round
-    parents: int  # the best ones, which have children
-    mutations: int  # children of one parent in a round
-    crossovers: int  # children of two parents in a round
-
-    @classmethod
-    def of(cls, budget: int) -> Plan:
-        """Return the paper's proportions for a budget: a twentieth of it first, of 8 to 64 individuals."""
-        population = min(64, max(8, budget // 20))
-        return cls(budget, population, population // 2, population // 4, population // 4)
-
-
-@dataclass(frozen=True)
 class Space:
     """Bounds of the search."""
 
@@ -176,19 +159,21 @@ class Space:
 
 def evolve(
     starts: Mapping[str, Genome],
-    plan: Plan,
+    budget: int,
     space: Space,
     seed: int,
     score: Callable[[Sequence[Genome]], Sequence[float]],
 ) -> list[Step]:
-    """Search for the individual with the lowest score, from named ones and their mutations.
+    """Search for the individual with the lowest score, from named ones and their mutations; `budget` are scored.
 
     `score` is called with the new individuals of every round; a score that is not finite counts as infinite. If any of
     the starts has a critical pair, the others are scored for comparison, and have no children.
     """
+    # the paper's proportions: a first round of 64, then 16 mutations and 16 crossovers of the best 32
+    population = min(64, max(8, budget // 20))
     random = np.random.default_rng(seed)
     steps: list[Step] = []
-    batch = list(starts.items())[: plan.budget]
+    batch = list(starts.items())[:budget]
     critical = any(genome.critical is not None for genome in starts.values())
     parents = [genome for _, genome in batch if critical == (genome.critical is not None)]
     seen = set(starts.values())
@@ -198,24 +183,24 @@ def evolve(
             seen.add(child)
             batch.append((kind, child))
 
-    for index in range(plan.population - len(batch)):
+    for index in range(population - len(batch)):
         add("mutation", mutated(parents[index % len(parents)], space, random, seen))
     while batch:
         steps += _scored(batch, score)
         able = [step for step in steps if critical == (step.genome.critical is not None)]
         # sorted is stable: the older of two equals is kept
-        best = [step.genome for step in sorted(able, key=lambda step: step.score)[: plan.parents]]
-        batch = []
-        for _ in range(plan.mutations):
+        ranked = sorted(able, key=lambda step: step.score)
+        best, batch = [step.genome for step in ranked[: population // 2]], []
+        for _ in range(population // 4):
             parent = best[random.integers(len(best))]
             add("mutation", mutated(parent, space, random, seen))
-        for _ in range(plan.crossovers):
+        for _ in range(population // 4):
             first, second = sorted(random.choice(len(best), 2, replace=False).tolist())
             child = crossed(best[first], best[second], random, seen)
             add("crossover", child)
             if child is None:
                 add("mutation", mutated(best[first], space, random, seen))
-        batch = batch[: plan.budget - len(steps)]
+        batch = batch[: budget - len(steps)]
     return steps
 
 
@@ -256,15 +241,6 @@ def divide(
             halves[:0] = [(*ends, float(low), float(high)) for ends in _halves(first, stop)]
         segments = halves
     return steps
-
-
-def evaluations_of_division(pairs: int) -> int:
-    """Return the number of individuals that `divide` scores without a limit."""
-    segments, count = _halves(0, pairs), len(STARTS)
-    while segments:
-        count += INCREMENTS * len(segments)
-        segments = [half for ends in segments for half in _halves(*ends)]
-    return count
 
 
 def _halves(first: int, stop: int) -> list[tuple[int, int]]:

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from torch import nn
-
-from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
+from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate
 from hf_posenc.evaluation.measuring.result import listed_fields
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW, Interval
 from hf_posenc.evaluation.tuning import Board, Comparison, Loss, Losses, Row, TailJob, TailSettings
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT", bound="TuningResult")
 
 FORMAT = 1
-
 _ABOUT = ("model", "source", "environment", "command")
 _ORDER = (
     *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
@@ -65,10 +62,10 @@ class TuningResult(Result):
         documents: The documents, as `TokenizedDocument.to_dict` returns them.
         losses: By label, length and the document's index.
         recipe: The best method as `load_patch` reads it; `None` if there is none.
+        chosen: The label of the best method; `None` if no method gave numbers within the bound.
     """
 
     title: ClassVar[str]
-    recipe_source: ClassVar[str]
 
     about: dict[str, Any]
     settings: TailSettings
@@ -78,6 +75,7 @@ class TuningResult(Result):
     losses: Losses
     recipe: dict[str, Any] | None = None
     rows: list[Row] = field(init=False)
+    chosen: str | None = field(init=False)
 
     @classmethod
     def measured(
@@ -85,12 +83,12 @@ class TuningResult(Result):
         job: TailJob[Any],
         candidates: Sequence[tuple[Candidate, bool]],
         losses: Losses,
-        **own: Any,
+        own: Mapping[str, Any],
     ) -> ResultT:
-        """Return the result of a job with its recipe; losses are by the candidates' keys, `own` are other fields."""
-        keys = [candidate.key for candidate, _ in candidates]
-        ordered = sorted(losses.items(), key=lambda item: (keys.index(item[0][0]), *item[0][1:]))
+        """Return the result of a job's course with its recipe; losses are by the candidates' keys."""
         labels = {candidate.key: candidate.label for candidate, _ in candidates}
+        keys = list(labels)
+        ordered = sorted(losses.items(), key=lambda item: (keys.index(item[0][0]), *item[0][1:]))
         result = cls(
             about=job.about,
             settings=job.settings,
@@ -102,13 +100,8 @@ class TuningResult(Result):
         )
         chosen = next((c for c, _ in candidates if c.label == result.chosen), None)
         if chosen is not None:
-            result.recipe = result._recipe(job.model, chosen)
+            result.recipe = recipe(chosen, job.model, result, *result._origin())
         return result
-
-    @property
-    @abc.abstractmethod
-    def chosen(self) -> str | None:
-        """The label of the best method; `None` if no method gave numbers within the bound."""
 
     @property
     def kept(self) -> Row | None:
@@ -120,8 +113,8 @@ class TuningResult(Result):
         """Draw the figure. Needs matplotlib."""
 
     @abc.abstractmethod
-    def _description(self) -> str:
-        """The measured perplexity of the best method, in a sentence for the recipe."""
+    def _origin(self) -> tuple[str, str]:
+        """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
 
     @abc.abstractmethod
     def _own(self) -> dict[str, Any]:
@@ -144,21 +137,6 @@ class TuningResult(Result):
     def trial(self, label: str) -> Trial:
         """Return the method of a label."""
         return next(trial for trial in self.trials if trial.label == label)
-
-    def _recipe(self, model: nn.Module, candidate: Candidate) -> dict[str, Any]:
-        """Return the patch as `save_patch` writes it, with its name and origin."""
-        with candidate.applied(model, 1):
-            patch = get_patch(model)
-        assert patch is not None
-        config: Any = model.config
-        about = {
-            "name": self.kind,
-            "model_types": [config.model_type],
-            "checkpoint": self.about["model"]["name"],
-            "source": self.recipe_source,
-            "description": self._description(),
-        }
-        return {**patch.config.to_dict(), "recipe": about}
 
     def to_dict(self) -> dict[str, Any]:
         own = self._own()
@@ -212,11 +190,7 @@ class TuningResult(Result):
         return settings
 
     def files(self) -> dict[str, str]:
-        files = super().files()
-        if self.recipe is not None:
-            text = json.dumps(self.recipe, indent=2, allow_nan=False)  # as in the package
-            files[f"{self.kind}_recipe.json"] = f"{text}\n"
-        return files
+        return super().files() | recipe_file(self.kind, self.recipe)
 
     def figures(self) -> dict[str, Figure]:
         return {self.kind: self.plot()}
@@ -228,20 +202,18 @@ class TuningResult(Result):
 
     def tables(self) -> list[Grid]:
         """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
-        return [self._tails("best")]
+        return [self._grid(self.rows)]
 
-    def _tails(self, word: str) -> Grid:
-        definition = self.settings.protocol.definition("tail")
-        return self._grid(self.rows, f"{self.title}, tail: {definition}", "tail", word)
-
-    def _grid(self, rows: Sequence[Row], title: str, scored: str, word: str) -> Grid:
+    def _grid(
+        self, rows: Sequence[Row], title: str = "", scored: str = "tail", word: str = "best"
+    ) -> Grid:
         """Return the table of some rows.
 
         `scored` names the tokens that the perplexity is of, `word` the chosen method: `chosen` where it was chosen by
         other tokens, else `best`.
         """
         settings = self.settings
-        grid = Grid(title)
+        grid = Grid(title or f"{self.title}, tail: {settings.protocol.definition('tail')}")
         grid.column("method", least=12)  # longer text is wrapped
         grid.column("docu-\nments", numeric=True)
         grid.column(f"{scored} at\n{settings.target:,}", numeric=True)
@@ -249,16 +221,41 @@ class TuningResult(Result):
         grid.column(f"by the\n{word}", numeric=True)
         grid.column("", least=9)
         for row in rows:
+            best = row.to_best
             grid.row(
                 row.label,
                 f"{row.documents:,}",
-                Field("-") if row.failed is not None else _field(row.perplexity, row.interval, 3),
+                "-" if row.failed is not None else with_range(row.perplexity, row.interval, 3),
                 _percent(row.short),
-                _field(row.to_best.ratio, row.to_best.interval, 4) if row.to_best else "",
+                "" if best is None else with_range(best.ratio, best.interval),
                 verdict(row, settings, self.chosen, word),
                 mark="best" if row.label == self.chosen else "control" if row.control else "",
             )
         return grid
+
+
+def recipe(
+    chosen: Candidate, model: Any, result: Any, source: str, description: str
+) -> dict[str, Any]:
+    """Return a candidate as `save_patch` writes it, with its name and origin."""
+    with chosen.applied(model, 1):
+        patch = get_patch(model)
+    assert patch is not None
+    about = {
+        "name": result.kind,
+        "model_types": [model.config.model_type],
+        "checkpoint": result.about["model"]["name"],
+        "source": source,
+        "description": description,
+    }
+    return {**patch.config.to_dict(), "recipe": about}
+
+
+def recipe_file(kind: str, recipe: dict[str, Any] | None) -> dict[str, str]:
+    """Return the file of a recipe, formatted as those in the package; none without one."""
+    if recipe is None:
+        return {}
+    return {f"{kind}_recipe.json": json.dumps(recipe, indent=2, allow_nan=False) + "\n"}
 
 
 def verdict(
@@ -322,9 +319,7 @@ def _percent(short: Comparison | None) -> str:
     return "" if short is None else f"{100 * (short.ratio - 1):+.1f} %"
 
 
-def _field(value: float, interval: tuple[float, float] | None, digits: int) -> Field:
+def with_range(value: float, interval: Interval | None, digits: int = 4) -> Field:
+    """Return a field of a number, and below it the ends of its interval with so many digits."""
     field = Field(number(value), value=value)
-    if interval is not None:
-        low, high = (number(end, digits) for end in interval)
-        field.append(f"\n{low}-{high}", "aside")
-    return field
+    return field.append(f"\n{number_range(interval, digits)}", "aside") if interval else field

@@ -7,6 +7,7 @@ in them (LongRoPE2, Shang et al. 2025, arXiv 2502.20082, section 3.2 and appendi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,28 +29,21 @@ from hf_posenc.evaluation.perplexity.protocols import Span, Window
 from hf_posenc.evaluation.plots.results import search_figure
 from hf_posenc.evaluation.retrieval.prompts import Kit, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import get_task
-from hf_posenc.evaluation.tuning import Batch, Board, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning import Batch, Board, Course, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.algorithms import (
     ALGORITHMS,
     LABEL,
     STARTS,
     Genome,
-    Plan,
     Space,
     Step,
     best_of,
     critical_starts,
     divide,
-    evaluations_of_division,
     evolve,
     starts,
 )
-from hf_posenc.evaluation.tuning.results import (
-    TuningResult,
-    against,
-    family_note,
-    on_short,
-)
+from hf_posenc.evaluation.tuning.results import TuningResult, against, family_note, on_short
 from hf_posenc.evaluation.tuning.sweep import tried
 from hf_posenc.model.context import context_of
 from hf_posenc.model.discovery import read_spec, select, tables_of
@@ -92,9 +86,10 @@ class SearchResult(TuningResult):
     Attributes:
         search: The search's own settings: objective, algorithm, budget, short texts, a fixed factor on cos and sin.
         steps: Every individual in the order in which it was scored.
-        searched: Indices of the documents that the search read; the others are held out.
+        searched: Indices of the documents that the search read; the others are `held_out`.
         needles: With the objective `needle`, the needle of every document; in `losses`, they come after the documents.
         needle_rows: The rows of the needles in the held-out documents.
+        judged: The rows of the tokens that the search was for.
         best: The step with the lowest score; `None` if none gave a number within the bound.
     """
 
@@ -105,61 +100,41 @@ class SearchResult(TuningResult):
     steps: Sequence[Step]
     searched: Sequence[int]
     needles: Sequence[dict[str, Any]] = ()
+    held_out: list[int] = field(init=False)
     needle_rows: list[Row] = field(init=False)
+    judged: list[Row] = field(init=False)
     best: Step | None = field(init=False)
 
     def __repr__(self) -> str:
         return f"SearchResult({len(self.steps)} evaluations, {len(self.documents)} documents)"
 
     def __post_init__(self) -> None:
+        count, board = len(self.documents), self.board
+        self.held_out = [index for index in range(count) if index not in self.searched]
         self.best = best_of(self.steps)
-        self.rows = self._rows(self.held_out)
-        self.needle_rows = []
-        if self.needles:
-            self.needle_rows = self._rows([len(self.documents) + d for d in self.held_out])
+        self.chosen = None if self.best is None else LABEL
 
-    def _rows(self, documents: Sequence[int]) -> list[Row]:
-        short, best = self.held_out, self.chosen
-        return [
-            self.board.row(trial.label, documents, best, control=trial.control, short=short)
-            for trial in self.trials
-        ]
+        def rows(texts: Sequence[int]) -> list[Row]:
+            return [
+                board.row(t.label, texts, self.chosen, control=t.control, short=self.held_out)
+                for t in self.trials
+            ]
 
-    @property
-    def recipe_source(self) -> str:  # type: ignore[override]
-        """The origin of a recipe: the algorithm, and the objective if it is not LongRoPE's."""
-        source = f"hf-posenc search, after {ALGORITHMS[self.search.get('algorithm', 'longrope')]}"
-        return f"{source}; scored by needles (arXiv 2502.20082)" if self.needles else source
-
-    @property
-    def judged(self) -> list[Row]:
-        """The rows of the tokens that the search was for."""
-        return self.needle_rows if self.needles else self.rows
-
-    @property
-    def chosen(self) -> str | None:
-        return None if self.best is None else LABEL
+        self.rows = rows(self.held_out)
+        self.needle_rows = rows([count + d for d in self.held_out]) if self.needles else []
+        self.judged = self.needle_rows or self.rows
 
     @property
     def comparisons(self) -> int:
         """Number of the other methods in all tables; other documents have chosen the best one."""
         return (len(self.trials) - 1) * (2 if self.needles else 1)
 
-    @property
-    def held_out(self) -> list[int]:
-        """Indices of the documents that the search has not read."""
-        return [index for index in range(len(self.documents)) if index not in self.searched]
-
-    @property
-    def _begun(self) -> list[Step]:
-        return [step for step in self.steps if step.kind in STARTS]
-
     def best_start(self) -> Row | None:
-        """Return the published method among the starts with the lowest perplexity on the held-out documents.
+        """Return the published method among the starts with the lowest perplexity of what was searched for.
 
-        It is the perplexity of the tokens that the search was for.
+        It is the perplexity on the held-out documents.
         """
-        names = {step.kind for step in self._begun}
+        names = {step.kind for step in self.steps if step.kind in STARTS}
         rows = [r for r in self.judged if self.trial(r.label).method in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
 
@@ -184,33 +159,28 @@ class SearchResult(TuningResult):
 
     @classmethod
     def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        steps = [Step.from_dict(step) for step in values["steps"]]
-        needles = values.get("needles", ())
-        return {
-            "search": settings,
-            "steps": steps,
-            "searched": values["searched"],
-            "needles": needles,
-        }
+        own = {"searched": values["searched"], "needles": values.get("needles", ())}
+        return {"search": settings, "steps": list(map(Step.from_dict, values["steps"])), **own}
 
     def tables(self) -> list[Grid]:
         """Return the tails of the held-out documents, and the needles in them if the search was for needles."""
         if not self.needles:
             return super().tables()
         title = "Search, needles in the held-out documents: perplexity of the answers' tokens alone"
-        return [self._grid(self.needle_rows, title, "needle", "best"), self._tails("chosen")]
+        needles = self._grid(self.needle_rows, title, scored="needle")
+        return [needles, self._grid(self.rows, word="chosen")]
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""
         scores = [step.score for step in self.steps]
         perplexities = [math.exp(score) if score < 700 else math.nan for score in scores]
-        begun = {step.kind: step.genome.factors for step in self._begun}
+        begun = {step.kind: step.genome.factors for step in self.steps if step.kind in STARTS}
         best = None if self.best is None else self.best.genome.factors
         scored = "needle" if self.needles else "tail"
         return search_figure(perplexities, begun, best, self.settings.target, scored)
 
     def notes(self) -> Iterator[str]:
-        settings, searched, count = self.settings, len(self.searched), len(self.held_out)
+        searched, count = len(self.searched), len(self.held_out)
         table = "table is" if not self.needles else "tables are"
         yield (
             f"{len(self.steps)} evaluations on {searched} document{'s' * (searched != 1)}; the {table} of the other "
@@ -226,28 +196,27 @@ class SearchResult(TuningResult):
         if self.best is None:
             yield "No individual gave a number within the bound: there is no recipe."
             return
-        begun = best_of(self._begun)
+        begun = best_of([step for step in self.steps if step.kind in STARTS])
         found = next(row for row in self.judged if row.label == LABEL)
         began = "" if begun is None else f" from {number(exp_or_inf(begun.score))} ({begun.kind})"
         yield (
             f"On its own documents the search went{began} to {number(exp_or_inf(self.best.score))}; on the others it "
-            f"is at {number(found.perplexity)}{on_short(found, settings)}."
+            f"is at {number(found.perplexity)}{on_short(found, self.settings)}."
         )
-        start = self.best_start()
-        if start is not None:
+        if (start := self.best_start()) is not None:
             yield _to_start(start)
-        for row in (row for row in self.judged if row.control):
-            yield against(row, settings)
+        yield from (against(row, self.settings) for row in self.judged if row.control)
 
-    def _description(self) -> str:
+    def _origin(self) -> tuple[str, str]:
         row, settings = next(row for row in self.judged if row.label == LABEL), self.settings
+        source = f"hf-posenc search, after {ALGORITHMS[self.search.get('algorithm', 'longrope')]}"
+        by = "; scored by needles (arXiv 2502.20082)" if self.needles else ""
         start = self.best_start()
         beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
-        scored = "Needle" if self.needles else "Tail"
-        return (
-            f"{scored} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
-            f"document{'s' * (row.documents != 1)} that the search has not read{beside}; {len(self.steps)} "
-            f"evaluations, seed {self.search['seed']}."
+        return source + by, (
+            f"{'Needle' if self.needles else 'Tail'} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on "
+            f"{row.documents} document{'s' * (row.documents != 1)} that the search has not read{beside}; "
+            f"{len(self.steps)} evaluations, seed {self.search['seed']}."
         )
 
 
@@ -299,17 +268,6 @@ class Needle:
         """Hash of the tokens, and the number of them that count."""
         return f"{self.to_dict()['tokens_sha256']} needle {self.answer}"
 
-    def window(self, special: int, length: int, most: int | None = None) -> Window:
-        """Return the only forward: all tokens behind the special ones, or the last of them so that there are `most`.
-
-        The tokens of the answer are scored.
-        """
-        tokens = special + len(self.document)
-        begin = 0 if most is None else max(0, tokens - most)
-        stop = tokens - begin
-        span = Span("needle", length, stop - self.answer, stop, float(self.answer))
-        return Window(begin, len(self.document), special, True, (span,))
-
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
         return {**self.document.to_dict(), "depth": self.depth, "answer_tokens": self.answer}
@@ -350,8 +308,10 @@ def needles_in(
 class SearchJob(TailJob[SearchResult]):
     """Search whose model and documents are ready; with the objective `needle`, also a needle for every document.
 
-    The needle of document i is document `len(documents) + i` of the measurements.
+    The needle of document i is text `len(documents) + i` of the measurements.
     """
+
+    result = SearchResult
 
     own: SearchSettings
     needles: Sequence[Needle] = ()
@@ -362,6 +322,7 @@ class SearchJob(TailJob[SearchResult]):
             raise PosencError(
                 "The objective needle, and no other, takes a needle for every document: needles_in makes them."
             )
+        self.texts += [needle.document for needle in self.needles]
         self.hashes += [needle.key for needle in self.needles]
 
     def begin(self, store: Records) -> None:
@@ -375,109 +336,77 @@ class SearchJob(TailJob[SearchResult]):
                 "--output, or the same objective to resume it."
             )
 
-    def document(self, index: int) -> TokenizedDocument:
-        count = len(self.documents)
-        return self.documents[index] if index < count else self.needles[index - count].document
+    def windows(self, text: int, length: int, most: int | None) -> Sequence[Window]:
+        if text < len(self.documents):
+            return super().windows(text, length, most)
+        # Of a prompt, all tokens are read, or the last of them; those of the answer are scored.
+        special, body = len(self.special), len(self.texts[text])
+        begin = 0 if most is None else max(0, special + body - most)
+        stop, answer = special + body - begin, self.needles[text - len(self.documents)].answer
+        span = Span("needle", self.settings.target, stop - answer, stop, float(answer))
+        return [Window(begin, body, special, True, (span,))]
 
-    def _windows(
-        self, document: int, lengths: Sequence[int], most: int | None = None
-    ) -> list[Window]:
-        count = len(self.documents)
-        if document < count:
-            return super()._windows(document, lengths, most)
-        needle, target = self.needles[document - count], self.settings.target
-        return [needle.window(len(self.special), target, most)]
+    @functools.cached_property
+    def beside(self) -> dict[str, Any]:
+        """Arguments of `patch_model` for a checkpoint that is scaled already."""
+        given = {
+            "replace": self.own.replace,
+            "original_max_position_embeddings": self.own.scaled_from,
+        }
+        return {name: value for name, value in given.items() if value}
 
-    def _scored(self, documents: Sequence[int]) -> list[int]:
-        """Return what an individual is scored on: documents, or the needles in them."""
-        return [len(self.documents) + d for d in documents] if self.needles else list(documents)
+    @functools.cached_property
+    def named(self) -> list[tuple[Candidate, bool]]:
+        """The controls and the methods that a search starts from, with the keys that a sweep stores them under."""
+        scale = {"scale": self.settings.target / self.settings.original}
+        methods = [(Candidate.of([Part(name, scale)], self.beside), False) for name in STARTS]
+        controls = [(Candidate.parse(spec), True) for spec in CONTROLS]
+        return tried(self.model, [*controls, *methods], self.settings.original)
 
-    def course(self, measure: Batch) -> SearchResult:
-        settings, own = self.settings, self.own
-        searched = split(len(self.documents), own.search_documents)
-        rope = rope_of(self.model, own)
-        begin = starts(rope, settings.scale, own.attention_factor)
-        beside: dict[str, Any] = {"replace": True} if own.replace else {}
-        if own.scaled_from is not None:
-            beside["original_max_position_embeddings"] = own.scaled_from
+    def course(self, measure: Batch) -> Course:
+        settings, own, count = self.settings, self.own, len(self.documents)
+        searched = split(count, own.search_documents)
+        held_out = [index for index in range(count) if index not in searched]
+        scored = [count + d for d in searched] if self.needles else searched
+        # the bound on short texts is of tails, whatever is searched for
+        bounded = [settings.original] if settings.max_regression is not None else []
+        lengths = [settings.target] if self.needles else [*bounded, settings.target]
+        scale, plain = settings.target / settings.original, self.named[0][0]
 
         def candidate(genome: Genome) -> Candidate:
-            return genome.candidate(settings.scale, own.short_texts, beside)
+            return genome.candidate(scale, own.short_texts, self.beside)
 
         def score(genomes: Sequence[Genome]) -> list[float]:
-            candidates, plain = [candidate(genome) for genome in genomes], compared[0][0]
-            losses = dict(measure(candidates, scored, self._lengths))
-            if settings.max_regression is not None:
-                losses |= measure([plain], searched, [settings.original])
+            candidates = [candidate(genome) for genome in genomes]
+            losses = dict(measure(candidates, scored, lengths))
+            if bounded:
+                losses |= measure([plain], searched, bounded)
                 if self.needles:
-                    losses |= measure(candidates, searched, [settings.original])
+                    losses |= measure(candidates, searched, bounded)
             board = Board(losses, settings, plain.key)
             return [board.score(each.key, scored, searched) for each in candidates]
 
-        original = settings.original  # as many tokens as truncation reads
-        parsed = [(Candidate.parse(spec), True) for spec in CONTROLS]
-        controls = tried(self.model, parsed, original)
-        compared = [(dataclasses.replace(each, original=original), True) for each, _ in controls]
-        scored = self._scored(searched)
+        rope = rope_of(self.model, own)
+        begin = starts(rope, scale, own.attention_factor)
         if own.algorithm == "dcis":
             steps = divide(begin, own.budget, score)
         else:
-            space = Space.of(settings.scale, own.attention_factor, own.algorithm)
-            critical = {}
+            space, critical = Space.of(scale, own.attention_factor, own.algorithm), {}
             if own.algorithm == "longrope2":
-                critical = critical_starts(rope, settings.scale, space, own.seed)
-            steps = evolve(begin | critical, Plan.of(own.budget), space, own.seed, score)
+                critical = critical_starts(rope, scale, space, own.seed)
+            steps = evolve(begin | critical, own.budget, space, own.seed, score)
         best = best_of(steps)
-        for name in begin:
-            part = Part(name, {"scale": settings.scale})
-            compared.append((Candidate.of([part], beside), False))
-        if best is not None:
-            compared.append((candidate(best.genome), False))
-        held_out = [index for index in range(len(self.documents)) if index not in searched]
+        compared = [*self.named, *([] if best is None else [(candidate(best.genome), False)])]
         finalists = [each for each, _ in compared]
         losses = dict(measure(finalists, held_out, settings.lengths))
         if self.needles:
-            losses |= measure(finalists, self._scored(held_out), [settings.target])
+            losses |= measure(finalists, [count + d for d in held_out], [settings.target])
         fields = {"search": dataclasses.asdict(own), "steps": steps, "searched": searched}
-        needles = [needle.to_dict() for needle in self.needles]
-        return SearchResult.measured(self, compared, losses, **fields, needles=needles)
-
-    @property
-    def _lengths(self) -> Sequence[int]:
-        """Lengths of the texts that an individual is scored on: the original one only of tails, if it has a bound."""
-        settings = self.settings
-        bounded = settings.max_regression is not None and not self.needles
-        return settings.lengths if bounded else [settings.target]
-
-    @property
-    def forwarded(self) -> int:
-        documents = range(len(self.documents))
-        searched = split(len(self.documents), self.own.search_documents)
-        once = sum(self.tokens(d, self._lengths) for d in self._scored(searched))
-        held_out = [d for d in documents if d not in searched]
-        if self.needles and self.settings.max_regression is not None:
-            once += sum(self.tokens(d, [self.settings.original]) for d in searched)
-
-        def both(most: int | None) -> int:
-            cost = sum(self.tokens(d, self.settings.lengths, most) for d in held_out)
-            needles = self._scored(held_out) if self.needles else ()
-            return cost + sum(self.tokens(d, [self.settings.target], most) for d in needles)
-
-        whole = (len(CONTROLS) + len(STARTS)) * both(
-            None
-        )  # the result too, and all controls but truncation
-        return self._evaluations * once + whole + both(self.settings.original)
-
-    @property
-    def _evaluations(self) -> int:
-        """Number of individuals: the budget, or fewer if DCIS ends before."""
-        if self.own.algorithm != "dcis":
-            return self.own.budget
-        pairs = rope_of(self.model, self.own).dim // 2
-        return min(self.own.budget, evaluations_of_division(pairs))
+        return compared, losses, {**fields, "needles": [each.to_dict() for each in self.needles]}
 
     def cost_line(self) -> str:
-        return f"{self.forwarded:,} tokens for {self._evaluations:,} evaluations."
+        _, (*_, own) = self.planned
+        return f"{self.forwarded:,} tokens for {len(own['steps']):,} evaluations."
 
 
 def prepare_search(

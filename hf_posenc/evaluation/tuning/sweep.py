@@ -5,7 +5,6 @@ All methods are compared on a few documents, the better half of them on twice as
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,22 +16,13 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import number
-from hf_posenc.evaluation.measuring.candidates import (
-    Candidate,
-    agreed,
-    crossed,
-    original_length,
-)
+from hf_posenc.evaluation.measuring.candidates import Candidate, agreed, crossed, original_length
+from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.plots.results import sweep_figure
-from hf_posenc.evaluation.tuning import Batch, Board, Loss, Row, TailJob, prepared
-from hf_posenc.evaluation.tuning.results import (
-    TuningResult,
-    against,
-    family_note,
-    on_short,
-)
+from hf_posenc.evaluation.tuning import Batch, Board, Course, Loss, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning.results import TuningResult, against, family_note, on_short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,22 +32,20 @@ LEAST = 2
 
 
 def tried(
-    model: nn.Module,
-    candidates: Sequence[tuple[Candidate, bool]],
-    original: int | None = None,
+    model: nn.Module, candidates: Sequence[tuple[Candidate, bool]], original: int | None = None
 ) -> list[tuple[Candidate, bool]]:
     """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number."""
     checked, errors = [], []
     for candidate, control in candidates:
         try:
-            checked.append((candidate.checked(model), control))
+            checked.append(candidate.checked(model))
         except PosencError as error:
-            checked.append((candidate, control))
+            checked.append(candidate)
             errors += [] if control else [error]
-    if errors and len(errors) == sum(not control for _, control in candidates):
+    controls = [control for _, control in candidates]
+    if errors and len(errors) == controls.count(False):
         raise errors[0]
-    same = agreed(model, [each for each, _ in checked], original)
-    return list(zip(same, (control for _, control in checked), strict=True))
+    return list(zip(agreed(model, checked, original), controls, strict=True))
 
 
 @dataclass(frozen=True)
@@ -80,11 +68,6 @@ def rung_sizes(documents: int, first: int) -> list[int]:
 def kept_of(entered: int) -> int:
     """Return the number of methods that a round keeps."""
     return min(entered, max(LEAST, -(-entered // 2)))
-
-
-def planned(racers: int, sizes: Sequence[int]) -> list[int]:
-    """Return the number of methods in each round, if none fails."""
-    return list(itertools.accumulate(sizes[1:], lambda count, _: kept_of(count), initial=racers))
 
 
 def run_rungs(
@@ -117,18 +100,15 @@ class SweepResult(TuningResult):
     """Result of `hf-posenc sweep`; rounds, winner and rows follow from the losses.
 
     Attributes:
-        winner: The label of the winner; `None` if no method gave numbers within the bound.
         rows: A row for every method: the controls, the winner, the others by the round that they reached, then by
             their rank in it.
     """
 
     kind = "sweep"
     title = "Sweep"
-    recipe_source = "hf-posenc sweep: methods times scales by successive halving"
 
     first_documents: int
     rungs: list[Rung] = field(init=False)
-    winner: str | None = field(init=False)
 
     def __repr__(self) -> str:
         return f"SweepResult({len(self.trials)} methods, {len(self.documents)} documents; best: {self.winner})"
@@ -139,8 +119,8 @@ class SweepResult(TuningResult):
         sizes = rung_sizes(len(self.documents), self.first_documents)
         self.rungs = run_rungs(racers, sizes, board.rank)
         last = self.rungs[-1]
-        within = last.kept and board.within_bound(last.kept[0], range(last.documents))
-        self.winner = last.kept[0] if within else None
+        within = last.kept and not board.past(last.kept[0], range(last.documents))
+        self.chosen = last.kept[0] if within else None
         read = {trial.label: range(last.documents) for trial in self.trials if trial.control}
         controls = set(read)
         for rung in reversed(self.rungs):
@@ -151,12 +131,17 @@ class SweepResult(TuningResult):
             board.row(
                 label,
                 documents,
-                self.winner,
+                self.chosen,
                 control=label in controls,
                 left=label not in controls and label not in last.entered,
             )
             for label, documents in read.items()
         ]
+
+    @property
+    def winner(self) -> str | None:
+        """The label of the winner; `None` if no method gave numbers within the bound."""
+        return self.chosen
 
     @property
     def comparisons(self) -> int:
@@ -165,18 +150,14 @@ class SweepResult(TuningResult):
 
     def undecided(self) -> list[Row]:
         """Return the methods of the last round that do not differ significantly from the winner, the nearest first."""
-        racing = [row for row in self.rows if row.to_best and not row.control and not row.left]
-        near = [row for row in racing if not row.significant]
-        return sorted(near, key=lambda row: row.to_best.ratio if row.to_best else math.inf)
-
-    @property
-    def chosen(self) -> str | None:
-        return self.winner
+        racing = (row for row in self.rows if not (row.control or row.left or row.significant))
+        near = {row.label: row.to_best.ratio for row in racing if row.to_best}
+        return sorted(map(self.row, near), key=lambda row: near[row.label])
 
     def _own(self) -> dict[str, Any]:
         return {
             "settings": {"first_documents": self.first_documents},
-            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
+            "rungs": listed_fields(self.rungs),
             "winner": self.winner,
             "undecided": [row.label for row in self.undecided()],
         }
@@ -206,35 +187,32 @@ class SweepResult(TuningResult):
             f"Best: {best.label}, {number(best.perplexity)} at {settings.target:,} tokens"
             f"{on_short(best, settings)}. It was chosen on these documents, which flatters it a little."
         )
-        undecided = [row.label for row in self.undecided()]
-        if undecided:
+        if undecided := [row.label for row in self.undecided()]:
             yield f"Not significantly different from it on these documents: {', '.join(undecided)}."
         elif len(self.rungs[0].entered) > 1:
             yield "It is significantly different from every other method of the last round."
-        for row in (row for row in self.rows if row.control):
-            yield against(row, settings)
-
-    def _description(self) -> str:
-        assert self.winner is not None
-        row, settings = self.row(self.winner), self.settings
-        price = row.short and f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
-        plain = self.row(self.trials[0].label).perplexity
-        return (
-            f"{row.label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
-            f"documents, unpatched {plain:.5g}{price or ''}."
-        )
+        yield from (against(row, settings) for row in self.rows if row.control)
 
     def _no_winner(self) -> str:
-        bound, settings = self.settings.max_regression, self.settings
-        racing = (row for row in self.rows if not row.control and row.failed is None)
+        bound, original = self.settings.max_regression, self.settings.original
+        racing = [row for row in self.rows if not row.control and row.failed is None]
         shorts = [(row.short.ratio, row.label) for row in racing if row.short is not None]
         if bound is None or not shorts:
             return "No method gave a number: there is no winner."
         ratio, label = min(shorts)
         return (
-            f"No method stays within +{100 * bound:.1f} % at {settings.original:,} tokens; the nearest is {label} with "
+            f"No method stays within +{100 * bound:.1f} % at {original:,} tokens; the nearest is {label} with "
             f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
             "alone, such as dynamic_yarn."
+        )
+
+    def _origin(self) -> tuple[str, str]:
+        row, settings = self.row(str(self.winner)), self.settings
+        price = row.short and f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
+        plain = self.row(self.trials[0].label).perplexity
+        return "hf-posenc sweep: methods times scales by successive halving", (
+            f"{row.label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
+            f"documents, unpatched {plain:.5g}{price or ''}."
         )
 
 
@@ -242,42 +220,29 @@ class SweepResult(TuningResult):
 class SweepJob(TailJob[SweepResult]):
     """Sweep whose model and documents are ready; the candidates are those of `crossed`."""
 
+    result = SweepResult
+
     candidates: Sequence[tuple[Candidate, bool]]
     first_documents: int = 5
 
-    def course(self, measure: Batch) -> SweepResult:
+    def course(self, measure: Batch) -> Course:
         controls = [candidate for candidate, control in self.candidates if control]
         racers = {c.key: c for c, control in self.candidates if not control}
         losses: dict[tuple[str, int, int], Loss] = {}
-        board = Board(losses, self.settings, controls[0].key)
 
         def measure_round(entered: Sequence[str], documents: Sequence[int]) -> None:
             batch = [*controls, *(racers[key] for key in entered)]
             losses.update(measure(batch, documents, self.settings.lengths))
 
-        run_rungs(list(racers), self._sizes(), board.rank, measure_round)
-        own = {"first_documents": self.first_documents}
-        return SweepResult.measured(self, self.candidates, losses, **own)
-
-    def _sizes(self) -> list[int]:
-        return rung_sizes(len(self.documents), self.first_documents)
-
-    @property
-    def forwarded(self) -> int:
-        costs, sizes = self._costs(), self._sizes()
-        controls = [candidate.most for candidate, control in self.candidates if control]
-        racers = planned(len(self.candidates) - len(controls), sizes)
-        rounds = zip(racers, itertools.pairwise([0, *sizes]), strict=True)
-        racing = sum(count * sum(costs[begin:end]) for count, (begin, end) in rounds)
-        return racing + sum(sum(self._costs(most)) for most in controls)
+        sizes = rung_sizes(len(self.documents), self.first_documents)
+        board = Board(losses, self.settings, controls[0].key)
+        run_rungs(list(racers), sizes, board.rank, measure_round)
+        return self.candidates, losses, {"first_documents": self.first_documents}
 
     def cost_line(self) -> str:
-        full = sum(sum(self._costs(candidate.most)) for candidate, _ in self.candidates)
+        every = itertools.product(self.candidates, self.settings.lengths, range(len(self.texts)))
+        full = sum(self.tokens(text, length, each.most) for (each, _), length, text in every)
         return f"{self.forwarded:,} tokens instead of {full:,} for everything on every document."
-
-    def _costs(self, most: int | None = None) -> list[int]:
-        lengths = self.settings.lengths
-        return [self.tokens(document, lengths, most) for document in range(len(self.documents))]
 
 
 def prepare_sweep(

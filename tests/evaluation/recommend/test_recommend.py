@@ -73,11 +73,12 @@ def advice(live: Any) -> Advice:
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Judge these methods alone, for tests that read no other: each is tried on the model."""
+    return lambda *names: monkeypatch.setattr(room, "METHODS", tuple(map(get_method, names)))
 
-    def choose(*names: str) -> None:
-        monkeypatch.setattr(room, "METHODS", tuple(get_method(name) for name in names))
 
-    return choose
+def llama(**config: Any) -> Any:
+    """A tiny model on the meta device."""
+    return on_meta(zoo.tiny_config("llama", **config))
 
 
 def by_name(advice: Advice) -> dict[str, Option]:
@@ -85,22 +86,21 @@ def by_name(advice: Advice) -> dict[str, Option]:
 
 
 @pytest.mark.parametrize(
-    ("dim", "theta", "original"),
-    [(128, 1e4, 4096), (96, 1e4, 2048), (128, 5e5, 8192), (64, 1e6, 32768)],
+    ("dim", "theta", "original", "published"),
+    [(128, 1e4, 4096, 92), (96, 1e4, 2048, None), (128, 5e5, 8192, None), (64, 1e6, 32768, None)],
 )
-def test_turns_and_the_critical_dimension(dim: int, theta: float, original: int) -> None:
+def test_turns_and_the_critical_dimension(
+    dim: int, theta: float, original: int, published: int | None
+) -> None:
+    """The published one is that of Llama 2."""
     limits = rotary_limits(RopeSpec(dim, theta, original), original)
     frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     assert limits.turns == pytest.approx([original * f / (2 * math.pi) for f in frequencies])
     # arXiv 2310.05209, section 4: d_extra = 2 ceil(d/2 log_b(T / (2 pi)))
     extra = 2 * math.ceil(dim / 2 * math.log(original / (2 * math.pi), theta))
-    assert limits.critical_dimension == extra
+    assert limits.critical_dimension == extra == (published or extra)
     assert limits.slow == sum(2 * math.pi / f > original for f in frequencies)
     assert limits.fast == sum(original * f >= 64 * math.pi for f in frequencies)
-
-
-def test_the_critical_dimension_of_llama_2_as_published() -> None:
-    assert rotary_limits(RopeSpec(128, 1e4, 4096), 1).critical_dimension == 92
 
 
 def smallest(base: float, dim: int, length: int) -> float:
@@ -138,7 +138,7 @@ def test_half_of_the_pairs_take_a_far_larger_base(only: Callable[..., None]) -> 
     assert least_base(spec, 16_384) == 1.7e6  # the fit for 128 dimensions is 310,000
     assert smallest(3.1e5, 64, 16_384) < 0
     assert least_base(RopeSpec(4, 1e4, 64), 4096) is None  # two pairs: no base
-    model = on_meta(zoo.tiny_config("llama", head_dim=4))
+    model = llama(head_dim=4)
     only("abf")
     reason = by_name(recommend(model, 4096))["abf"].reason
     assert "no base suffices for 4,096 tokens with 2 pairs" in reason
@@ -160,18 +160,16 @@ def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
 
 
 def test_evidence_is_what_the_tables_say() -> None:
-    assert [(one.held, one.broke) for one in published.evidence_of("yarn")] == [
-        (8, None),
-        (8, None),
-    ]
-    govreport = published.evidence_of("ntk")[0]
-    assert (govreport.held, govreport.broke) == (4, 8)  # 5.8 / 4.74, then 550 / 4.74
-    rerope = published.evidence_of("rerope")
-    assert [(one.held, one.broke) for one in rerope] == [(4, None), (2, None)]  # OOM proves nothing
-    assert [one.held for one in published.evidence_of("dual_chunk")] == [8, 20, 20]
-    assert published.verdict(published.evidence_of("ntk"), 4) == 1
-    assert published.verdict(published.evidence_of("ntk"), 8) == -1
-    assert published.verdict(published.evidence_of("ntk"), 6) == 0
+    found = {
+        method: [(one.held, one.broke) for one in published.evidence_of(method)]
+        for method in ("yarn", "ntk", "rerope", "dual_chunk")
+    }
+    assert found["yarn"] == [(8, None), (8, None)]
+    assert found["ntk"][0] == (4, 8)  # 5.8 / 4.74, then 550 / 4.74
+    assert found["rerope"] == [(4, None), (2, None)]  # OOM proves nothing
+    assert [held for held, _ in found["dual_chunk"]] == [8, 20, 20]
+    ntk = published.evidence_of("ntk")
+    assert [published.verdict(ntk, factor) for factor in (4, 8, 6)] == [1, -1, 0]
     assert published.verdict((), 2) == 0
     for method in published.untrained():
         get_method(method)
@@ -223,7 +221,7 @@ def test_windows_are_said_to_lack_the_first_tokens(advice: Advice) -> None:
 
 def test_evidence_names_its_factor_and_its_end(advice: Advice, only: Callable[..., None]) -> None:
     only("yarn", "self_extend", "ntk")
-    model = on_meta(zoo.tiny_config("llama"))
+    model = llama()
     reasons = {o.method: o.reason for o in recommend(model, TRAINED * 16).options}
     said = "held at x8 (LLaMA-7B, pose-t6-govreport), x16 is beyond what was measured"
     assert said in reasons["yarn"]
@@ -265,7 +263,7 @@ def test_distances_of_the_bands(factor: float, only: Callable[..., None]) -> Non
     """Every pair of a text of the target length, by brute force."""
     target, near = int(TRAINED * factor), TRAINED
     only(*(kind.name for kind in METHODS if issubclass(kind, RotaryBands)))
-    advice = recommend(on_meta(zoo.tiny_config("llama")), target)
+    advice = recommend(llama(), target)
     m = torch.arange(target)[:, None].expand(target, target)
     n = m.T
     for option in advice.options:
@@ -303,7 +301,7 @@ def test_every_call_and_spec_is_what_was_tried(advice: Advice) -> None:
 
 def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     only("pi", "abf", "yarn", "rerope", "self_extend")
-    advice = recommend(on_meta(zoo.tiny_config("llama", rope_parameters=LLAMA3)), TRAINED * 2)
+    advice = recommend(llama(rope_parameters=LLAMA3), TRAINED * 2)
     assert (advice.carried.original, advice.carried.reach) == (TRAINED // 8, TRAINED)
     assert advice.beside == {"compose": True}
     assert advice.factor == 2
@@ -312,12 +310,11 @@ def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     assert by_name(advice)["abf"].options is not None
     assert by_name(advice)["abf"].options["replace"] is True  # type: ignore[index]
     swept = next(command for command in advice.commands() if "sweep" in command)
-    assert [f"--patch {option.spec}" in swept for option in advice.first] == [True] * len(
-        advice.first
-    )
+    assert advice.first
+    assert all(f"--patch {option.spec}" in swept for option in advice.first)
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = on_meta(zoo.tiny_config("llama", rope_parameters=dynamic))
+    model = llama(rope_parameters=dynamic)
     with pytest.raises(PosencError, match=r"from 64 to 128\) or after it \(from 32 to 64\)"):
         recommend(model, TRAINED * 4)
     advice = recommend(model, TRAINED * 4, original=TRAINED)
@@ -369,7 +366,7 @@ def test_a_config_that_names_the_length_before_its_scaling(only: Callable[..., N
     only("pi")
     yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     yarn["original_max_position_embeddings"] = TRAINED
-    model = on_meta(zoo.tiny_config("llama", rope_parameters=yarn))
+    model = llama(rope_parameters=yarn)
     assert not recommend(model, TRAINED * 4).needed
     advice = recommend(model, TRAINED * 8)
     assert advice.carried.reach == TRAINED * 4
@@ -393,7 +390,7 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
     half = TRAINED // 2
     kinds = ("yarn", "self_extend", "rerope", "log_n")
     only(*kinds)
-    advice = recommend(on_meta(zoo.tiny_config("llama")), TRAINED * 2, original=half)
+    advice = recommend(llama(), TRAINED * 2, original=half)
     assert advice.factor == 4
     for method in kinds:
         options = by_name(advice)[method].options
@@ -408,9 +405,8 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
 @pytest.mark.parametrize(("theta", "above"), [(1e4, "least"), (1e7, "ntk")])
 def test_another_base(theta: float, above: str, only: Callable[..., None]) -> None:
     parameters = {"rope_type": "default", "rope_theta": theta}
-    config = LlamaConfig(
-        max_position_embeddings=1024, rope_parameters=parameters, num_hidden_layers=2
-    )
+    sizes: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 2}
+    config = LlamaConfig(rope_parameters=parameters, **sizes)
     only("abf")
     found = by_name(recommend(on_meta(config), 8192))["abf"].options
     assert found is not None
@@ -574,54 +570,46 @@ def test_requests_that_cannot_be_met(arguments: tuple[str, ...], said: str) -> N
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_the_order_within_a_class_is_no_better_than_chance() -> None:
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, Any]:
+    """The measurement that the page quotes."""
+    values: dict[str, Any] = json.loads((DOCS / "data/benchmarks/recommend.json").read_text())
+    return values
+
+
+def test_the_order_within_a_class_is_no_better_than_chance(committed: dict[str, Any]) -> None:
     """The page's count: pairs of methods that work as they are, in the order in which they are listed."""
-    docs = Path(__file__).parents[3] / "docs"
-    values = json.loads(
-        (docs / "data" / "benchmarks" / "recommend.json").read_text(encoding="utf-8")
-    )
-    names = {entry["label"]: entry["method"] for entry in values["methods"]}
+    names = {entry["label"]: entry["method"] for entry in committed["methods"]}
     measured: dict[str, float] = {}
-    for cell in values["summary"]:
-        if cell["length"] == 2048:
-            name = names[cell["method"]]
-            measured[name] = min(cell["perplexity"], measured.get(name, math.inf))
+    for cell in (cell for cell in committed["summary"] if cell["length"] == 2048):
+        name = names[cell["method"]]
+        measured[name] = min(cell["perplexity"], measured.get(name, math.inf))
     model = AutoModelForCausalLM.from_pretrained(model_path())
     listed = [o.method for o in recommend(on_meta(model.config), 2048).best if o.method in measured]
     pairs = list(itertools.combinations(listed, 2))
     right = sum(measured[first] < measured[second] for first, second in pairs)
-    page = (docs / "recommend.md").read_text(encoding="utf-8")
+    page = (DOCS / "recommend.md").read_text(encoding="utf-8")
     assert f"{right} of {len(pairs)} pairs" in " ".join(page.split())
 
 
-def test_the_page_has_the_numbers_of_the_committed_run() -> None:
-    docs = Path(__file__).parents[3] / "docs"
-    values = json.loads(
-        (docs / "data" / "benchmarks" / "recommend.json").read_text(encoding="utf-8")
-    )
-    specs = {entry["label"]: entry["spec"] for entry in values["methods"]}
-    measured = {
-        specs[cell["method"]]: cell["perplexity"]
-        for cell in values["summary"]
-        if cell["length"] == 2048
-    }
-    page = (docs / "recommend.md").read_text(encoding="utf-8")
+def test_the_page_has_the_numbers_of_the_committed_run(committed: dict[str, Any]) -> None:
+    specs = {entry["label"]: entry["spec"] for entry in committed["methods"]}
+    cells = {(specs[c["method"]], c["length"]): c["perplexity"] for c in committed["summary"]}
+    measured = {spec: value for (spec, length), value in cells.items() if length == 2048}
+    page = (DOCS / "recommend.md").read_text(encoding="utf-8")
     table = page.split("| predicted to reach 2,048 |")[1].split("\n\n")[0]
     named = re.findall(r"`([\w:=.]+)`", table)
     assert {*named, "none", "sliding_window"} == set(measured)
-    for cells in re.findall(r"\| ([^|]*`[^|]*) \| ([\d., ]+) (?=\|)", table):
-        methods, numbers = re.findall(r"`([\w:=.]+)`", cells[0]), cells[1].split(", ")
+    for pair in re.findall(r"\| ([^|]*`[^|]*) \| ([\d., ]+) (?=\|)", table):
+        methods, numbers = re.findall(r"`([\w:=.]+)`", pair[0]), pair[1].split(", ")
         for method, number in zip(methods, numbers, strict=True):
             digits = len(number.partition(".")[2])
             assert f"{measured[method]:.{digits}f}" == number.strip(), method
             named.remove(method)
     assert not named
     assert f"and {measured['none']:.0f} at 2,048" in page
-    (trained,) = (
-        cell["perplexity"]
-        for cell in values["summary"]
-        if (cell["method"], cell["length"]) == ("none", 256)
-    )
-    assert f"has {trained:.1f} at 256, which is that of truncation at 2,048" in " ".join(
-        page.split()
-    )
+    trained = f"has {cells['none', 256]:.1f} at 256, which is that of truncation at 2,048"
+    assert trained in " ".join(page.split())
