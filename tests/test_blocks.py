@@ -47,8 +47,8 @@ from typer.testing import CliRunner
 from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
-from hf_posenc.training import arguments
 from scripts import finetune, measure_real_model, results
+from scripts import finetune_options as arguments
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import prose, tiny_checkpoint
 from tests.support.verifying import verify_here

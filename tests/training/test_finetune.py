@@ -15,11 +15,11 @@ from hf_posenc import PosencError, from_pretrained, get_patch
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.arguments import parse_arguments
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts.finetune import RECIPE, finetune, main
+from scripts.finetune_options import parse_arguments
 from tests.support.selection import late
 from tests.support.verifying import verify_here
 

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune
+from scripts.finetune_options import parse_arguments
 from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 

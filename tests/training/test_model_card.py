@@ -19,20 +19,14 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.arguments import command_line
 from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.result import (
-    CARD,
-    LOSS_PLOT,
-    PERPLEXITY_PLOT,
-    Hub,
-    report,
-    write_card,
-)
+from hf_posenc.training.result import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
+from scripts.finetune_options import command_line
+from scripts.finetune_result import Hub, print_report
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -191,7 +185,7 @@ def test_without_scores_and_from_a_quantized_file_the_card_says_so(tmp_path: Pat
     assert not (tmp_path / "made" / SCORES).exists()
 
 
-def test_the_report_before_and_after(made: Made) -> None:
+def test_the_report_before_and_after(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     table = made[2]
     first, last = table.candidates[0].label, table.candidates[-1].label
     cells = [table.cell(label, "tail", length) for length in (64, 32) for label in (first, last)]
@@ -199,7 +193,10 @@ def test_the_report_before_and_after(made: Made) -> None:
     line = conclusion(table)
     assert line.startswith(f"tail perplexity at 64 tokens: {numbers[0]} unpatched, ")
     assert f" patched, {numbers[1]} after 4 steps" in line
-    assert len([part for part in report(table) if not isinstance(part, str)]) == 2
+    print_report(table, made[0])
+    shown = capsys.readouterr().out
+    assert shown.count("yarn (scale 2), after 4 steps") == 2  # a row of each protocol
+    assert line in " ".join(shown.split())
 
 
 def test_documents_lose_the_folders_that_all_of_them_are_in(tmp_path: Path) -> None:

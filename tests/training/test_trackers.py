@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune
+from scripts.finetune_options import parse_arguments
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 

@@ -20,7 +20,7 @@ from hf_posenc import patched as posenc_patched
 from hf_posenc.errors import PosencError
 from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollator
 from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
-from hf_posenc.training.preparation import needs_one_row
+from scripts.finetune_model import needs_one_row
 from tests.support import zoo
 from tests.support.attention_llama import CASES
 from tests.support.dependency_cases import (
