@@ -258,13 +258,14 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     """
     from datasets import interleave_datasets
 
-    for pair in parts if isinstance(parts, Iterable) else [parts]:
+    pairs = list(parts) if isinstance(parts, Iterable) else [parts]
+    for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], Blocks):
             raise PosencError(
                 f"A mixture is a list of pairs, blocks of prepare_blocks and their weight; {type(pair).__name__} is "
                 "none."
             )
-    sources, weights = [blocks for blocks, _ in parts], [weight for _, weight in parts]
+    sources, weights = [blocks for blocks, _ in pairs], [weight for _, weight in pairs]
     good = (isinstance(w, int | float) and w > 0 and math.isfinite(w) for w in weights)
     if not weights or not all(good):
         raise PosencError(f"A mixture needs positive weights; these are {weights}.")
@@ -544,21 +545,22 @@ class Writer:
                     f"{document.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
                 ) from error
         self._longest = max(self._longest, len(document))
-        least = self.cutter.least
-        reason = f"too short: {len(document):,} tokens, {least:,} are needed"
-        return Skipped(document.name, reason) if len(document) < least else document
+        if len(document) < (least := self.cutter.least):
+            reason = f"too short: {len(document):,} tokens, {least:,} are needed"
+            return Skipped(document.name, reason)
+        return document
 
     def check(self) -> None:
         """Raise with the reason if all documents gave no block."""
         counts, length = self._counts, self.cutter.length
         if counts.blocks:
             return
+        if not counts.skipped and not counts.documents:
+            raise PosencError("There is no document to read.")
         if not counts.skipped:
             raise PosencError(
-                "There is no document to read."
-                if not counts.documents
-                else f"All documents together have {self.cutter.tokens:,} tokens, fewer than a block of {length:,}: "
-                "give more text, or a shorter --block_length."
+                f"All documents together have {self.cutter.tokens:,} tokens, fewer than a block of {length:,}: give "
+                "more text, or a shorter --block_length."
             )
         first = f"{counts.reasons[0].name}: {counts.reasons[0].reason}"
         others = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""

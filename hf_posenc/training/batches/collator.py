@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -179,7 +180,10 @@ class PositionCollator(TrainerCallback):
                 "give a longer one."
             )
         self.positions, self.target_length, self.curriculum = positions, target, tuple(stages)
-        self.seed = read_whole(seed, "seed", -(2**63))
+        try:
+            self.seed = operator.index(seed)
+        except TypeError:
+            raise PosencError(f"seed is a whole number, not {seed!r}.") from None
         self.pad_token_id = read_whole(pad_token_id, "pad_token_id", 0)
         self.flatten = flatten and positions == "packed"
         # Shared memory: persistent workers would otherwise keep a copy.
@@ -262,18 +266,21 @@ class PositionCollator(TrainerCallback):
             )
         rows, labels, documents = list[Numbers](), list[Numbers](), list[Numbers]()
         for index, example in enumerate(examples):
-            row = _numbers(example, "input_ids", index)
+            which = f"Example {index} of the batch"
+            row = _numbers(example, "input_ids", which)
             given = example.get("labels")
             own = given is None or (hasattr(given, "__len__") and not len(given))
-            label = row.copy() if own else _numbers(example, "labels", index)
+            label = row.copy() if own else _numbers(example, "labels", which)
             if len(label) != len(row):
                 raise PosencError(
-                    f"Example {index} of the batch has {len(label):,} labels for {len(row):,} tokens: give one each, "
+                    f"{which} has {len(label):,} labels for {len(row):,} tokens: give one each, "
                     "-100 where there is no loss."
                 )
-            lengths = self._documents(example, len(row), index)
+            lengths = self._documents(example, len(row))
             label[np.cumsum(lengths) - lengths] = IGNORED
-            rows, labels, documents = [*rows, row], [*labels, label], [*documents, lengths]
+            rows.append(row)
+            labels.append(label)
+            documents.append(lengths)
         batch: dict[str, Any] = {
             "input_ids": _stack(rows, self.pad_token_id),
             "labels": _stack(labels, IGNORED),
@@ -294,7 +301,7 @@ class PositionCollator(TrainerCallback):
             batch["attention_mask"] = mask
         return batch
 
-    def _documents(self, example: Mapping[str, Any], length: int, index: int) -> Numbers:
+    def _documents(self, example: Mapping[str, Any], length: int) -> Numbers:
         if self.positions != "packed":
             return np.array([length])
         if "document_lengths" not in example:
@@ -302,7 +309,7 @@ class PositionCollator(TrainerCallback):
                 "positions='packed' needs the column document_lengths, which holds the length of each document. The "
                 "Trainer drops it unless TrainingArguments has remove_unused_columns=False."
             )
-        lengths = _numbers(example, "document_lengths", index)
+        lengths = _numbers(example, "document_lengths")
         if int(lengths.sum()) != length or (lengths < 1).any():
             raise PosencError(
                 f"document_lengths {lengths.tolist()} sum to {int(lengths.sum()):,}; the example has {length:,} "
@@ -321,15 +328,13 @@ class PositionCollator(TrainerCallback):
         return DRAWS[self.positions](len(ids), target, generator(self.seed, self.epoch, ids))
 
 
-def _numbers(example: Any, column: str, index: int) -> Numbers:
+def _numbers(example: Any, column: str, which: str = "An example") -> Numbers:
     """Return a column of an example, whole numbers in one row, as an array of its own."""
     if not isinstance(example, Mapping) or column not in example:
         held = type(example).__name__
         if isinstance(example, Mapping):
             held = f"the columns {', '.join(map(str, example)) or '(none)'}"
-        raise PosencError(
-            f"Example {index} of the batch is {held}: it needs the column {column}, a list of numbers."
-        )
+        raise PosencError(f"{which} is {held}: it needs the column {column}, a list of numbers.")
     try:
         values = np.array(example[column])
     except (ValueError, TypeError):  # rows of different lengths
@@ -338,7 +343,7 @@ def _numbers(example: Any, column: str, index: int) -> Numbers:
     if not numbers or (column == "input_ids" and values.min() < 0):
         kind = "token ids" if column == "input_ids" else "whole numbers"
         raise PosencError(
-            f"Example {index} of the batch has {column} {example[column]!r:.60}: give one list of {kind}, not empty."
+            f"{which} has {column} {example[column]!r:.60}: give one list of {kind}, not empty."
         )
     return values.astype(np.int64)
 

@@ -170,7 +170,10 @@ def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield model.get_submodule(parent), name
 
 
-class SinglePrecisionSums(TorchFunctionMode):  # type: ignore[misc, no-untyped-call]
+_Function: Any = torch.autograd.Function  # whose `apply` has no types
+
+
+class SinglePrecisionSums(TorchFunctionMode):
     """Adds up the gradients of half-precision weights in float32, over all their uses, and rounds the sum once.
 
     Autograd adds up a weight's gradients in the weight's own dtype, and under autocast in that of its cast copy. With
@@ -200,7 +203,7 @@ class SinglePrecisionSums(TorchFunctionMode):  # type: ignore[misc, no-untyped-c
         return used
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(_Function):  # type: ignore[misc]
     """An empty float32 tensor, for which autograd adds up gradients before they become the weight's."""
 
     @staticmethod
@@ -213,7 +216,7 @@ class _Sum(torch.autograd.Function):
         return gradient.to(ctx.dtype)
 
 
-class _Use(torch.autograd.Function):
+class _Use(_Function):  # type: ignore[misc]
     """The weight's values, whose gradient flows to the sum."""
 
     @staticmethod
