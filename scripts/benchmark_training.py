@@ -41,9 +41,8 @@ LENGTHS, VOCABULARY = (1024, 2048, 4096, 8192, 16384), 32768
 VOCABULARIES, LENGTH = (4096, 8192, 16384, 32768, 65536, 131072), 4096
 CHUNKS, WHOLE = "in chunks", "whole logits"
 CASES = (CHUNKS, WHOLE)
-_MMAP_THRESHOLD = (
-    -3
-)  # M_MMAP_THRESHOLD of malloc.h: freed blocks of this size go back to the system
+# M_MMAP_THRESHOLD of malloc.h: freed blocks of this size go back to the system.
+_MMAP_THRESHOLD = -3
 
 Results = dict[str, dict[str, dict[str, float]]]
 app = typer.Typer(help=__doc__, add_completion=False)
@@ -57,12 +56,8 @@ def main(
 ) -> None:
     """Run all measurements, each in its own process, and write medians."""
     if not plot:
-        document = {
-            "machine": _machine("cpu"),
-            "threads": 1,
-            "rounds": rounds,
-            "results": _interleaved(rounds),
-        }
+        document = {"machine": _machine("cpu"), "threads": 1, "rounds": rounds}
+        document["results"] = _interleaved(rounds)
         output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     results = json.loads(output.read_text(encoding="utf-8"))["results"]
     _draw(results, output.with_suffix(".png"))

@@ -15,10 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Annotated, Any
 
 import torch
@@ -79,7 +76,6 @@ def main(
     only: Annotated[str, typer.Option(help="Only ways with this in their name.")] = "",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
-    jobs: Annotated[int, typer.Option(help="Trainings at a time.")] = 1,
 ) -> None:
     """Run every way with every seed and write tail perplexities before and after."""
     from hf_posenc.cli.loading import one_thread
@@ -90,26 +86,13 @@ def main(
     before = _untrained({_patch_of(ways[name]) for name in ways})
     if only and output.is_file():
         rows = json.loads(output.read_text(encoding="utf-8"))["ways"]
-    folders: Queue[Path] = Queue()  # of one training at a time; each keeps its blocks
-    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(jobs) as pool:
-        for index in range(jobs):
-            folders.put(Path(work) / f"run{index}")
-
-        def trained(name: str, seed: int) -> dict[str, Any]:
-            folder = folders.get()
-            try:
-                cells = _trained(folder, ways[name], steps, seed)
-            finally:
-                folders.put(folder)
-            print(name, seed, cells["tail"], flush=True)
-            return {"seed": seed, **cells}
-
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
-            for name, run in zip(
-                chosen, pool.map(partial(trained, seed=seed), chosen), strict=True
-            ):
-                runs[name].append(run)
+            for name in chosen:
+                cells = _trained(Path(work) / "run", ways[name], steps, seed)  # it keeps its blocks
+                print(name, seed, cells["tail"], flush=True)
+                runs[name].append({"seed": seed, **cells})
                 one = {k: v for k, v in runs[name][0].items() if k != "seed"}
                 rows[name] = {
                     "options": ways[name],

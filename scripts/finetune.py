@@ -16,16 +16,20 @@ from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
+
 from hf_posenc import PosencError, get_patch, training
 from hf_posenc.cli import loading
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.cli.loading import EMBEDDED
 from hf_posenc.evaluation.measuring.identity import weights_hash
-from hf_posenc.training import arguments as options
-from hf_posenc.training import callbacks, checks, preparation, result
+from hf_posenc.training import checks, preparation
 from hf_posenc.training.folder import settings_of
-from hf_posenc.training.log import RunTime
 from hf_posenc.training.scoring import precision_of
+from scripts import finetune_callbacks as callbacks
+from scripts import finetune_model
+from scripts import finetune_options as options
+from scripts import finetune_result as result
 
 RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
 
@@ -54,8 +58,8 @@ def finetune(parsed: options.Arguments) -> None:
         loading.one_thread()
     name, output = choice.model or loading.embedded_model(), Path(arguments.output_dir or ".")
     tokenizer = loading.load_tokenizer(choice.tokenizer or name)
-    dtype = preparation.loading_dtype(name, choice.dtype, arguments)
-    with preparation.whole_weights(arguments):  # a patch is verified on all of them
+    dtype = finetune_model.loading_dtype(name, choice.dtype, arguments)
+    with finetune_model.whole_weights(arguments):  # a patch is verified on all of them
         model = loading.load_model(name, dtype=dtype, device="cpu", attn=choice.attn)
     loaded = weights_hash(model)
     set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
@@ -64,8 +68,9 @@ def finetune(parsed: options.Arguments) -> None:
     if arguments.verify_export:
         result.check_verifiable(patch, choice.train)
     lengths = preparation.resolve_lengths(
-        model, data.positions, data.target_length, data.block_length, data.curriculum
+        model, data.positions, data.target_length, data.block_length
     )
+    lengths = options.with_curriculum(lengths, data.curriculum)
     hub, repository = result.Hub.taken_from(arguments), "PATH"
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token fails before the training
@@ -79,7 +84,7 @@ def finetune(parsed: options.Arguments) -> None:
                 lengths=data.score_lengths or [lengths.original, lengths.target],
                 output=output / "scores",
                 limit=data.score_documents,
-                device=None if preparation.will_be_sharded(arguments) else arguments.device,
+                device=None if finetune_model.will_be_sharded(arguments) else arguments.device,
                 autocast=precision_of(arguments),
                 tail_tokens=data.tail_tokens,
             )
@@ -93,7 +98,7 @@ def finetune(parsed: options.Arguments) -> None:
         seed=arguments.seed,
         held_out=held_out,
     )
-    preparation.check_enough(blocks, arguments)
+    finetune_model.check_enough(blocks, arguments)
     if arguments.process_index == 0:
         print(blocks.counts.line())
         if held_out:
@@ -103,12 +108,12 @@ def finetune(parsed: options.Arguments) -> None:
         target_length=lengths.target if lengths.drawn else None,
         curriculum=lengths.curriculum,
         seed=arguments.seed,
-        flatten=preparation.needs_one_row(model, data.positions),
+        flatten=finetune_model.needs_one_row(model, data.positions),
     )
     training.check_dependencies(model, collator, largest=blocks.counts.largest)
-    sharded = preparation.will_be_sharded(arguments)
+    sharded = finetune_model.will_be_sharded(arguments)
     if scores is not None and choice.patch is not None and not sharded:
-        with preparation.without_patch(model):
+        with finetune_model.without_patch(model):
             scores.measure(model)
 
     callbacks.check_best(arguments, scores)
@@ -119,7 +124,7 @@ def finetune(parsed: options.Arguments) -> None:
     if choice.loss_chunk != 0:
         training.chunk_loss(model, choice.loss_chunk)
     training.check_run(model, positions=data.positions, arguments=arguments)
-    preparation.partition_weights(model, arguments)
+    finetune_model.partition_weights(model, arguments)
 
     settings = settings_of(
         arguments, **options.decisive(parsed, loaded, patch, lengths, blocks.counts)
@@ -133,7 +138,7 @@ def finetune(parsed: options.Arguments) -> None:
             data_collator=collator,
             processing_class=tokenizer,
             callbacks=[
-                *(collator, RunTime()),
+                *(collator, callbacks.RunTime()),
                 *(callbacks.StopOnNonFinite(), callbacks.ProgressLines()),
             ],
         )

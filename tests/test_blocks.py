@@ -40,8 +40,7 @@ from typer.testing import CliRunner
 from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
-from hf_posenc.training import arguments
-from scripts import finetune, measure_real_model, results
+from scripts import finetune, finetune_options, measure_real_model, results
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import prose, tiny_checkpoint
 from tests.support.verifying import verify_here
@@ -198,7 +197,7 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [(name, text[:4000]) for name, text in embedded.held_out_documents()]
     monkeypatch.setattr(embedded, "held_out_documents", lambda: iter(modules))
     documents = [Document("module.py", prose(4000, seed)) for seed in range(3)]
-    monkeypatch.setattr(arguments, "read_standard_library", lambda: iter(documents))
+    monkeypatch.setattr(finetune_options, "read_standard_library", lambda: iter(documents))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
 
 
@@ -384,8 +383,9 @@ def python(words: list[str]) -> None:
     if script == "scripts/perplexity.py":
         hf_posenc(["perplexity", *given])
     elif script == "scripts/finetune.py":
-        given = smaller(given, SMALLER["finetune"])
-        finetune.finetune(arguments.parse_arguments(finetune.RECIPE, given))
+        finetune.finetune(
+            finetune_options.parse_arguments(finetune.RECIPE, smaller(given, SMALLER["finetune"]))
+        )
     elif script == "scripts/measure_real_model.py":
         main = typer.Typer()
         main.command()(measure_real_model.main)

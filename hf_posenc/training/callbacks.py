@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-from rich.console import Console
 from transformers import (
     IntervalStrategy,
     Trainer,
@@ -35,7 +32,6 @@ from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 LOSSES = "running_loss.json"
-_LINES = 30  # approximate number of progress lines of a run
 
 
 class SaveOnSignal(TrainerCallback):
@@ -211,44 +207,6 @@ def configs_of_both_styles() -> contextlib.AbstractContextManager[None]:
     return replaced(module, "PreTrainedConfig", SimpleNamespace(from_json_file=version_of))
 
 
-class StopOnNonFinite(TrainerCallback):
-    """Raises from the Trainer's `train()` when loss or gradient norm are not finite, before anything is saved."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        for name in ("loss", "grad_norm"):
-            value = (logs or {}).get(name)
-            if value is not None and not math.isfinite(float(value)):
-                raise PosencError(
-                    f"The {name} is {float(value)} at step {state.global_step}; nothing was saved from it. Lower "
-                    "--learning_rate or raise --warmup_steps, and inspect the text; the same command resumes."
-                )
-
-
-class ProgressLines(TrainerCallback):
-    """Prints about thirty lines of progress per run, in the first process."""
-
-    def __init__(self) -> None:
-        self._print = Console(highlight=False, soft_wrap=True).print
-        self._began, self._first = 0.0, 0
-
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        self._began, self._first = time.perf_counter(), state.global_step
-        if state.is_world_process_zero and state.global_step:
-            self._print(f"resuming after step {state.global_step:,} of {state.max_steps:,}")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        step, steps = state.global_step, state.max_steps
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
-            return
-        if step % max(1, steps // _LINES) and step not in (1, steps):
-            return
-        left = (time.perf_counter() - self._began) / max(1, step - self._first) * (steps - step)
-        self._print(
-            f"step {step:,}/{steps:,}  loss {float(logs['loss']):.4f}  lr {float(logs.get('learning_rate', 0)):.2e}  "
-            f"gradient {float(logs.get('grad_norm', 0)):.2f}  {left:,.0f} s left"
-        )
-
-
 class PerplexityCallback(TrainerCallback):
     """Measures held-out perplexity before the first step and whenever the Trainer evaluates.
 
@@ -313,7 +271,7 @@ class PerplexityCallback(TrainerCallback):
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
         label = label_of(unwrap(model, adapters=False), state.global_step)
         numbers = {
-            _metric(cell.protocol, cell.length): cell.perplexity
+            metric_name(cell.protocol, cell.length): cell.perplexity
             for cell in result.cells
             if cell.method == label
         }
@@ -323,27 +281,6 @@ class PerplexityCallback(TrainerCallback):
         return numbers
 
 
-def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
-    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation."""
-    metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
-    if metric is None or arguments.eval_strategy == "no":
-        return
-    if scores is None:
-        raise PosencError(
-            "Without scores there is no metric for the best model: leave --no_score out, or "
-            "--load_best_model_at_end, --metric_for_best_model and reduce_lr_on_plateau."
-        )
-    names = [
-        _metric(protocol, length)
-        for protocol in reversed(scores.settings.protocols)
-        for length in sorted(scores.settings.lengths, reverse=True)
-    ]
-    if f"eval_{metric.removeprefix('eval_')}" not in names:
-        raise PosencError(
-            f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give "
-            f"--metric_for_best_model {names[0]} --greater_is_better false."
-        )
-
-
-def _metric(protocol: str, length: int) -> str:
+def metric_name(protocol: str, length: int) -> str:
+    """Return the name of a perplexity in the Trainer's log."""
     return f"eval_{protocol}_perplexity_{length}"

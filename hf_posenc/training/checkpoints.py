@@ -48,15 +48,11 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def mark_complete(path: Path | str, *, processes: int = 1) -> None:
+def mark_complete(folder: Path, *, processes: int = 1) -> None:
     """Flush a checkpoint to disk, then write its manifest. One process calls it, after all `processes` have written."""
-    folder = Path(path)
     flush(folder)
-    files = {
-        file.relative_to(folder).as_posix(): file.stat().st_size
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    written = sorted(file for file in folder.rglob("*") if file.is_file())
+    files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in written}
     manifest = {"kind": "checkpoint", "format": _FORMAT, "processes": processes, "files": files}
     write_atomically(folder / MANIFEST, to_json(manifest))
     _sync(folder)
@@ -90,11 +86,11 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
         >>> last_complete_checkpoint("longer") is None
         True
     """
-    complete = complete_checkpoints(folder)
+    complete = {path: _manifest(path) for path in complete_checkpoints(folder)}
     if not complete:
         return None
-    checkpoint = complete[-1]
-    for name, size in (_manifest(checkpoint) or {"files": {}})["files"].items():
+    checkpoint, manifest = complete.popitem()
+    for name, size in (manifest or {"files": {}})["files"].items():
         file = checkpoint / name
         if not file.is_file() or file.stat().st_size != size:
             state = "has another size" if file.is_file() else "is missing"
@@ -123,14 +119,15 @@ def discard(checkpoint: Path) -> None:
 
 
 def rotate(folder: Path | str, limit: int | None, best: Path | None = None) -> None:
-    """Remove the oldest complete checkpoints beyond `limit` (`None` or 0: none), but never the `best`."""
+    """Remove the oldest complete checkpoints beyond `limit` (`None` or 0: none), but never the last or the `best`."""
     complete = complete_checkpoints(folder)
     if not limit or limit < 0 or not complete:
         return
-    kept = {complete[-1].name} | ({best.name} if best is not None else set())
+    kept = {complete[-1].name, "" if best is None else best.name}
     old = [path for path in complete if path.name not in kept]
-    surplus = len(complete) - max(limit, len(kept & {path.name for path in complete}))
-    for path in old[: max(0, surplus)]:
+    # `limit` counts those that are kept in any case.
+    room = max(0, limit - (len(complete) - len(old)))
+    for path in old[: len(old) - room]:
         discard(path)
 
 
@@ -195,7 +192,7 @@ def complete_together(checkpoint: Path, *, marks: bool) -> None:
     barrier()
 
 
-def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: bool = True) -> None:
+def save_result(folder: Path, write: Callable[[str], object], *, keeper: bool = True) -> None:
     """Save a result into a temporary folder, flush it to disk, then move it into place.
 
     Loading begins with `config.json` or `adapter_config.json`. These are removed first and moved last. A kill in
@@ -206,7 +203,6 @@ def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: b
     All processes call it, as sharded weights are gathered from all of them. One `keeper` per disk moves the files. If
     the save fails, an earlier result is still complete.
     """
-    folder = Path(folder)
     unfinished = folder / _UNFINISHED
     try:
         if keeper:
@@ -232,15 +228,15 @@ def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: b
 
 
 def _move_into_place(unfinished: Path, folder: Path) -> None:
-    names = sorted(path.name for path in unfinished.iterdir())
+    names = sorted((path.name for path in unfinished.iterdir()), key=lambda n: (n in CONFIGS, n))
     for name in CONFIGS:
         (folder / name).unlink(missing_ok=True)
     _sync(folder)
     for path in [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]:
         if path.name not in names:
             path.unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: name in CONFIGS):
-        if name in CONFIGS:
+    for name in names:
+        if name in CONFIGS:  # the others are on the disk first
             _sync(folder)
         if (folder / name).is_dir():
             shutil.rmtree(folder / name)

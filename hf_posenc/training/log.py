@@ -6,13 +6,12 @@ import dataclasses
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
@@ -126,33 +125,6 @@ class TrainingLog:
     def read(cls, directory: Path) -> TrainingLog:
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
         return cls(**{entry.name: values[entry.name] for entry in dataclasses.fields(cls)})
-
-
-class RunTime(TrainerCallback):
-    """Adds the seconds since the run began to each entry of the Trainer's log, over all calls that resumed it.
-
-    After a resume the Trainer's own summary describes its last call, with the loss of no step as 0.0; it is replaced.
-    """
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        before = [entry["seconds"] for entry in state.log_history if "seconds" in entry]
-        self._before, self._begin = max(before, default=0.0), time.monotonic()
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
-        entry: dict[str, Any] = state.log_history[-1]
-        seconds = entry["seconds"] = self._before + time.monotonic() - self._begin
-        if "train_runtime" not in entry or not self._before:
-            return
-        total, last = 0.0, 0
-        for each in state.log_history:
-            if "loss" in each:  # the mean since the entry before
-                total += each["loss"] * (int(each["step"]) - last)
-                last = int(each["step"])
-        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        entry["train_runtime"] = seconds
-        entry["train_loss"] = total / last if last else None
-        entry["train_steps_per_second"] = state.global_step / seconds
-        entry["train_samples_per_second"] = state.global_step * batch / seconds
 
 
 def _run(trainer: Trainer) -> dict[str, Any]:

@@ -65,20 +65,15 @@ def test_the_manifest_lists_every_file_and_is_written_last(tmp_path: Path) -> No
     path = make(tmp_path, 3)
     found = json.loads((path / MANIFEST).read_text())
     assert found["processes"] == 2
-    assert found["files"] == {
-        "global_step/shard_0.pt": 9,
-        "model.safetensors": 21,
-        "trainer_state.json": 2,
-    }
+    sizes = {"global_step/shard_0.pt": 9, "model.safetensors": 21, "trainer_state.json": 2}
+    assert found["files"] == sizes
 
 
 def test_a_whole_one_that_lost_a_file_since_is_an_error_and_never_removed(tmp_path: Path) -> None:
     make(tmp_path, 3)
     path = make(tmp_path, 6)
     (path / "global_step" / "shard_0.pt").unlink()
-    with pytest.raises(
-        PosencError, match=r"checkpoint-6 was complete, but .*shard_0.pt is missing"
-    ):
+    with pytest.raises(PosencError, match=r"checkpoint-6 was complete, but .*0.pt is missing"):
         last_complete_checkpoint(tmp_path)
     assert clear_partial(tmp_path) == []
     (path / "global_step" / "shard_0.pt").write_bytes(b"x")
@@ -95,17 +90,14 @@ def test_a_torn_manifest_is_a_partial_checkpoint_and_a_newer_one_an_error(tmp_pa
         clear_partial(tmp_path)
 
 
+ALL = [2, 4, 6, 10]
+
+
 @pytest.mark.parametrize(
     ("limit", "best", "kept"),
     [
-        (None, None, [2, 4, 6, 10]),
-        (0, None, [2, 4, 6, 10]),
-        (2, None, [6, 10]),
-        (1, None, [10]),
-        (1, 4, [4, 10]),
-        (2, 4, [4, 10]),
-        (3, 4, [4, 6, 10]),
-        (2, 99, [6, 10]),
+        *((None, None, ALL), (0, None, ALL), (2, None, [6, 10]), (1, None, [10])),
+        *((1, 4, [4, 10]), (2, 4, [4, 10]), (3, 4, [4, 6, 10]), (2, 99, [6, 10])),
     ],
 )
 def test_rotation_goes_by_step_and_keeps_the_best(
@@ -136,11 +128,9 @@ def test_the_same_settings_continue_and_others_are_refused_with_what_differs(
     path = make(tmp_path, 3)
     assert resume_point(tmp_path, LR) == path
     other = {**LR, "arguments": {"learning_rate": 1e-4, "seed": 1}, "patch": {"method": "pi"}}
-    with pytest.raises(
-        PosencError, match=r"learning_rate was 0.001, is 0.0001; patch.method was"
-    ) as error:
+    message = r"learning_rate was 0.001, is 0.0001; patch.method was .*--fresh"
+    with pytest.raises(PosencError, match=message):
         resume_point(tmp_path, other)
-    assert "--fresh" in str(error.value)
     assert path.exists()
     assert resume_point(tmp_path, other, fresh=True) is None
     assert not path.exists()
@@ -195,42 +185,35 @@ def test_a_checkpoint_without_an_optimizer_is_no_continuation(tmp_path: Path) ->
     assert resume_point(tmp_path, settings, explicit=path) == path
 
 
-def test_another_number_of_processes_is_refused_or_said(tmp_path: Path) -> None:
+def test_another_number_of_processes_is_refused_or_said_and_another_device_said(
+    tmp_path: Path,
+) -> None:
     two, one = ({**LR, "processes": {"count": count}} for count in (2, 1))
-    resume_point(tmp_path, two)
+    resume_point(tmp_path, two, device="cuda")
     path = make(tmp_path, 3)
     with pytest.raises(PosencError, match=r"other settings: processes.count was 2, is 1\."):
         resume_point(tmp_path, one)
-    with pytest.warns(UserWarning, match="no exact continuation: processes.count was 2, is 1"):
-        assert resume_point(tmp_path, one, explicit=path) == path
-
-
-def test_another_device_is_said(tmp_path: Path) -> None:
-    resume_point(tmp_path, LR, device="cuda")
-    make(tmp_path, 3)
     with pytest.warns(UserWarning, match='last bits: device was "cuda", is "cpu"'):
-        resume_point(tmp_path, LR, device="cpu")
+        resume_point(tmp_path, two, device="cpu")
+    with pytest.warns(UserWarning, match="no exact continuation: processes.count was 2, is 1"):
+        assert resume_point(tmp_path, one, explicit=path, device="cpu") == path
 
 
 def test_settings_are_what_the_losses_depend_on(tmp_path: Path) -> None:
     def of(**options: Any) -> dict[str, Any]:
-        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **options)
-        return settings_of(arguments, model={"name": "tiny"})
+        return settings_of(_arguments(tmp_path, **options), model={"name": "tiny"})
 
     plain = of()
     assert plain["processes"]["count"] == 1
     free = {"save_steps": 7, "logging_steps": 2, "dataloader_num_workers": 2, "run_name": "other"}
     assert differences(plain, of(**free)) == []
     assert differences(plain, of(learning_rate=1e-3)) == ["learning_rate was 5e-05, is 0.001"]
-    assert differences(plain, of(dataloader_drop_last=True)) == [
-        "dataloader_drop_last was false, is true"
-    ]
+    dropped = ["dataloader_drop_last was false, is true"]
+    assert differences(plain, of(dataloader_drop_last=True)) == dropped
     newer = {**plain, "arguments": {**plain["arguments"], "an_option_of_tomorrow": 1}}
     assert differences(plain, newer) == []
-    assert differences({"a": {"b": 1}}, {"a": {}, "c": 2}) == [
-        "a.b was 1, is null",
-        "c was null, is 2",
-    ]
+    both = ["a.b was 1, is null", "c was null, is 2"]
+    assert differences({"a": {"b": 1}}, {"a": {}, "c": 2}) == both
 
 
 def test_what_a_launch_file_switches_on_is_a_setting(
@@ -251,8 +234,8 @@ def _held(folder: Path) -> None:
         time.sleep(60)
 
 
-def _arguments(folder: Path) -> TrainingArguments:
-    return TrainingArguments(str(folder), use_cpu=True, report_to=[])
+def _arguments(folder: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder), use_cpu=True, report_to=[], **options)
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from hf_posenc import PosencError, from_pretrained, get_patch
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.arguments import parse_arguments
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts.finetune import RECIPE, finetune, main
+from scripts.finetune_options import parse_arguments
 from tests.support.selection import late
 from tests.support.verifying import verify_here
 
@@ -85,9 +85,8 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     ours = from_pretrained(output, dtype=torch.float32)
     assert torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-3)
     base = from_pretrained(model_path(), dtype=torch.float32)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(ours.parameters(), base.parameters(), strict=True)
-    ), "it has learned something"
+    pairs = zip(ours.parameters(), base.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs), "it has learned something"
 
 
 @pytest.mark.parametrize("patch", ["rerope", *late(["dynamic_yarn", "kerple_log"])])
@@ -184,14 +183,8 @@ def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str
     mixture = tmp_path / "mixture.yaml"
     sources = [{"text": files[0], "weight": 3}, {"text": [files[1]], "weight": 1}]
     mixture.write_text(json.dumps(sources), encoding="utf-8")
-    given = [
-        "--output_dir",
-        str(tmp_path / "mixed"),
-        *QUICK,
-        "--mixture",
-        str(mixture),
-        "--no_score",
-    ]
+    given = ["--output_dir", str(tmp_path / "mixed"), *QUICK, "--mixture", str(mixture)]
+    given.append("--no_score")
     finetune(parse_arguments(RECIPE, given))
     log = TrainingLog.read(tmp_path / "mixed")
     assert [source["weight"] for source in log.data["source"]["sources"]] == [3.0, 1.0]
@@ -201,10 +194,9 @@ def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str
     assert not (tmp_path / "streamed" / "blocks").exists()
     assert "blocks" not in TrainingLog.read(tmp_path / "streamed").data
     assert len(losses(tmp_path / "streamed")) == 2
+    endless = [*given, "--stream_blocks", "--max_steps", "-1", "--fresh"]
     with pytest.raises(PosencError, match="give --max_steps"):
-        finetune(
-            parse_arguments(RECIPE, [*given, "--stream_blocks", "--max_steps", "-1", "--fresh"])
-        )
+        finetune(parse_arguments(RECIPE, endless))
 
 
 MIXTURES = {
@@ -238,12 +230,8 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
     own = ("--patch", "kerple_log", "--train", "encoding", "--target_length", "128")
     output = run(tmp_path, texts, "--no_score", *own, name="own")
     trained, base = from_pretrained(output), from_pretrained(model_path(), dtype=torch.float32)
-    kept = dict(base.named_parameters())
-    moved = [
-        name
-        for name, p in trained.named_parameters()
-        if name not in kept or not p.equal(kept[name])
-    ]
+    kept, now = dict(base.named_parameters()), trained.named_parameters()
+    moved = [name for name, p in now if name not in kept or not p.equal(kept[name])]
     assert moved
     assert all(".posenc." in name for name in moved)
 
@@ -414,10 +402,8 @@ def test_what_is_scored_is_held_out_of_the_texts(
     assert f"without what was scored ({NAMES[1]}.txt)" in (tmp_path / "run/README.md").read_text()
     blocks = Blocks.read(next((tmp_path / "run/blocks").glob("*/")))
     assert blocks.counts.documents == len(paths) - 1
-    scores = PerplexityResult.from_dict(
-        json.loads((tmp_path / "run/scores/perplexity.json").read_text())
-    )
-    assert [document["name"] for document in scores.documents] == [paths[1]]
+    scores = json.loads((tmp_path / "run/scores/perplexity.json").read_text())
+    assert [document["name"] for document in scores["documents"]] == [paths[1]]
 
 
 def test_a_run_that_cannot_score_is_refused_before_anything_is_tokenized(
@@ -461,32 +447,27 @@ def test_lengths_may_be_given_in_thousands() -> None:
 
 def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "patch: pi:scale=2\nmax_steps: 7\nbf16: true\nscore: false\n", encoding="utf-8"
-    )
-    choice, data, arguments = parse_arguments(
-        RECIPE, ["--recipe", str(recipe), "--max_steps", "9", "--use_cpu"]
-    )
+
+    def parsed(content: str, *given: str) -> Any:
+        recipe.write_text(content, encoding="utf-8")
+        return parse_arguments(RECIPE, ["--recipe", str(recipe), "--use_cpu", *given])
+
+    content = "patch: pi:scale=2\nmax_steps: 7\nbf16: true\nscore: false\n"
+    choice, data, arguments = parsed(content, "--max_steps", "9")
     assert (choice.patch, arguments.max_steps) == ("pi:scale=2", 9)
     assert arguments.bf16
     assert not data.score
     for text in ("books", "[books]"):  # not the files b, o, o, k and s
-        recipe.write_text(f"text: {text}\nreport_to: none\n", encoding="utf-8")
-        _, data, arguments = parse_arguments(RECIPE, ["--recipe", str(recipe), "--use_cpu"])
+        _, data, arguments = parsed(f"text: {text}\nreport_to: none\n")
         assert (data.text, arguments.report_to) == (["books"], [])
-    recipe.write_text("patches: pi\n", encoding="utf-8")
-    with pytest.raises(PosencError, match="sets patches, which is no option"):
-        parse_arguments(RECIPE, ["--recipe", str(recipe)])
-    recipe.write_text("no_score: true\n", encoding="utf-8")
-    with pytest.raises(PosencError, match="no_score: write `score: false`"):
-        parse_arguments(RECIPE, ["--recipe", str(recipe)])
-    recipe.write_text("- pi\n", encoding="utf-8")
-    with pytest.raises(PosencError, match="no list of"):
-        parse_arguments(RECIPE, ["--recipe", str(recipe)])
+    wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
+    wrong["no_score: true"] = "no_score: write `score: false`"
+    for content, message in wrong.items():
+        with pytest.raises(PosencError, match=message):
+            parsed(content)
 
 
 def test_a_model_that_is_named_gets_the_defaults_of_the_field() -> None:
-    options: Any = ["--model", str(model_path()), "--use_cpu"]
-    choice, _, arguments = parse_arguments(RECIPE, options)
+    choice, _, arguments = parse_arguments(RECIPE, ["--model", str(model_path()), "--use_cpu"])
     assert choice.patch is None
     assert (arguments.learning_rate, arguments.max_steps, arguments.adam_beta2) == (2e-5, 400, 0.95)

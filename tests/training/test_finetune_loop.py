@@ -112,10 +112,8 @@ def losses_of_trainer(
     chunk_loss(model)
     target = lengths.target if positions in DRAWS else None
     collator = PositionCollator(positions, target_length=target, seed=42)
-    texts, tokenizer = (
-        read_paths([str(checkpoint / "text.txt")]),
-        AutoTokenizer.from_pretrained(checkpoint),
-    )
+    texts = read_paths([str(checkpoint / "text.txt")])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     blocks = prepare_blocks(texts, tokenizer, length=lengths.block, positions=positions)
     more.setdefault("gradient_accumulation_steps", 3)
     arguments = TrainingArguments(
@@ -148,9 +146,7 @@ def test_mixed_precision_gives_the_result_of_the_trainer(
     patch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A band, moving frequencies and a bias. On a CPU, accelerate computes in float32 if fp16 is requested."""
-    model = tiny_checkpoint(
-        tmp_path / "model"
-    )  # without dropout, under which no fused path computes
+    model = tiny_checkpoint(tmp_path / "model")  # no dropout, under which no fused path computes
     (model / "text.txt").write_text(prose(33 * 128))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     own: dict[str, Any] = {"patch": patch, "target_length": 128, "gradient_accumulation_steps": 1}
@@ -159,9 +155,8 @@ def test_mixed_precision_gives_the_result_of_the_trainer(
     expected = losses_of_trainer(model, tmp_path / "trainer", "contiguous", "full", **own)
     assert losses == pytest.approx(expected, rel=2e-6)
     assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 3.8 at least
-    ours, theirs = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("loop", "trainer")
-    )
+    files = (tmp_path / name / "model.safetensors" for name in ("loop", "trainer"))
+    ours, theirs = map(load_file, files)
     assert {*ours} == {*theirs}
     for name, weight in ours.items():
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6)
@@ -226,15 +221,9 @@ def test_two_processes_report_what_one_does(
         "scripts/configs/two_cpu_processes.yaml",
     ]
     given = command(model, tmp_path / "two", max_steps=4, per_device_train_batch_size=BATCH // 2)
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, "scripts/finetune_loop.py", *given],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    script = [sys.executable, "-m", *launch, "scripts/finetune_loop.py", *given]
+    options: Any = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}
+    done = subprocess.run(script, timeout=300, check=False, **options)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if "loss" in line]
     assert [float(line[3]) for line in lines] == pytest.approx(expected, abs=2e-6)

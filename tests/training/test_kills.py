@@ -69,9 +69,8 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 def output(folder: Path) -> str:
     """Output of the processes."""
-    return "\n".join(
-        path.read_text() for path in sorted(folder.parent.glob(f"{folder.name}-*.out"))
-    )
+    files = sorted(folder.parent.glob(f"{folder.name}-*.out"))
+    return "\n".join(path.read_text() for path in files)
 
 
 @pytest.fixture(scope="module")
@@ -162,19 +161,14 @@ def test_killed_in_a_save_that_the_other_process_has_done(
     codes = launch(tmp_path / "run", moment, processes=2)
     assert codes[rank] == SIGKILLED
     if codes[1 - rank] == REFUSED:  # it was not killed before it noticed
-        assert "checkpoint-6 could not be saved: another process of the run" in output(
-            tmp_path / "run"
-        )
+        message = "checkpoint-6 could not be saved: another process of the run"
+        assert message in output(tmp_path / "run")
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
     run.check(tmp_path / "run")
 
 
-LOGS: dict[str, Any] = {
-    "logging_steps": 5,
-    "eval_strategy": "epoch",
-    "eval_on_start": True,
-    "save_steps": 4,
-}
+LOGS: dict[str, Any] = {"logging_steps": 5, "eval_strategy": "epoch", "eval_on_start": True}
+LOGS["save_steps"] = 4
 """Averages over five steps, evaluations that draw random numbers at the ends of epochs, saves at neither."""
 
 
@@ -202,14 +196,8 @@ def test_told_to_stop(
 
 def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
     rows = whole(processes=1, **LOGS).losses
-    assert [(row["step"], "loss" in row) for row in rows] == [
-        (0, False),
-        (5, True),
-        (5, False),
-        (10, True),
-        (10, False),
-        (12, False),
-    ]
+    expected = [(0, False), (5, True), (5, False), (10, True), (10, False), (12, False)]
+    assert [(row["step"], "loss" in row) for row in rows] == expected
 
 
 def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_with_them(
@@ -301,12 +289,8 @@ def test_the_launcher_is_told_to_stop(tmp_path: Path, processes: int) -> None:
         return (folder / "model.safetensors").read_bytes(), rows
 
     expected, folder = finish(tmp_path / "whole"), tmp_path / "stopped"
-    launcher = subprocess.Popen(
-        [*command, str(folder)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    nothing: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher = subprocess.Popen([*command, str(folder)], env=environment, **nothing)
     while not list(folder.glob(f"checkpoint-*/{MANIFEST}")):
         assert launcher.poll() is None
         time.sleep(0.01)

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune
+from scripts.finetune_options import parse_arguments
 from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -58,21 +58,11 @@ def command(folder: Path, output: Path, training: str, batch: int) -> list[str]:
 
 def started(config: str, script: list[str]) -> subprocess.Popen[str]:
     """A script under `accelerate launch`, from the root of the checkout."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", *config.split(), *script],
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *config.split(), *script]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(launch, env=environment, cwd=ROOT, **pipes)
 
 
 def launched(config: str, script: list[str], *, machines: int = 1) -> list[Any]:
@@ -141,17 +131,9 @@ def _finetune(output: Path, moment: Any, *, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("training", TRAININGS)
 @pytest.mark.parametrize("config", ["two_cpu_processes", "fsdp2"])
-def test_two_processes_equal_one(config: str, folder: Path, tmp_path: Path) -> None:
-    check(config, "full", folder, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", ["lora", "encoding"])
-@pytest.mark.parametrize("config", ["two_cpu_processes", "fsdp2"])
-def test_what_is_trained_makes_no_difference(
-    config: str, training: str, folder: Path, tmp_path: Path
-) -> None:
+def test_two_processes_equal_one(config: str, training: str, folder: Path, tmp_path: Path) -> None:
     check(config, training, folder, tmp_path)
 
 
@@ -230,13 +212,10 @@ def test_one_process_in_the_place_of_two_is_refused(
     options: str, folder: Path, tmp_path: Path
 ) -> None:
     config = yaml.safe_load((CONFIGS / "two_cpu_processes.yaml").read_text())
-    (tmp_path / "multi.yaml").write_text(
-        yaml.safe_dump({**config, "distributed_type": "MULTI_CPU"})
-    )
-    given = command(folder, tmp_path / "run", "full", 1)
-    (done,) = launched(
-        options.format(multi_cpu=tmp_path / "multi.yaml"), ["scripts/finetune.py", *given]
-    )
+    several = yaml.safe_dump({**config, "distributed_type": "MULTI_CPU"})
+    (tmp_path / "multi.yaml").write_text(several)
+    script = ["scripts/finetune.py", *command(folder, tmp_path / "run", "full", 1)]
+    (done,) = launched(options.format(multi_cpu=tmp_path / "multi.yaml"), script)
     assert done.returncode != 0
     assert "error: 2 processes were requested, and accelerate started one" in done.stderr
 

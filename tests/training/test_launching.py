@@ -79,9 +79,8 @@ def test_how_many_processes_a_launcher_was_asked_for(
     yaml = Path(__file__).parents[2] / "scripts" / "configs" / "two_cpu_processes.yaml"
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     words = line.format(yaml=yaml).split()
-    monkeypatch.setattr(
-        psutil, "Process", lambda pid: SimpleNamespace(pid=pid, cmdline=lambda: words)
-    )
+    process = SimpleNamespace(pid=1, cmdline=lambda: words)
+    monkeypatch.setattr(psutil, "Process", lambda pid: process)
     assert launched_processes() == LAUNCHERS[line]
 
 

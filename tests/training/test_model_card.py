@@ -19,20 +19,14 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.arguments import command_line
 from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.result import (
-    CARD,
-    LOSS_PLOT,
-    PERPLEXITY_PLOT,
-    Hub,
-    report,
-    write_card,
-)
+from hf_posenc.training.result import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
+from scripts.finetune_options import command_line
+from scripts.finetune_result import Hub, print_report
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -101,19 +95,13 @@ def test_the_numbers_are_those_of_the_table(made: Made) -> None:
     assert log.run["steps"] == 4
 
 
-def test_the_metadata_are_the_hubs(made: Made) -> None:
-    data: Any = ModelCard.load(made[0] / CARD).data
-    assert (data.license, data.library_name, data.pipeline_tag) == (
-        "mit",
-        "transformers",
-        "text-generation",
-    )
+def test_the_metadata_are_the_hubs_and_the_data_behind_the_card_lie_beside_it(made: Made) -> None:
+    folder, log, table = made
+    data: Any = ModelCard.load(folder / CARD).data
+    assert (data.license, data.library_name) == ("mit", "transformers")
+    assert data.pipeline_tag == "text-generation"
     assert "yarn" in (data.tags or [])
     assert data.base_model is None  # a folder is no name on the hub
-
-
-def test_the_data_behind_the_card_lie_beside_it(made: Made) -> None:
-    folder, log, table = made
     assert TrainingLog.read(folder).to_dict() == log.to_dict()
     assert json.loads((folder / SCORES).read_text()) == published(table).to_dict()
     assert published(table).cells == table.cells
@@ -191,7 +179,7 @@ def test_without_scores_and_from_a_quantized_file_the_card_says_so(tmp_path: Pat
     assert not (tmp_path / "made" / SCORES).exists()
 
 
-def test_the_report_before_and_after(made: Made) -> None:
+def test_the_report_before_and_after(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     table = made[2]
     first, last = table.candidates[0].label, table.candidates[-1].label
     cells = [table.cell(label, "tail", length) for length in (64, 32) for label in (first, last)]
@@ -199,7 +187,10 @@ def test_the_report_before_and_after(made: Made) -> None:
     line = conclusion(table)
     assert line.startswith(f"tail perplexity at 64 tokens: {numbers[0]} unpatched, ")
     assert f" patched, {numbers[1]} after 4 steps" in line
-    assert len([part for part in report(table) if not isinstance(part, str)]) == 2
+    print_report(table, made[0])
+    shown = capsys.readouterr().out
+    assert shown.count("yarn (scale 2), after 4 steps") == 2  # a row of each protocol
+    assert line in " ".join(shown.split())
 
 
 def test_documents_lose_the_folders_that_all_of_them_are_in(tmp_path: Path) -> None:
@@ -215,9 +206,9 @@ def test_documents_lose_the_folders_that_all_of_them_are_in(tmp_path: Path) -> N
 
 
 def test_a_folders_name_goes_without_the_way_to_it(tmp_path: Path) -> None:
-    assert shown_name("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
-    assert shown_name(str(tmp_path / "models" / "mine")) == "mine"
-    assert shown_name("./mine") == "mine"
+    names = {"meta-llama/Llama-2-7b-hf": "meta-llama/Llama-2-7b-hf", "./mine": "mine"}
+    names[str(tmp_path / "models" / "mine")] = "mine"
+    assert {name: shown_name(name) for name in names} == names
 
 
 def push(hub: FakeHub, folder: Path, **options: Any) -> str:
@@ -241,9 +232,8 @@ def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
         assert push(hub, folder, private=True).endswith("/me/it/commit/" + "1".rjust(40, "0"))
         private = {"checkpoint-4", "training_args.bin"}
         expected = {path.name: path for path in folder.iterdir() if path.name not in private}
-        assert {CARD, LOG, SCORES, LOSS_PLOT, "model.safetensors", "tokenizer.json"} <= set(
-            expected
-        )
+        saved = {"model.safetensors", "tokenizer.json"}
+        assert {CARD, LOG, SCORES, LOSS_PLOT, *saved} <= set(expected)
         assert hub.files == {"me/it": {n: path.read_bytes() for n, path in expected.items()}}
         asked = hub.created[0]  # older versions of huggingface_hub say `private`
         assert asked.get("visibility") == "private" or asked.get("private") is True
@@ -257,16 +247,13 @@ def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
 
 
 @pytest.mark.usefixtures("online")
-def test_a_folder_without_a_card_is_not_pushed(tmp_path: Path) -> None:
-    with FakeHub() as hub:
+def test_a_folder_without_a_card_is_not_pushed_and_a_hub_that_fails_is_said_in_one_line(
+    made: Made, tmp_path: Path
+) -> None:
+    with FakeHub(fails=("/commit/",)) as hub:
         with pytest.raises(PosencError, match="write_card makes one"):
             push(hub, tmp_path)
         assert not hub.requests
-
-
-@pytest.mark.usefixtures("online")
-def test_a_hub_that_fails_is_said_in_one_line(made: Made) -> None:
-    with FakeHub(fails=("/commit/",)) as hub:
         with pytest.raises(PosencError, match="is complete in") as error:
             push(hub, made[0])
         assert "\n" not in str(error.value)
@@ -276,23 +263,20 @@ def test_a_hub_that_fails_is_said_in_one_line(made: Made) -> None:
 def test_the_trainer_does_not_push(tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": str(tmp_path / "out"), "use_cpu": True}
     assert Hub.taken_from(TrainingArguments(**options)) is None
-    asked = TrainingArguments(
-        **options, push_to_hub=True, hub_token="t", hub_private_repo=True, hub_revision="dev"
-    )
+    options["push_to_hub"] = True
+    asked = TrainingArguments(**options, hub_token="t", hub_private_repo=True, hub_revision="dev")
     assert Hub.taken_from(asked) == Hub("out", "t", True, "dev")
     Trainer(model=tiny_model(), args=asked)  # would ask the hub for a repository
+    asked = TrainingArguments(**options, hub_strategy="all_checkpoints")
     with pytest.raises(PosencError, match="--hub_strategy end"):
-        Hub.taken_from(
-            TrainingArguments(**options, push_to_hub=True, hub_strategy="all_checkpoints")
-        )
+        Hub.taken_from(asked)
 
 
 def test_the_command_is_shown_without_where_its_result_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    shown = "accelerate launch scripts/finetune.py --patch yarn:scale=4 --bf16"
     for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/home/someone/x"]):
-        monkeypatch.setattr(
-            "sys.argv", ["finetune.py", "--patch", "yarn:scale=4", *place, "--bf16"]
-        )
-        shown = "accelerate launch scripts/finetune.py --patch yarn:scale=4 --bf16"
+        argv = ["finetune.py", "--patch", "yarn:scale=4", *place, "--bf16"]
+        monkeypatch.setattr("sys.argv", argv)
         assert command_line() == shown

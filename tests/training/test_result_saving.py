@@ -13,10 +13,12 @@ from hf_posenc.training.checkpoints import save_result
 from tests.support.file_operations import Moment
 from tests.support.killing import launch
 
+NAMES = ("config.json", "model.safetensors", "tokenizer.json")
+
 
 def _result(folder: Path, moment: Moment | None, *, text: str = "new") -> None:
     def write(path: str) -> None:
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        for name in NAMES:
             (Path(path) / name).write_text(text)
 
     save_result(folder, write)
@@ -42,11 +44,7 @@ def test_a_kill_in_the_final_save_never_leaves_a_mixture_that_loads(tmp_path: Pa
         seen.add(texts.get("config.json"))
         if operation % 5 == 0:
             _result(folder, None)
-            assert sorted(path.name for path in folder.iterdir()) == [
-                "config.json",
-                "model.safetensors",
-                "tokenizer.json",
-            ]
+            assert sorted(path.name for path in folder.iterdir()) == [*NAMES]
     assert seen == {"old", None, "new"}
 
 
@@ -61,8 +59,7 @@ def test_a_final_save_that_fails_leaves_the_old_result_and_says_so(tmp_path: Pat
         write_atomically(Path(path) / "nothing" / "card.md", "new")
 
     for write, reason in ((full, "No space left"), (of_ours, "card.md cannot be written")):
-        with pytest.raises(
-            PosencError, match=f"could not be saved.*{reason}.*make room and run the same command"
-        ):
+        message = f"could not be saved.*{reason}.*make room and run the same command"
+        with pytest.raises(PosencError, match=message):
             save_result(tmp_path, write)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"old"}

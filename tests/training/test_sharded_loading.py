@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import PosencError, patch_model
 from hf_posenc.cli.loading import load_model
 from hf_posenc.methods import KerpleLog, YaRN
-from hf_posenc.training.preparation import loading_dtype, partition_weights, whole_weights
+from scripts.finetune_model import loading_dtype, partition_weights, whole_weights
 from tests.support.peak_memory import anonymous_memory
 
 SWITCH = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -31,9 +31,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def given(rank: int = 1, bf16: bool = True) -> Any:
     """Arguments of one process of an FSDP2 training."""
-    return SimpleNamespace(
-        process_index=rank, bf16=bf16, fp16=False, fsdp=None, deepspeed_plugin=None
-    )
+    others: Any = {"fp16": False, "fsdp": None, "deepspeed_plugin": None}
+    return SimpleNamespace(process_index=rank, bf16=bf16, **others)
 
 
 def checkpoint(folder: Path, dtype: torch.dtype, **sizes: int) -> Path:
@@ -81,17 +80,16 @@ def test_the_first_process_keeps_its_weights_and_all_their_tables(tmp_path: Path
 
 
 def test_the_checkpoints_dtype_counts_where_the_training_copies_to_float32(tmp_path: Path) -> None:
-    half, mixed = tmp_path / "half", tmp_path / "mixed"
-    checkpoint(half, torch.bfloat16)
-    model: Any = load_model(str(half), dtype="bfloat16", device="cpu")
+    half, mixed, full = (str(tmp_path / name) for name in ("half", "mixed", "full"))
+    checkpoint(Path(half), torch.bfloat16)
+    model: Any = load_model(half, dtype="bfloat16", device="cpu")
     model.get_submodule("model.norm").float()
     model.save_pretrained(mixed)
-    full = str(checkpoint(tmp_path / "full", torch.float32))
-    assert loading_dtype(str(half), "float32", given()) == "bfloat16"
-    assert loading_dtype(str(half), "float32", given(bf16=False)) == "float32"
-    assert loading_dtype(str(half), "float16", given()) == "float16"
-    assert loading_dtype(str(mixed), "float32", given()) == "float32"
-    assert loading_dtype(full, "float32", given()) == "float32"
+    checkpoint(Path(full), torch.float32)
+    assert loading_dtype(half, "float32", given()) == "bfloat16"
+    assert loading_dtype(half, "float32", given(bf16=False)) == "float32"
+    assert loading_dtype(half, "float16", given()) == "float16"
+    assert [loading_dtype(name, "float32", given()) for name in (mixed, full)] == ["float32"] * 2
 
 
 def test_transformers_leaves_no_process_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:

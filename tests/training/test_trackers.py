@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune
+from scripts.finetune_options import parse_arguments
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 
@@ -38,10 +38,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     history = trained(tmp_path, "tensorboard")
     (written,) = (tmp_path / "run" / "runs").iterdir()
     events = accumulator(str(written)).Reload()
-    for name, tag in (
-        ("loss", "train/loss"),
-        ("eval_tail_perplexity_128", "eval/tail_perplexity_128"),
-    ):
+    perplexity = "eval_tail_perplexity_128", "eval/tail_perplexity_128"
+    for name, tag in (("loss", "train/loss"), perplexity):
         expected = [(entry["step"], entry[name]) for entry in history if name in entry]
         found = [(event.step, event.value) for event in events.Scalars(tag)]
         assert [step for step, _ in found] == [step for step, _ in expected]

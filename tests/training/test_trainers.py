@@ -55,19 +55,10 @@ def loss_of(model: Any, ids: Tensor) -> float:
 
 def settings(folder: Path, make: Any = TrainingArguments, **more: Any) -> Any:
     """Every step reads the whole data set, whatever the order."""
-    values = {
-        "output_dir": str(folder / "run"),
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 0.02,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return make(**values | more)
+    values: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": STEPS}
+    values |= {"learning_rate": 0.02, "lr_scheduler_type": "constant", "logging_steps": 1}
+    values |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    return make(str(folder / "run"), **values | more)
 
 
 def data(ids: Tensor, **columns: Any) -> Any:
@@ -107,23 +98,19 @@ def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) ->
 
 @pytest.mark.parametrize("name", quick(PATCHES, ["kerple", "list"]))
 def test_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
-    model = choose_parameters(patched(base, name))
+    model, rows = choose_parameters(patched(base, name)), data(ids, labels=ids.tolist())
     before = loss_of(model, ids)
-    rows = data(ids, labels=ids.tolist())
     trainer = Trainer(model, settings(tmp_path), train_dataset=rows)
-    loaded = check(trainer, before, ids, base, tmp_path)
-    assert not hasattr(loaded, "peft_config")
+    assert not hasattr(check(trainer, before, ids, base, tmp_path), "peft_config")
 
 
 @pytest.mark.parametrize("name", ["rerope", *late(["kerple", "yarn"])])
 def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     model = patched(base, name)
     before = loss_of(model, ids)
-    wrapped = choose_parameters(model, "lora")
-    rows = data(ids, labels=ids.tolist())
+    wrapped, rows = choose_parameters(model, "lora"), data(ids, labels=ids.tolist())
     trainer = Trainer(wrapped, settings(tmp_path), train_dataset=rows)
-    loaded = check(trainer, before, ids, base, tmp_path)
-    assert isinstance(loaded, peft.PeftModel)
+    assert isinstance(check(trainer, before, ids, base, tmp_path), peft.PeftModel)
 
 
 @pytest.mark.parametrize("name", ["kerple", *late(["yarn"])])
@@ -161,13 +148,7 @@ def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, t
 
 @pytest.mark.parametrize(
     ("name", "train"),
-    [
-        ("yarn", "lora"),
-        pytest.param("kerple", "lora", marks=pytest.mark.slow),
-        pytest.param("rerope", "lora", marks=pytest.mark.slow),
-        pytest.param("list", "full", marks=pytest.mark.slow),
-        pytest.param("kerple", "full", marks=pytest.mark.slow),
-    ],
+    [("yarn", "lora"), *late(["kerple", "rerope"], ["lora"]), *late(["list", "kerple"], ["full"])],
 )
 def test_sft_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str, train: str) -> None:
     trl: Any = pytest.importorskip("trl")

@@ -47,6 +47,13 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **given)
 
 
+def refused(
+    model: Any, given: TrainingArguments, message: str, positions: str = "contiguous"
+) -> None:
+    with pytest.raises(PosencError, match=message):
+        check_run(model, positions=positions, arguments=given)
+
+
 def context_parallel(monkeypatch: pytest.MonkeyPatch, kind: str = "CP", size: int = 2) -> None:
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", str(size))
@@ -74,10 +81,7 @@ def test_methods_inside_attention_in_parts_of_a_text_or_of_the_heads(
         check_run(model, positions="contiguous", arguments=given)
         return
     reason = {"CP": "Context", "SP": "Sequence"}[kind]
-    with pytest.raises(
-        PosencError, match=rf"{reason} parallelism \(size 2\) .* dropped in silence"
-    ):
-        check_run(model, positions="contiguous", arguments=given)
+    refused(model, given, rf"{reason} parallelism \(size 2\) .* dropped in silence")
     context_parallel(monkeypatch, kind, size=1)
     check_run(model, positions="contiguous", arguments=given)
 
@@ -90,21 +94,16 @@ def test_packing_and_moving_frequencies_in_parts_of_a_text(
     given, model = arguments(tmp_path), patched("yarn", scale=4)
     for positions in ("contiguous", "pose", "random", "cream"):
         check_run(model, positions=positions, arguments=given)
-    with pytest.raises(PosencError, match="drops every mask, and packed documents"):
-        check_run(model, positions="packed", arguments=given)
+    refused(model, given, "drops every mask, and packed documents", "packed")
     moving = patched(DynamicNTK(scale=2, update="sequence"))
-    with pytest.raises(PosencError, match="dynamic_ntk scales with the positions in that part"):
-        check_run(moving, positions="contiguous", arguments=given)
-    own = native_dynamic()
-    with pytest.raises(PosencError, match="model's own dynamic RoPE scales with"):
-        check_run(own, positions="contiguous", arguments=given)
+    refused(moving, given, "dynamic_ntk scales with the positions in that part")
+    refused(native_dynamic(), given, "model's own dynamic RoPE scales with")
 
 
 def test_a_parallelism_config_of_the_arguments_counts_too(tmp_path: Path) -> None:
     given = arguments(tmp_path)
     given.parallelism_config = SimpleNamespace(cp_size=2, sp_size=1, tp_size=1)
-    with pytest.raises(PosencError, match="Context parallelism"):
-        check_run(patched("alibi"), positions="contiguous", arguments=given)
+    refused(patched("alibi"), given, "Context parallelism")
 
 
 @pytest.mark.parametrize("positions", ["packed", "pose", "random", "cream"])
@@ -120,8 +119,7 @@ def test_frequencies_that_follow_the_longest_text_of_a_batch_need_one_length(
     }[method]()
     given = arguments(tmp_path)
     check_run(model, positions="contiguous", arguments=given)
-    with pytest.raises(PosencError, match="the same weights would be trained with different freq"):
-        check_run(model, positions=positions, arguments=given)
+    refused(model, given, "the same weights would be trained with different freq", positions)
 
 
 def test_each_row_by_itself_or_each_position_needs_no_length(tmp_path: Path) -> None:
@@ -131,35 +129,28 @@ def test_each_row_by_itself_or_each_position_needs_no_length(tmp_path: Path) -> 
         check_run(patched("yarn", scale=4), positions=positions, arguments=given)
     rows = patched(DynamicNTK(scale=2, update="request"))
     check_run(rows, positions="pose", arguments=given)
-    with pytest.raises(PosencError, match="update='request'"):
-        check_run(rows, positions="packed", arguments=given)
+    refused(rows, given, "update='request'", "packed")
 
 
 def test_liger_may_leave_the_rotation_alone(tmp_path: Path) -> None:
     given = arguments(tmp_path)
     given.use_liger_kernel = True
     check_run(patched(), positions="contiguous", arguments=given)
-    with pytest.raises(PosencError, match="replaces the rotation by a kernel of its own"):
-        check_run(patched("yarn", scale=2), positions="contiguous", arguments=given)
+    refused(patched("yarn", scale=2), given, "replaces the rotation by a kernel of its own")
     given.liger_kernel_config = {"rms_norm": True}
-    with pytest.raises(PosencError, match="Liger"):
-        check_run(patched("rerope", window=16), positions="contiguous", arguments=given)
+    refused(patched("rerope", window=16), given, "Liger")
     given.liger_kernel_config = {"rope": False}
     check_run(patched("yarn", scale=2), positions="contiguous", arguments=given)
 
 
 def test_half_precision_weights_that_a_step_does_not_move(tmp_path: Path) -> None:
-    model = patched("yarn", scale=2).bfloat16()
-    with pytest.raises(PosencError, match=r"weights are bfloat16, and for \d\d% of them a step"):
-        check_run(model, positions="contiguous", arguments=arguments(tmp_path, learning_rate=2e-5))
+    model, small = patched("yarn", scale=2).bfloat16(), arguments(tmp_path, learning_rate=2e-5)
+    refused(model, small, r"weights are bfloat16, and for \d\d% of them a step")
     check_run(model, positions="contiguous", arguments=arguments(tmp_path, learning_rate=0.1))
-    check_run(
-        patched(),
-        positions="contiguous",
-        arguments=arguments(tmp_path, bf16=True, learning_rate=2e-5),
-    )
+    mixed = arguments(tmp_path, bf16=True, learning_rate=2e-5)
+    check_run(patched(), positions="contiguous", arguments=mixed)
     model.requires_grad_(False)  # an adapter in float32 on weights that stay as they are
-    check_run(model, positions="contiguous", arguments=arguments(tmp_path, learning_rate=2e-5))
+    check_run(model, positions="contiguous", arguments=small)
 
 
 def test_what_the_refusal_of_half_precision_says_is_what_adam_does() -> None:
@@ -179,31 +170,21 @@ def test_columns_that_packing_needs_and_a_loss_outside_the_model(tmp_path: Path)
     model = patched("yarn", scale=2)
     dropping = arguments(tmp_path, remove_unused_columns=True)
     check_run(model, positions="contiguous", arguments=dropping)
-    with pytest.raises(PosencError, match="document_lengths"):
-        check_run(model, positions="packed", arguments=dropping)
+    refused(model, dropping, "document_lengths", "packed")
     smoothed = arguments(tmp_path, label_smoothing_factor=0.1)
     check_run(model, positions="contiguous", arguments=smoothed)
     assert isinstance(chunk_loss(model), ChunkedLoss)
-    with pytest.raises(PosencError, match="loss in chunks would not be used"):
-        check_run(model, positions="contiguous", arguments=smoothed)
+    refused(model, smoothed, "loss in chunks would not be used")
 
 
 def test_processes_that_start_from_different_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_another(of: Any) -> Any:
-        def gather(value: Any) -> list[Any]:
-            return [value, of(value)]
-
-        return gather
-
-    model, given = patched("yarn", scale=2), arguments(tmp_path)
-    monkeypatch.setattr(checks, "gather", with_another(lambda value: value))
+    model, given, norm = patched("yarn", scale=2), arguments(tmp_path), "model.norm.weight"
+    monkeypatch.setattr(checks, "gather", lambda value: [value, value])
     check_run(model, positions="contiguous", arguments=given)
-    norm = "model.layers.1.mlp.up_proj.weight"
-    monkeypatch.setattr(checks, "gather", with_another(lambda value: {**value, norm: "0"}))
-    with pytest.raises(PosencError, match=f"Process 1 starts from another {norm} .* same seed"):
-        check_run(model, positions="contiguous", arguments=given)
+    monkeypatch.setattr(checks, "gather", lambda value: [value, {**value, norm: "0"}])
+    refused(model, given, f"Process 1 starts from another {norm} .* same seed")
 
 
 def test_positions_between_whole_numbers_are_refused_under_sharding(

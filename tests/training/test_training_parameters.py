@@ -83,9 +83,8 @@ class TestEncoding:
         assert trained_names(model) == set(trained_parameters(model))
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         stepped(model)
-        changed = {
-            n for n, value in model.state_dict().items() if not torch.equal(value, weights[n])
-        }
+        now = model.state_dict()
+        changed = {name for name in now if not torch.equal(now[name], weights[name])}
         assert changed
         assert changed <= set(trained_parameters(model))
 
@@ -168,10 +167,9 @@ class TestLora:
         with pytest.raises(PosencError, match="target_modules belong to train='lora'"):
             choose_parameters(model, "full", target_modules=["q_proj"])
         wrapped = choose_parameters(patch_model(model, "yarn", scale=4), "lora")
+        message = r"wrapped by PeftModelForCausalLM.*merge_and_unload"
         for train in get_args(Trained):
-            with pytest.raises(
-                PosencError, match=r"wrapped by PeftModelForCausalLM.*merge_and_unload"
-            ):
+            with pytest.raises(PosencError, match=message):
                 choose_parameters(wrapped, train)
 
     def test_a_method_of_ones_own_cannot_travel(self, model: PreTrainedModel) -> None:
@@ -220,17 +218,16 @@ def test_every_architecture(model_type: str) -> None:
 
 
 def test_short_names_mean_these_modules_alone() -> None:
-    model = nn.ModuleDict(
-        {
-            "a": nn.ModuleDict({"proj": nn.Linear(1, 1), "up_norm": nn.LayerNorm(1)}),
-            "b": nn.ModuleDict({"proj": nn.Linear(1, 1), "norm": nn.LayerNorm(1)}),
-            "list": nn.ModuleList([nn.Linear(1, 1)]),
-        }
-    )
-    proj: Any = [model.get_submodule("a.proj"), model.get_submodule("b.proj")]
-    assert short_names(model, proj) == ["proj"]
-    assert short_names(model, proj[:1]) == ["a.proj"]
-    assert short_names(model, [model.get_submodule("b.norm")]) == ["b.norm"]  # up_norm ends so too
-    assert short_names(model, [model.get_submodule("list.0")]) == ["list.0"]
+    model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(1, 1)])})
+    model["a"] = nn.ModuleDict({"proj": nn.Linear(1, 1), "up_norm": nn.LayerNorm(1)})
+    model["b"] = nn.ModuleDict({"proj": nn.Linear(1, 1), "norm": nn.LayerNorm(1)})
+
+    def names(*paths: str) -> list[str]:
+        return short_names(model, [model.get_submodule(path) for path in paths])
+
+    assert names("a.proj", "b.proj") == ["proj"]
+    assert names("a.proj") == ["a.proj"]
+    assert names("b.norm") == ["b.norm"]  # up_norm ends so too
+    assert names("list.0") == ["list.0"]
     model["norm"] = nn.LayerNorm(1)  # no name means it and not the others
-    assert short_names(model, [model["norm"]]) == []
+    assert names("norm") == []

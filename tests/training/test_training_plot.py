@@ -43,19 +43,12 @@ def table() -> PerplexityResult:
     return made
 
 
-def test_losses_are_those_of_the_log() -> None:
+def test_losses_are_those_of_the_log_and_the_mean_of_a_straight_line_is_the_line() -> None:
     assert loss_points(LOG) == [(n, 5 - 0.01 * n) for n in range(1, 41)]
     assert loss_points(LOG, "eval_loss") == [(40, 4.5)]
-
-
-def test_the_mean_of_a_straight_line_is_the_line() -> None:
     means, width = smoothed(loss_points(LOG))
-    assert width == 5
-    assert len(means) == 40 - 5 + 1
-    assert means[0][0] == 3
-    assert means[-1][0] == 38
-    for step, loss in means:
-        assert loss == pytest.approx(5 - 0.01 * step)
+    assert (width, [step for step, _ in means]) == (5, [*range(3, 39)])
+    assert [loss for _, loss in means] == pytest.approx([5 - 0.01 * step for step, _ in means])
     assert smoothed(loss_points(LOG)[:20]) == ([], 2)
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
-from hf_posenc import patch_model
+from hf_posenc import from_pretrained, patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.methods import PositionInterpolation
+from hf_posenc.patch.config import parse_method
 from hf_posenc.training.callbacks import PerplexityCallback
 from hf_posenc.training.chunked_loss.loss import chunk_loss
 from hf_posenc.training.scoring import FILE, Scores, before_and_after, label_of, score, stages_of
 from tests.support import zoo
+from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 LENGTHS = (32, 64)
@@ -41,12 +46,13 @@ def make_scores(output: Path | None = None, **options: Any) -> Scores:
 
 
 def records(result: PerplexityResult, row: int) -> list[tuple[Any, ...]]:
-    label = result.candidates[row].label
-    return [
-        (r.protocol, r.length, r.document, r.nats, r.tokens)
-        for r in result.records
-        if r.method == label
-    ]
+    rows = [r for r in result.records if r.method == result.candidates[row].label]
+    return [(r.protocol, r.length, r.document, r.nats, r.tokens) for r in rows]
+
+
+def measured(model: Any, **options: Any) -> PerplexityResult:
+    """What `hf-posenc perplexity` measures."""
+    return measure_perplexity(model, byte_tokenizer(), HELD_OUT, lengths=LENGTHS, **options)
 
 
 def blocks(count: int = 16) -> Any:
@@ -56,17 +62,11 @@ def blocks(count: int = 16) -> Any:
 
 
 def make_trainer(model: Any, folder: Path, **options: Any) -> Trainer:
-    usual: dict[str, Any] = {
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    arguments = TrainingArguments(output_dir=str(folder), **{**usual, **options})
+    fixed: Any = {"use_cpu": True, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    usual: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 2}
+    usual["learning_rate"] = 3e-3
+    usual |= {"save_strategy": "no", **options}
+    arguments = TrainingArguments(str(folder), **fixed, **usual)
     return Trainer(model=model, args=arguments, train_dataset=blocks(), eval_dataset=[])
 
 
@@ -93,42 +93,23 @@ def test_before_is_what_the_command_measures() -> None:
     scores, model = make_scores(), tiny_model()
     scores.measure(model)
     result = scores.measure(patch_model(model, "yarn", scale=2))
-    expected = measure_perplexity(
-        tiny_model(),
-        byte_tokenizer(),
-        HELD_OUT,
-        methods=["none", "yarn:scale=2"],
-        lengths=LENGTHS,
-    )
+    expected = measured(tiny_model(), methods=["none", "yarn:scale=2"])
     assert [entry.label for entry in result.candidates] == ["none", "yarn (scale 2), before"]
+    assert [entry.method for entry in result.candidates] == [None, "yarn"]
     for row in (0, 1):
         assert records(result, row) == records(expected, row)
-    assert [cell.ratio_interval for cell in result.cells] == [
-        cell.ratio_interval for cell in expected.cells
-    ]
-    assert [entry.method for entry in result.candidates] == [None, "yarn"]
+    ratios = [[cell.ratio_interval for cell in each.cells] for each in (result, expected)]
+    assert ratios[0] == ratios[1]
 
 
 @pytest.mark.parametrize("method", ["dynamic_ntk:scale=2,update=sequence", "dynamic_yarn"])
 def test_a_method_that_follows_the_text_is_read_anew_at_every_length(method: str) -> None:
-    from hf_posenc.patch.config import parse_method
-
     name, options = parse_method(method)
-    result = score(
-        patch_model(tiny_model(), name, **options), byte_tokenizer(), HELD_OUT, lengths=LENGTHS
-    )
-    expected = measure_perplexity(
-        tiny_model(), byte_tokenizer(), HELD_OUT, methods=[method], lengths=LENGTHS
-    )
-    assert records(result, 0) == records(expected, 0)
+    result = make_scores().measure(patch_model(tiny_model(), name, **options))
+    assert records(result, 0) == records(measured(tiny_model(), methods=[method]), 0)
 
 
 def test_a_method_of_ones_own_is_scored() -> None:
-    from dataclasses import dataclass
-    from typing import ClassVar
-
-    from hf_posenc.methods import PositionInterpolation
-
     @dataclass(frozen=True)
     class Mine(PositionInterpolation):
         name: ClassVar[str] = "mine"
@@ -169,16 +150,11 @@ def test_training_adds_rows_and_numbers_to_the_log(tmp_path: Path) -> None:
 
 
 def test_after_is_what_the_saved_model_measures(tmp_path: Path) -> None:
-    from hf_posenc import from_pretrained
-
     model = patched_model()
     make_trainer(model, tmp_path).train()
     after = make_scores().measure(model, STEPS)
     model.save_pretrained(tmp_path / "saved")
-    expected = measure_perplexity(
-        from_pretrained(tmp_path / "saved"), byte_tokenizer(), HELD_OUT, lengths=LENGTHS
-    )
-    assert records(after, 0) == records(expected, 0)
+    assert records(after, 0) == records(measured(from_pretrained(tmp_path / "saved")), 0)
 
 
 START = {"eval_on_start": True, "gradient_accumulation_steps": 2}
@@ -187,14 +163,10 @@ START = {"eval_on_start": True, "gradient_accumulation_steps": 2}
 @pytest.mark.parametrize(
     ("options", "config"),
     [
-        pytest.param({}, {}, marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": True}, {}, marks=pytest.mark.slow),
-        pytest.param(START, {}, marks=pytest.mark.slow),
-        pytest.param({"bf16": True}, {}, marks=pytest.mark.slow),
+        *late([{}, {"gradient_checkpointing": True}, START, {"bf16": True}], [{}]),
         # a table that follows the longest text so far, which transformers keeps as state
         (START, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
     ],
-    ids=["plain", "checkpointing", "start", "bf16", "dynamic"],
 )
 def test_the_training_is_the_same_bit_for_bit(
     tmp_path: Path, options: dict[str, Any], config: dict[str, Any]
@@ -213,8 +185,6 @@ def test_the_training_is_the_same_bit_for_bit(
 
 @pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_lora_is_scored_and_its_training_the_same(tmp_path: Path, chunked: bool) -> None:
-    from peft import LoraConfig, get_peft_model
-
     def build() -> Any:
         lora = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
         model = get_peft_model(patched_model(), lora)
@@ -222,8 +192,7 @@ def test_a_lora_is_scored_and_its_training_the_same(tmp_path: Path, chunked: boo
             chunk_loss(model, 16)
         return model
 
-    expected = trained(make_trainer(build(), tmp_path))
-    trainer, scores = None, make_scores()
+    expected, scores = trained(make_trainer(build(), tmp_path)), make_scores()
     trainer = scored_trainer(build(), tmp_path, scores)
     assert same(trained(trainer), expected)
     assert trainer.model is not None
@@ -245,23 +214,15 @@ def test_the_precision_of_the_training_is_that_of_every_row(tmp_path: Path) -> N
 
 
 def test_the_lowest_perplexity_is_the_best_model(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "metric_for_best_model": "eval_tail_perplexity_64",
-        "load_best_model_at_end": True,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
+    name = "eval_tail_perplexity_64"
+    options: Any = {"metric_for_best_model": name, "load_best_model_at_end": True}
+    options |= {"save_strategy": "steps", "save_steps": 2}
     with pytest.raises(PosencError, match="--greater_is_better false"):
         scored_trainer(patched_model(), tmp_path, make_scores(), **options)
-    trainer = scored_trainer(
-        patched_model(), tmp_path, make_scores(), greater_is_better=False, **options
-    )
+    options["greater_is_better"] = False
+    trainer = scored_trainer(patched_model(), tmp_path, make_scores(), **options)
     trainer.train()
-    tails = {
-        entry["step"]: entry["eval_tail_perplexity_64"]
-        for entry in trainer.state.log_history
-        if "eval_tail_perplexity_64" in entry
-    }
+    tails = {row["step"]: row[name] for row in trainer.state.log_history if name in row}
     assert trainer.state.best_metric == min(tails[2], tails[4])
 
 

@@ -42,10 +42,8 @@ def stored(folder: Path) -> PerplexityResult:
 
 def lines(folder: Path) -> dict[str, int]:
     """Count the records that each process has written."""
-    return {
-        path.stem: len(path.read_text().splitlines())
-        for path in folder.glob("records/*/shard-*.jsonl")
-    }
+    files = folder.glob("records/*/shard-*.jsonl")
+    return {path.stem: len(path.read_text().splitlines()) for path in files}
 
 
 def one_step(model: Any) -> None:
@@ -89,9 +87,8 @@ def score_sharded(folder: Path) -> None:
         fully_shard(layer)
     fully_shard(model)
     scores = make_scores(folder)
-    scores.measure(
-        model
-    )  # before any other forward: nothing may be left that training cannot write to
+    # Before any other forward: nothing may be left that training cannot write to.
+    scores.measure(model)
     one_step(model)
     scores.measure(model, 1)
     again = make_scores(folder).measure(model, 1)
@@ -129,10 +126,8 @@ def test_zero_3_is_scored_by_all_together_and_trains_the_same(tmp_path: Path) ->
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-    losses = [
-        json.loads((tmp_path / way / "losses.json").read_text()) for way in ("scored", "alone")
-    ]
-    assert losses[0] == losses[1]
+    one, other = ((tmp_path / way / "losses.json").read_text() for way in ("scored", "alone"))
+    assert one == other
     result = stored(tmp_path / "scored")
     assert [stage.step for stage in stages_of(result)] == [0, 2, 4]
     assert lines(tmp_path / "scored") == {"shard-1-of-1": 3 * len(HELD_OUT)}
@@ -148,14 +143,8 @@ def interrupted(folder: Path) -> None:
         if group_shard().index == 1:
             raise InterruptedError
 
-    try:
+    with contextlib.suppress(InterruptedError):
         make_scores(folder).measure(patched_model(), progress=stop)
-    except InterruptedError:
-        return
-
-
-def resumed(folder: Path) -> None:
-    make_scores(folder).measure(patched_model())
 
 
 @pytest.mark.slow
@@ -164,7 +153,7 @@ def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
         in_two_processes(interrupted, tmp_path)
     begun = lines(tmp_path)
     assert begun == {"shard-1-of-2": 2, "shard-2-of-2": 0}
-    resumed(tmp_path)
+    make_scores(tmp_path).measure(patched_model())
     assert lines(tmp_path) == {**begun, "shard-1-of-1": 1}
     whole = make_scores().measure(patched_model())
     assert records(stored(tmp_path), 0) == records(whole, 0)

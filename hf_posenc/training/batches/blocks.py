@@ -118,12 +118,13 @@ class Cutter:
             part = np.concatenate([_special(self.prefix), tokens], axis=1)[:, :space]
             tokens = tokens[:, max(room, 0) :]
             self._parts.append(part)
-            if part.shape[1] == space:
-                if (block := self._block()) is None:
-                    self.finish()
-                else:
-                    yield block
-                self._parts = []
+            if part.shape[1] < space:
+                continue  # the block goes on with the next document
+            if (block := self._block()) is None:
+                self.finish()
+            else:
+                yield block
+            self._parts = []
         self.unused += tokens.shape[1]
 
     def _block(self) -> Block | None:
@@ -132,8 +133,7 @@ class Cutter:
         documents = tuple(part.shape[1] for part in self._parts)
         if (labels == ids).all():
             return Block(ids, documents)
-        firsts = np.cumsum(documents) - documents  # no token of their documents precedes them
-        labels[firsts] = IGNORED
+        labels[np.cumsum(documents) - documents] = IGNORED  # no token precedes a document's first
         return Block(ids, documents, labels) if (labels != IGNORED).any() else None
 
     def finish(self) -> None:
@@ -265,12 +265,11 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
                 f"A mixture is a list of pairs, blocks of prepare_blocks and their weight; {type(pair).__name__} is "
                 "none."
             )
-    weights = [weight for _, weight in pairs]
+    sources, weights = [blocks for blocks, _ in pairs], [weight for _, weight in pairs]
     good = (isinstance(w, int | float) and w > 0 and math.isfinite(w) for w in weights)
     if not weights or not all(good):
         raise PosencError(f"A mixture needs positive weights; these are {weights}.")
     seed = read_whole(seed, "seed", 0)
-    sources = [blocks for blocks, _ in pairs]
     kinds = {(each.streamed, each.counts.length, *each.rows.column_names) for each in sources}
     if len(kinds) > 1:
         raise PosencError("A mixture needs blocks of one length and kind, all streamed or none.")
@@ -376,11 +375,11 @@ def prepare_blocks(
             f"{workers} processes for tokenization: a stream is tokenized where it is read. Leave them out, and give "
             "--dataloader_num_workers 1 to do that in a process beside the training."
         )
-    ending = tokenizer.eos_token_id
-    suffix = [] if ending is None else [int(ending)]
+    suffix = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    packed = positions == "packed"
 
     def writer() -> Writer:
-        cutter = Cutter(length, positions == "packed", prefix, suffix)
+        cutter = Cutter(length, packed, prefix, suffix)
         return Writer(entries, tokenizer, cutter, limit, seen, workers)
 
     if not stream and cache is None:
@@ -400,37 +399,31 @@ def prepare_blocks(
         "tokenizer": tokenizer_hash(tokenizer),
         "chat_template": getattr(tokenizer, "chat_template", None),
         "length": length,
-        "packed": positions == "packed",
+        "packed": packed,
         "special": [list(prefix), suffix],
         "limit": limit,
         "source": {**source, "files": _file_stamps(source)},
     }
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
-    if stream:
-        return _stream(writer, entries, key)
-    if not isinstance(cache, str | Path) or not str(cache).strip():
-        raise PosencError(f"cache: {cache!r} is no folder. Give its path.")
-    return _read_cached(Path(cache), key[:32], writer())
-
-
-def _stream(writer: Callable[[], Writer], entries: Iterable[str | Entry], key: str) -> Blocks:
-    from datasets import IterableDataset
-
+    if not stream:
+        if not isinstance(cache, str | Path) or not str(cache).strip():
+            raise PosencError(f"cache: {cache!r} is no folder. Give its path.")
+        return _read_cached(Path(cache), key[:32], writer())
     if iter(entries) is entries:
         raise PosencError(
             "A stream reads its documents in every epoch: give a list or a Source, not an iterator."
         )
-    first = writer()  # also refuses a missing library
-    packed, vocabulary = first.cutter.packed, Vocabulary(first.tokenizer)
+    writer()  # refuses a missing library
+    from datasets import IterableDataset
 
     def rows() -> Iterator[dict[str, Any]]:
         reader = writer()
         yield from (block.row(packed) for block in reader.cut())
         reader.check()
 
-    counts = Counts(first.cutter.length, largest=vocabulary.size - 1, sha256=key)
-    stream = IterableDataset.from_generator(rows, features=_features(packed))
-    return Blocks(stream.shuffle(seed=0, buffer_size=_SHUFFLED), counts)
+    counts = Counts(length, largest=Vocabulary(tokenizer).size - 1, sha256=key)
+    blocks = IterableDataset.from_generator(rows, features=_features(packed))
+    return Blocks(blocks.shuffle(seed=0, buffer_size=_SHUFFLED), counts)
 
 
 def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -438,16 +431,13 @@ def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
 
     The contents of a hub dataset are assumed to stay the same.
     """
-    names = [*source.get("paths", ()), *([source["name"]] if "name" in source else ())]
-    files = sorted({file for name in names for file in _files(str(name))})
-    stats = [(file, file.stat() if file.exists() else file.lstat()) for file in files]
+    files = set[Path]()
+    for name in map(str, (*source.get("paths", ()), source.get("name", ""))):
+        for match in [name] if os.path.lexists(name) else glob(name, recursive=True):  # noqa: PTH207
+            path = Path(match)
+            files |= {*path.rglob("*")} if path.is_dir() else {path}
+    stats = [(file, file.stat() if file.exists() else file.lstat()) for file in sorted(files)]
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
-
-
-def _files(name: str) -> Iterator[Path]:
-    for match in [name] if os.path.lexists(name) else glob(name, recursive=True):  # noqa: PTH207
-        path = Path(match)
-        yield from (path.rglob("*") if path.is_dir() else [path])
 
 
 def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.lengths import read_length
 
 Numbers = NDArray[np.int64]
@@ -160,29 +161,30 @@ class PositionCollator(TrainerCallback):
         if positions not in POSITIONS:
             raise unknown("kind of positions", positions, POSITIONS)
         stages = [read_length(length, "A length of the curriculum") for length in curriculum or ()]
-        self.curriculum = tuple(stages)
         if stages and positions not in DRAWS:
             raise PosencError(
                 f"A curriculum bounds positions that are drawn ({', '.join(DRAWS)}), not positions={positions!r}."
             )
         if any(after <= before for before, after in itertools.pairwise(stages)):
             raise PosencError(f"A curriculum is a list of rising lengths in tokens, not {stages}.")
-        if stages and target_length is None:
-            target_length = stages[-1]
-        if positions in DRAWS and target_length is None:
+        if target_length is not None:
+            target_length = read_length(target_length, "target_length")
+        elif positions in DRAWS and not stages:
             raise PosencError(
                 f"positions={positions!r} draws positions up to a long context: give target_length, in tokens."
             )
-        self.positions, self.target_length = positions, None
-        if target_length is not None:
-            self.target_length = read_length(target_length, "target_length")
-            if stages and stages[-1] > self.target_length:
-                raise PosencError(
-                    f"The curriculum ends at {stages[-1]:,} tokens, beyond target_length={self.target_length:,}: end "
-                    "it there, or give a longer one."
-                )
-        self.seed = _whole(seed, "seed")
-        self.pad_token_id = _whole(pad_token_id, "pad_token_id", 0)
+        target = target_length or max(stages, default=None)
+        if target is not None and stages and stages[-1] > target:
+            raise PosencError(
+                f"The curriculum ends at {stages[-1]:,} tokens, beyond target_length={target:,}: end it there, or "
+                "give a longer one."
+            )
+        self.positions, self.target_length, self.curriculum = positions, target, tuple(stages)
+        try:
+            self.seed = operator.index(seed)
+        except TypeError:
+            raise PosencError(f"seed is a whole number, not {seed!r}.") from None
+        self.pad_token_id = read_whole(pad_token_id, "pad_token_id", 0)
         self.flatten = flatten and positions == "packed"
         # Shared memory: persistent workers would otherwise keep a copy.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -196,17 +198,16 @@ class PositionCollator(TrainerCallback):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, in every worker too."""
-        self._epoch.fill_(_whole(epoch, "The epoch", 0))
+        self._epoch.fill_(read_whole(epoch, "The epoch", 0))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.set_epoch(int(state.epoch or 0))  # a resumed run begins within an epoch
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **parts: Any) -> None:
-        self._remove_hook()
+        self.on_train_end()
         if self.curriculum:
-            model: nn.Module = parts[
-                "model"
-            ]  # as it was before it was wrapped for several processes
+            # As it was before it was wrapped for several processes.
+            model: nn.Module = parts["model"]
             self._hook = model.register_forward_pre_hook(
                 lambda _, args, kwargs: (args, self._of_stage(kwargs)), with_kwargs=True
             )
@@ -215,7 +216,9 @@ class PositionCollator(TrainerCallback):
         self._stage = self._stage_of(state.global_step, state.max_steps)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._remove_hook()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
 
     def at_step(self, batch: Mapping[str, Any], step: int, steps: int) -> dict[str, Any]:
         """Return a batch with the positions of one optimizer step of all `steps`, counted from 0; in the Trainer, omit.
@@ -236,11 +239,6 @@ class PositionCollator(TrainerCallback):
         if not stages or positions is None or positions.dim() != 3 or positions.shape[1] != stages:
             return dict(batch)  # not of this collator, such as texts that are scored
         return {**batch, "position_ids": positions[:, self._stage]}
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_hook": None}  # of this process's model; workers get a copy
@@ -266,20 +264,23 @@ class PositionCollator(TrainerCallback):
             raise PosencError(
                 f"A batch is a list of examples, of at least one, not {examples!r:.60}."
             )
-        rows = [_numbers(example, "input_ids", index) for index, example in enumerate(examples)]
-        documents = [self._documents(e, len(r)) for e, r in zip(examples, rows, strict=True)]
-        labels = []
-        for index, (example, row) in enumerate(zip(examples, rows, strict=True)):
+        rows, labels, documents = list[Numbers](), list[Numbers](), list[Numbers]()
+        for index, example in enumerate(examples):
+            which = f"Example {index} of the batch"
+            row = _numbers(example, "input_ids", which)
             given = example.get("labels")
-            own = given is None or (isinstance(given, Sized) and not len(given))
-            labels.append(row.copy() if own else _numbers(example, "labels", index))
-            if len(labels[-1]) != len(row):
+            own = given is None or (hasattr(given, "__len__") and not len(given))
+            label = row.copy() if own else _numbers(example, "labels", which)
+            if len(label) != len(row):
                 raise PosencError(
-                    f"Example {index} of the batch has {len(labels[-1]):,} labels for {len(row):,} tokens: give one "
-                    "each, -100 where there is no loss."
+                    f"{which} has {len(label):,} labels for {len(row):,} tokens: give one each, "
+                    "-100 where there is no loss."
                 )
-        for row, lengths in zip(labels, documents, strict=True):
-            row[np.cumsum(lengths) - lengths] = IGNORED
+            lengths = self._documents(example, len(row))
+            label[np.cumsum(lengths) - lengths] = IGNORED
+            rows.append(row)
+            labels.append(label)
+            documents.append(lengths)
         batch: dict[str, Any] = {
             "input_ids": _stack(rows, self.pad_token_id),
             "labels": _stack(labels, IGNORED),
@@ -319,28 +320,16 @@ class PositionCollator(TrainerCallback):
     def _draw(self, ids: Numbers, target: int | None) -> NDArray[Any]:
         assert target is not None
         if len(ids) > target:
-            limit = "the curriculum's first" if self.curriculum else "target_length="
+            limit = "the curriculum's first " if self.curriculum else "target_length="
             raise PosencError(
-                f"An example has {len(ids):,} tokens, more than {limit}{' ' * bool(self.curriculum)}{target:,}: "
-                f"positions={self.positions!r} spreads short examples over a longer context."
+                f"An example has {len(ids):,} tokens, more than {limit}{target:,}: positions={self.positions!r} "
+                "spreads short examples over a longer context."
             )
         return DRAWS[self.positions](len(ids), target, generator(self.seed, self.epoch, ids))
 
 
-def _whole(value: Any, name: str, least: int | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or (least is not None and number < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise PosencError(f"{name} is a whole number{bound}, not {value!r}.")
-    return number
-
-
-def _numbers(example: Any, column: str, index: int | None = None) -> Numbers:
+def _numbers(example: Any, column: str, which: str = "An example") -> Numbers:
     """Return a column of an example, whole numbers in one row, as an array of its own."""
-    which = "An example" if index is None else f"Example {index} of the batch"
     if not isinstance(example, Mapping) or column not in example:
         held = type(example).__name__
         if isinstance(example, Mapping):

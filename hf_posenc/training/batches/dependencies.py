@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,50 +53,58 @@ def check_dependencies(
         raise PosencError(f"The collator is a PositionCollator, not {type(collator).__name__}.")
     if largest is not None:
         check_vocabulary(model, largest)
+    name, positions = _describe(model), collator.positions
+    unverified = f"Could not verify that {name} handles positions={positions!r} correctly"
     if any(p.is_meta or (hasattr(p, "ds_id") and not p.numel()) for p in model.parameters()):
-        _warn_unverified(model, collator, "the weights are not on this process (meta, ZeRO-3)")
+        reason = "the weights are not on this process (meta, ZeRO-3)"
+        warnings.warn(f"{unverified}: {reason}.", stacklevel=2)
         return
-    if collator.positions == "packed" and not collator.flatten and "flash" in _attention(model):
+    if positions == "packed" and not collator.flatten and "flash" in _attention(model):
         raise PosencError(
-            f"{_describe(model)} separates packed documents only in batches of one row: use "
-            "PositionCollator('packed', flatten=True)."
+            f"{name} separates packed documents only in batches of one row: use PositionCollator('packed', "
+            "flatten=True)."
         )
     batch = _probe_batch(model, collator)
+    drawn = batch["position_ids"] if positions in DRAWS else torch.empty(0)
+    fractions = positions in DRAWS and drawn.is_floating_point()
     try:
         depends = dependencies(model, batch)
     # A kernel may require another device, or have no backward on this one.
     except (RuntimeError, ImportError) as error:
-        if batch["position_ids"].is_floating_point() and _runs(model, _rounded(batch)):
-            raise PosencError(
-                f"{_describe(model)} takes whole positions only, not positions={collator.positions!r}: "
-                f"{one_line(error)}. Use positions='random'."
-            ) from error
-        _warn_unverified(model, collator, one_line(error))
+        with contextlib.suppress(RuntimeError, ImportError):
+            if fractions and _logits_at(model, batch, drawn.long()) is not None:
+                raise PosencError(
+                    f"{name} takes whole positions only, not positions={positions!r}: {one_line(error)}. Use "
+                    "positions='random'."
+                ) from error
+        warnings.warn(f"{unverified}: {one_line(error)}.", stacklevel=2)
         return
-    if collator.positions == "packed":
+    if positions == "packed":
         document = _jumps(batch).cumsum(-1).to(depends.device)
         if bool((depends & (document[:, :, None] != document[:, None, :])).any()):
             raise PosencError(
-                f"In {_describe(model)} packed documents attend to each other: its layers carry a state, its attention "
-                "takes no mask, or its mask ignores positions. Use positions='contiguous', or another attention "
-                "implementation (--attn sdpa)."
+                f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no "
+                "mask, or its mask ignores positions. Use positions='contiguous', or another attention implementation "
+                "(--attn sdpa)."
             )
-    elif collator.positions in DRAWS:
-        if not _crosses_jumps(depends, batch):
-            raise PosencError(
-                f"{_describe(model)} separates the parts of a text where positions jump: positions="
-                f"{collator.positions!r} would train on short texts. Use positions='contiguous'."
-            )
-        if not _reads_positions(model, batch):
-            raise PosencError(
-                f"{_describe(model)} does not read position_ids: positions={collator.positions!r} would have no "
-                "effect. Use positions='contiguous'."
-            )
-        if batch["position_ids"].is_floating_point() and not _reads_fractions(model, batch):
-            raise PosencError(
-                f"{_describe(model)} rounds positions: positions={collator.positions!r} would train on whole ones. Use "
-                "positions='random'."
-            )
+    if positions not in DRAWS:
+        return
+    if not _crosses_jumps(depends, batch):
+        raise PosencError(
+            f"{name} separates the parts of a text where positions jump: positions={positions!r} would train on short "
+            "texts. Use positions='contiguous'."
+        )
+    exact = _logits_at(model, batch, drawn)
+    if torch.equal(exact, _logits_at(model, batch, torch.arange(_TOKENS).expand_as(drawn))):
+        raise PosencError(
+            f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
+            "positions='contiguous'."
+        )
+    whole = (to(drawn).long() for to in (torch.floor, torch.round, torch.ceil) if fractions)
+    if any(torch.equal(exact, _logits_at(model, batch, each)) for each in whole):
+        raise PosencError(
+            f"{name} rounds positions: positions={positions!r} would train on whole ones. Use positions='random'."
+        )
 
 
 def dependencies(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -194,41 +202,9 @@ def _crosses_jumps(depends: Tensor, batch: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _reads_positions(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    plain = {**batch, "position_ids": torch.arange(_TOKENS).expand(len(batch["input_ids"]), -1)}
+def _logits_at(model: nn.Module, batch: Mapping[str, Any], positions: Tensor) -> Tensor:
     with evaluation_mode(model):
-        return not torch.equal(_logits(model, batch), _logits(model, plain))
-
-
-@torch.no_grad()
-def _reads_fractions(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return whether a fraction of a position has an effect: logits differ from those at the whole positions beside."""
-    with evaluation_mode(model):
-        exact = _logits(model, batch)
-        beside = (torch.floor, torch.round, torch.ceil)
-        return not any(torch.equal(exact, _logits(model, _rounded(batch, to))) for to in beside)
-
-
-def _rounded(
-    batch: Mapping[str, Any], to: Callable[[Tensor], Tensor] = torch.floor
-) -> dict[str, Any]:
-    return {**batch, "position_ids": to(batch["position_ids"]).long()}
-
-
-def _runs(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    with evaluation_mode(model), torch.no_grad():
-        try:
-            _logits(model, batch)
-        except (RuntimeError, ImportError):
-            return False
-    return True
-
-
-def _warn_unverified(model: nn.Module, collator: PositionCollator, reason: str) -> None:
-    warnings.warn(
-        f"Could not verify that {_describe(model)} handles positions={collator.positions!r} correctly: {reason}.",
-        stacklevel=3,
-    )
+        return _logits(model, {**batch, "position_ids": positions})
 
 
 def _attention(model: nn.Module) -> str:

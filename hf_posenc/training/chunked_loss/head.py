@@ -75,10 +75,9 @@ class Decoder:
         # Behind the hooks of FSDP, which get the whole output.
         hook = self.module.register_forward_hook(keep_last)
         try:
-            output = self.forward(**arguments)
+            return self.forward(**arguments), outputs[0]
         finally:
             hook.remove()
-        return output, outputs[0]
 
     @contextlib.contextmanager
     def replaced(self, output: Any) -> Iterator[None]:
@@ -114,7 +113,10 @@ class Decoder:
         off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
         options = {**without_loss(arguments), **off}
         options.pop("past_key_values", None)
-        sums, sharded = SinglePrecisionSums(), self._sharded_head()
+        sums, inside = SinglePrecisionSums(), set(self.module.modules())
+        # The modules sharded by FSDP2 that are neither in the decoder nor around it.
+        sharded = [part for part in self._model.modules() if isinstance(part, FSDPModule)]
+        sharded = [p for p in sharded if p not in inside and self.module not in p.modules()]
 
         def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
             # Contiguous, as the whole is: some heads view it in another shape.
@@ -123,26 +125,19 @@ class Decoder:
             with self.replaced(handed), sums, _unsharded(sharded):
                 return loss(self.forward(**few).logits, aims)
 
-        total: Tensor | int = 0
+        total: Any = 0
         # `split` is one node, whose backward joins the gradients of all slices once. Each `hidden[:, a:b]` would make a
         # gradient of the whole length, in time quadratic in the length.
         for index, states in enumerate(hidden.split(step, dim=1)):
             part = slice(index * step, index * step + states.shape[1])
             aims = targets[:, part].contiguous()  # transformers flattens it by a view
             if torch.is_grad_enabled():
-                value = checkpoint(replay, states, aims, part, use_reentrant=False)
+                total = total + checkpoint(replay, states, aims, part, use_reentrant=False)
             else:
-                value = replay(states, aims, part)
-            total = total + value
-        assert isinstance(total, Tensor)
+                total = total + replay(states, aims, part)
         count = (targets != ignored).sum() if items is None else items
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-    def _sharded_head(self) -> list[nn.Module]:
-        """Return the modules sharded by FSDP2 that are neither in the decoder nor around it."""
-        inside = set(self.module.modules())
-        sharded = [part for part in self._model.modules() if isinstance(part, FSDPModule)]
-        return [p for p in sharded if p not in inside and self.module not in p.modules()]
+        mean: Tensor = total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        return mean
 
 
 class _Stub(nn.Module):
@@ -157,12 +152,9 @@ class _Stub(nn.Module):
         return self.output
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if name in ("decoder", "output"):
             return super().__getattr__(name)
-        except AttributeError:
-            if name == "decoder":
-                raise
-            return getattr(self.decoder, name)
+        return getattr(self.decoder, name)
 
 
 class _ReachedError(Exception):
@@ -171,22 +163,17 @@ class _ReachedError(Exception):
 
 def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the parts of a model that hold its embeddings, as parent and name, from the outside in."""
-    embeddings, parent = input_embeddings(model), model
-    while True:
-        for name, child in parent.named_children():
-            if child is not embeddings and any(part is embeddings for part in child.modules()):
-                yield parent, name
-                parent = child
-                break
-        else:
-            return
+    embeddings = input_embeddings(model)
+    for path, module in model.named_modules():  # parents first
+        if module not in (model, embeddings) and embeddings in module.modules():
+            parent, _, name = path.rpartition(".")
+            yield model.get_submodule(parent), name
 
 
-_Mode: Any = TorchFunctionMode
-_Function: Any = torch.autograd.Function
+_Function: Any = torch.autograd.Function  # whose `apply` has no types
 
 
-class SinglePrecisionSums(_Mode):  # type: ignore[misc]
+class SinglePrecisionSums(TorchFunctionMode):
     """Adds up the gradients of half-precision weights in float32, over all their uses, and rounds the sum once.
 
     Autograd adds up a weight's gradients in the weight's own dtype, and under autocast in that of its cast copy. With
@@ -256,11 +243,7 @@ def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
             sharded.unshard()
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, name)
-                others = {
-                    number: hook
-                    for number, hook in hooks.items()
-                    if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
-                }
+                others = [(n, h) for n, h in hooks.items() if "fsdp" not in str(h.__module__)]
                 setattr(module, name, type(hooks)(others))
                 stack.callback(setattr, module, name, hooks)
             stack.callback(module.register_forward_pre_hook(_cast_inputs).remove)
@@ -270,12 +253,12 @@ def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Cast inputs to the weights' dtype, as FSDP's own hook does with mixed precision."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    return tuple(
-        value.to(dtype)
-        if dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for value in inputs
-    )
+
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    result: tuple[Any, ...] = tree_map_only(Tensor, cast, inputs)
+    return result
 
 
 def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:

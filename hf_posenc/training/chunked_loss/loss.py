@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,7 +125,8 @@ class ChunkedLoss:
         self._forward: Forward = model.forward
         self._had_forward = "forward" in vars(model)
         self._uses_loss_function = True  # the model's own, not code in its forward
-        self._probe()
+        if runs_here(model):
+            self._probe()
         setattr(model, _HANDLE, self)
         model.forward = _method(model)
 
@@ -142,21 +143,34 @@ class ChunkedLoss:
         delattr(self.model, _HANDLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = _by_name(self._forward, args, kwargs)
+        arguments = inspect.signature(self._forward).bind_partial(*args).arguments | kwargs
         if arguments.get("labels") is None:
             arguments["labels"] = arguments.get("shift_labels")
         if not self.active or arguments["labels"] is None:
             return self._forward(*args, **kwargs)
         if self.exact is False:
             return self._forward(**arguments)
-        default = getattr(getattr(self.model, "config", None), "return_dict", True)
         as_dict = arguments.get("return_dict")
-        if not (default if as_dict is None else as_dict):
-            output: Any = self(**{**arguments, "return_dict": True})
-            return output.to_tuple()
+        if as_dict is None:
+            as_dict = getattr(getattr(self.model, "config", None), "return_dict", True)
+        if not as_dict:
+            return self(**{**arguments, "return_dict": True}).to_tuple()
         if arguments["labels"].numel() <= self.chunk:
             return _with_fields(self._forward(**arguments), logits=None)
-        return self._first(arguments) if self.exact is None else self._chunked(arguments)
+        if self.exact is not None:
+            return self._chunked(arguments)
+        # The first batch of a model that was not probed before: its beginning is the probe.
+        try:
+            with torch.no_grad():
+                self._find_decoder(arguments)
+        except Exception as error:
+            self._use_plain(one_line(error))
+            return self._forward(**arguments)
+        _, output = self._decoder.run(without_loss(arguments))
+        with torch.no_grad():
+            self._decide(*_first_tokens(self._forward, arguments, output))
+        with self._decoder.replaced(output):
+            return self(**arguments)
 
     def _chunked(self, arguments: Arguments) -> Any:
         if not self._uses_loss_function:
@@ -190,9 +204,7 @@ class ChunkedLoss:
         return _with_fields(result, logits=None)
 
     def _probe(self) -> None:
-        """Compare both forwards on a few tokens, unless the model cannot run yet."""
-        if not runs_here(self.model):
-            return
+        """Compare both forwards on a few tokens, unless the model cannot run here."""
         arguments = _probe_arguments(self.model)
         devices = {w.device for w in self.model.parameters() if w.device.type == "cuda"}
         with evaluation_mode(self.model), torch.random.fork_rng(list(devices)):
@@ -205,20 +217,6 @@ class ChunkedLoss:
                 return
             with torch.enable_grad():
                 self._decide(arguments, output)
-
-    def _first(self, arguments: Arguments) -> Any:
-        """Run the first batch of a model that was not probed before; its beginning is the probe."""
-        try:
-            with torch.no_grad():
-                self._find_decoder(arguments)
-        except Exception as error:
-            self._use_plain(one_line(error))
-            return self._forward(**arguments)
-        _, output = self._decoder.run(without_loss(arguments))
-        with torch.no_grad():
-            self._decide(*_first_tokens(self._forward, arguments, output))
-        with self._decoder.replaced(output):
-            return self(**arguments)
 
     def _find_decoder(self, arguments: Arguments) -> None:
         self._decoder = Decoder(self.model, self._forward, without_loss(arguments))
@@ -247,28 +245,31 @@ class ChunkedLoss:
         )
 
     def _difference(self, arguments: Arguments, output: Any) -> str | None:
-        """Compare the loss in chunks with the plain one, for an output of the decoder.
+        """Return how the loss in chunks differs from the plain one by more than rounding, in one line, if it does.
 
         If gradients are enabled, those of the hidden states and of all weights behind them are compared; those of the
-        decoder's weights follow from them. The result is one line, or `None` up to rounding.
+        decoder's weights follow from them.
         """
         hidden = hidden_states(output)
         assert hidden is not None
         states = hidden.detach().requires_grad_(torch.is_grad_enabled())
         inputs = [states, *_weights_outside(self.model, self._decoder.module)]
         handed = with_hidden(output, states)
-        for name, case in _cases(self._forward, arguments):
+        cases = {"": arguments}
+        parameters = inspect.signature(self._forward).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            cases[" with num_items_in_batch"] = {**arguments, "num_items_in_batch": 5}
+            cases[" with shift_labels"] = {**arguments, "shift_labels": arguments["labels"]}
+        for name, case in cases.items():
             try:
                 with self._decoder.replaced(handed):
                     expected = _loss_and_gradients(self._forward(**case), inputs)
                     actual = _loss_and_gradients(self._chunked(case), inputs)
             except Exception as error:
                 return f"{type(error).__name__}: {one_line(error)}"
-            if not _is_close(actual[0], expected[0], hidden.dtype):
-                return f"another loss{name}"
-            pairs = zip(actual[1:], expected[1:], strict=True)
-            if not all(_is_close(a, b, hidden.dtype) for a, b in pairs):
-                return f"other gradients{name}"
+            close = [_is_close(*pair, hidden.dtype) for pair in zip(actual, expected, strict=True)]
+            if not all(close):
+                return f"{'other gradients' if close[0] else 'another loss'}{name}"
         return None
 
 
@@ -313,14 +314,6 @@ def _first_tokens(forward: Forward, arguments: Arguments, output: Any) -> tuple[
     if "output_router_logits" in inspect.signature(forward).parameters:
         few["output_router_logits"] = False
     return few, sliced(output, first)
-
-
-def _cases(forward: Forward, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "", arguments
-    parameters = inspect.signature(forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        yield " with num_items_in_batch", arguments | {"num_items_in_batch": 5}
-        yield " with shift_labels", arguments | {"shift_labels": arguments["labels"]}
 
 
 def _weights_outside(model: Any, decoder: nn.Module) -> list[Tensor]:
@@ -369,15 +362,6 @@ def _method(model: nn.Module) -> Forward:
     replaced.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
     setattr(forward, _HANDLE, forward)
     return types.MethodType(forward, model)
-
-
-def _by_name(forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    names = [
-        name
-        for name, parameter in inspect.signature(forward).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _with_fields(output: Any, **changes: Any) -> Any:

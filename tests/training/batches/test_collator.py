@@ -21,7 +21,6 @@ from transformers import TrainerState
 from hf_posenc.errors import PosencError
 from hf_posenc.training.batches.collator import (
     DRAWS,
-    POSITIONS,
     Draw,
     PositionCollator,
     cream,
@@ -81,10 +80,7 @@ def test_labels_are_their_own_or_the_tokens() -> None:
 
 
 def test_packed_batches_restart_positions_and_have_no_mask_and_no_cache() -> None:
-    rows = [
-        {**example(7), "document_lengths": [3, 4]},
-        {**example(5, seed=1), "document_lengths": np.array([5])},
-    ]
+    rows = [{**example(7), "document_lengths": [3, 4]}, {**example(5, 1), "document_lengths": [5]}]
     batch = collator("packed")(rows)
     assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
     assert batch["use_cache"] is False
@@ -126,37 +122,28 @@ def test_a_length_may_be_given_in_thousands() -> None:
     assert PositionCollator("pose", target_length="32k").target_length == 32768
 
 
+def packed(*lengths: int) -> dict[str, Any]:
+    return {**example(6), "document_lengths": lengths}
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("positions", "options", "row", "message"),
     [
-        (lambda: PositionCollator("possé"), "Unknown kind of positions.*'possé'.*pose"),
-        (lambda: PositionCollator("pose"), "give target_length, in tokens"),
-        (lambda: collator("cream")([example(65)]), "65 tokens, more than target_length=64"),
-        (
-            lambda: collator("packed", curriculum=[8, 16]),
-            "bounds positions that are drawn.*'packed'",
-        ),
-        (lambda: collator("random", curriculum=[16, 16]), r"rising lengths.*\[16, 16\]"),
-        (lambda: collator("random", curriculum=[32, 128]), "ends at 128 tokens, beyond.*=64"),
-        (lambda: collator("random", curriculum=[16, 32, 128]), "ends at 128 tokens, beyond.*=64"),
-        (
-            lambda: collator("random", curriculum=[8, 64])([example(9)]),
-            "9 tokens, more than the curriculum's first 8",
-        ),
-        (lambda: collator("packed")([example(6)]), "remove_unused_columns=False"),
-        (
-            lambda: collator("packed")([{**example(6), "document_lengths": [2, 3]}]),
-            "sum to 5; the example has 6 tokens",
-        ),
-        (
-            lambda: collator("packed")([{**example(6), "document_lengths": [6, 0]}]),
-            "at least one token",
-        ),
+        ("possé", {}, None, "Unknown kind of positions.*'possé'.*pose"),
+        ("pose", {"target_length": None}, None, "give target_length, in tokens"),
+        ("packed", {"curriculum": [8, 16]}, None, "bounds positions that are drawn.*'packed'"),
+        ("random", {"curriculum": [16, 16]}, None, r"rising lengths.*\[16, 16\]"),
+        ("random", {"curriculum": [16, 32, 128]}, None, "ends at 128 tokens, beyond.*=64"),
+        ("random", {"curriculum": [8, 64]}, example(9), "9 tokens, more than the curriculum's first 8"),
+        ("cream", {}, example(65), "65 tokens, more than target_length=64"),
+        ("packed", {}, example(6), "remove_unused_columns=False"),
+        ("packed", {}, packed(2, 3), "sum to 5; the example has 6 tokens"),
+        ("packed", {}, packed(6, 0), "at least one token"),
     ],
-)
-def test_errors(make: Callable[[], Any], message: str) -> None:
+)  # fmt: skip
+def test_errors(positions: str, options: dict[str, Any], row: Any, message: str) -> None:
     with pytest.raises(PosencError, match=message):
-        make()
+        collator(positions, **options)([row])
 
 
 # The draws, against the papers: references that enumerate every outcome with its probability
@@ -244,14 +231,13 @@ def test_the_middle_of_cream_lies_before_the_centre_on_average(n: int, target: i
 def test_any_lengths_give_rising_positions_within_the_long_context(
     draw: Draw, n: int, target: int
 ) -> None:
+    whole = draw is not random_floats
     for seed in range(200):
         row = draw(n, target, np.random.default_rng(seed))
         assert row.shape == (n,)
-        whole = draw is not random_floats
         assert row.dtype == (np.int64 if whole else np.float32)
         assert (np.diff(row) >= int(whole)).all()
-        assert row[0] >= 0
-        assert row[-1] <= target - 1
+        assert 0 <= row[0] <= row[-1] <= target - 1
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
@@ -403,14 +389,9 @@ def test_a_pickled_or_copied_collator_draws_the_same() -> None:
         assert drawn(other, examples(3)) == drawn(made, examples(3))
 
 
-@pytest.mark.parametrize(("at", "epoch"), [(None, 0), (0.0, 0), (0.97, 0), (1.0, 1), (2.5, 2)])
-def test_the_trainer_tells_the_epoch(at: float | None, epoch: int) -> None:
-    made: Any = collator("pose")
+def test_the_trainer_tells_the_epoch() -> None:
+    made = collator("pose")
     state: Any = TrainerState()
-    state.epoch = at
-    made.on_epoch_begin(None, state, None)
-    assert made.epoch == epoch
-
-
-def test_every_way_is_covered_here() -> None:
-    assert {*POSITIONS} == {"contiguous", "packed", *DRAWN}
+    for state.epoch, epoch in ((None, 0), (0.0, 0), (0.97, 0), (1.0, 1), (2.5, 2)):
+        made.on_epoch_begin(None, state, None)
+        assert made.epoch == epoch

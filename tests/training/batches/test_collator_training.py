@@ -66,35 +66,18 @@ def stream() -> Any:
 
 
 def trained(
-    folder: Path,
-    resume: Path | None = None,
-    rows: Any = None,
-    curriculum: bool = False,
-    **options: Any,
+    folder: Path, resume: Path | None = None, *, curriculum: bool = False, **options: Any
 ) -> list[Batch]:
     """Inputs of the model, step by step."""
-    arguments: Any = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": BATCH,
-        "num_train_epochs": EPOCHS,
-        "save_steps": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
     model, made, seen = tiny(), collator(curriculum), list[Batch]()
-
-    def look(module: Any, args: Any, kwargs: Any) -> None:
-        seen.append(rows_of(kwargs))
-
-    model.model.register_forward_pre_hook(look, with_kwargs=True)
-    trainer = Trainer(
-        model,
-        TrainingArguments(**{**arguments, **options}),
-        data_collator=made,
-        train_dataset=data() if rows is None else rows,
-        callbacks=[made],
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(rows_of(kwargs)), with_kwargs=True
     )
+    rows = options.pop("rows", None) or data()
+    usual = {"per_device_train_batch_size": BATCH, "num_train_epochs": EPOCHS, "save_steps": 2}
+    fixed: Any = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(str(folder), **fixed, **{**usual, **options})
+    trainer = Trainer(model, arguments, made, rows, callbacks=[made])
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return seen
 
@@ -125,10 +108,8 @@ def test_a_resumed_run_sees_what_it_would_have_seen(
     """Between epochs, within the first, within the second."""
     folder, seen = whole
     options: Any = {"dataloader_num_workers": workers}
-    if workers:
-        options["dataloader_persistent_workers"] = True
-    again = trained(tmp_path, folder / f"checkpoint-{step}", **options)
-    assert again == seen[step:]
+    options["dataloader_persistent_workers"] = bool(workers)
+    assert trained(tmp_path, folder / f"checkpoint-{step}", **options) == seen[step:]
 
 
 def test_a_resumed_stream_sees_what_it_would_have_seen(tmp_path: Path) -> None:
@@ -197,13 +178,8 @@ def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) ->
             made = collator()
             rows = stream() if streamed else data()
             loader: Any = DataLoader(rows, BATCH * 2 // processes, collate_fn=made)
-            loader = prepare_data_loader(
-                loader,
-                num_processes=processes,
-                process_index=index,
-                put_on_device=False,
-                dispatch_batches=False,
-            )
+            place: Any = {"num_processes": processes, "process_index": index}
+            loader = prepare_data_loader(loader, **place, dispatch_batches=False)
             made.set_epoch(1)
             loader = itertools.islice(skip_first_batches(loader, skipped), STEPS // 2 - skipped)
             shards.append([rows_of(batch) for batch in loader])

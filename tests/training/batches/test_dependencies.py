@@ -1,30 +1,45 @@
-"""Dependencies between tokens, measured by changing one token at a time in the training model."""
+"""Dependencies between tokens, found by changing one token at a time, and the check that refuses wrong ones."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn import functional as F
+from transformers import AttentionInterface, MptConfig, MptForCausalLM, PreTrainedModel
+from transformers.modeling_flash_attention_utils import (
+    _is_packed_sequence,
+    prepare_fa_kwargs_from_position_ids,
+)
 
-from hf_posenc.training.batches.collator import DRAWS, POSITIONS
-from hf_posenc.training.batches.dependencies import dependencies
+from hf_posenc import patched as posenc_patched
+from hf_posenc.errors import PosencError
+from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollator
+from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
+from scripts.finetune_model import needs_one_row
+from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (
     ARCHITECTURES,
     DOCUMENTS,
     FREQUENCIES,
     LENGTH,
+    TARGET,
     batch_of,
     by_change,
     expected,
     logits,
     patched,
     tiny,
+    words_of,
 )
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
+from tests.support.zoo_registry import quiet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -40,9 +55,18 @@ MODELS = [
 ]
 
 
+def check(model: Any, positions: str, **options: Any) -> None:
+    check_dependencies(model, PositionCollator(positions, target_length=TARGET, **options))
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
 @pytest.mark.parametrize(("model", "positions"), covering(MODELS, POSITIONS), ids=str)
 def test_architectures(model: tuple[str, str], positions: str) -> None:
     assert torch.equal(by_change(tiny(*model), batch_of(positions)), expected(positions))
+    check(tiny(*model), positions)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +77,10 @@ def test_architectures(model: tuple[str, str], positions: str) -> None:
     ],
 )
 def test_patched_models(name: str, positions: str) -> None:
-    assert torch.equal(by_change(patched(name), batch_of(positions)), expected(positions))
+    model = patched(name)
+    assert torch.equal(by_change(model, batch_of(positions)), expected(positions))
+    if (name, positions) != ("nope", "random"):  # which has no effect: refused below
+        check(model, positions)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +109,7 @@ def test_gradients_take_the_same_ways_when_layers_are_computed_again(
 
 
 def by_backward(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = inputs_of(batch)
     embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
     rows = []
     for query in range(LENGTH):
@@ -103,21 +130,12 @@ def test_packed_documents_read_as_they_do_alone(name: str) -> None:
         for ids in row.split(lengths):
             if len(ids) > 1:
                 scores = logits(model, {"input_ids": ids[None]})[0, :-1].double()
-                losses.append(
-                    torch.nn.functional.cross_entropy(scores, ids[1:], reduction="sum").item()
-                )
+                losses.append(F.cross_entropy(scores, ids[1:], reduction="sum").item())
                 counted += len(ids) - 1
     with torch.no_grad():
         together = model(**batch).loss.item()
     assert int((batch["labels"] != -100).sum()) == counted
     assert together == pytest.approx(sum(losses) / counted, rel=1e-5)
-
-
-def test_documents_in_one_row_do_not_see_each_other() -> None:
-    model, batch = tiny("llama", "sdpa"), batch_of("packed", flatten=True)
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    rows = expected("packed")
-    assert torch.equal(dependencies(model, inputs)[0], torch.block_diag(*rows.int()) > 0)
 
 
 # The traps of transformers that the collator goes around; should they vanish one day, so may the collator's care
@@ -140,3 +158,210 @@ def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     found = by_change(tiny("llama", attention), batch)
     assert torch.equal(found, expected("contiguous"))
+
+
+# The check
+
+
+@pytest.mark.parametrize("positions", quick(POSITIONS, ["packed", "pose"]))
+def test_the_check_passes_a_peft_model(positions: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model = peft.get_peft_model(patched("yarn"), config)
+    check(model, positions)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_the_check_finds_the_dependencies_that_changes_find(positions: str) -> None:
+    model, batch = tiny("gemma3_text", "sdpa"), batch_of(positions)
+    assert torch.equal(dependencies(model, inputs_of(batch)), by_change(model, batch))
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "falcon", *late(["jamba", "gpt_oss"])])
+def test_packing_is_refused_where_documents_see_each_other(model_type: str) -> None:
+    """Layers with a state, and models that do not hand their positions on to the mask."""
+    model = zoo.build(model_type)
+    assert not torch.equal(by_change(model, batch_of("packed")), expected("packed"))
+    with pytest.raises(PosencError, match=r"packed documents attend to each other.*'contiguous'"):
+        check(model, "packed")
+    check(model, "contiguous")
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[str, Any], PreTrainedModel]]:
+    """Makes models with an attention function that has no mask function beside it, so that it is given no mask."""
+    names = []
+
+    def model_with(name: str, function: Any) -> PreTrainedModel:
+        AttentionInterface.register(name, function)
+        names.append(name)
+        model = zoo.build("llama")
+        model.config._attn_implementation = name
+        return model
+
+    yield model_with
+    for name in names:
+        AttentionInterface._global_mapping.pop(name)
+
+
+def test_packing_is_refused_with_an_attention_function_without_a_mask(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    model = registered("maskless", AttentionInterface()["sdpa"])
+    with pytest.raises(PosencError, match=r"\(maskless attention\).*attend to each other"):
+        check(model, "packed")
+
+
+def test_packing_with_flash_attention_needs_one_row(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    """transformers' flash path reads documents from `position_ids` where the batch has one row, else not at all."""
+
+    def flash(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        positions = kwargs["position_ids"]
+        documents = None
+        if _is_packed_sequence(positions, query.shape[0]):
+            (ends, _), _ = prepare_fa_kwargs_from_position_ids(positions)
+            lengths = ends.diff()
+            number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            documents = (number[:, None] == number[None, :]).tril()
+        options: Any = {"is_causal": documents is None, "enable_gqa": True}
+        found = F.scaled_dot_product_attention(query, key, value, documents, **options)
+        return found.transpose(1, 2).contiguous(), None
+
+    model = registered("flash_test", flash)
+    flat, rows = inputs_of(batch_of("packed", flatten=True)), inputs_of(batch_of("packed"))
+    assert torch.equal(dependencies(model, rows), expected("contiguous"))  # the trap
+    apart = torch.block_diag(*expected("packed").int()) > 0
+    assert torch.equal(dependencies(model, flat)[0], apart)
+    assert torch.equal(dependencies(tiny("llama", "sdpa"), flat)[0], apart)
+    with pytest.raises(PosencError, match=r"only in batches of one row.*flatten=True"):
+        check(model, "packed")
+    check_dependencies(model, PositionCollator("packed", flatten=True))
+    check(model, "random")
+
+
+def test_an_attention_function_that_cannot_run_here_is_said_to_be_unchecked(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("only on another device")
+
+    model = registered("elsewhere", refuse)
+    for positions in ("packed", "contiguous", "pose"):
+        with pytest.warns(UserWarning, match="Could not verify that .*only on another device"):
+            check(model, positions)
+
+
+class Apart(PositionCollator):
+    """As a collator is that does not know of the trap."""
+
+    def __call__(self, examples: Any) -> dict[str, Any]:
+        batch = super().__call__(examples)
+        del batch["attention_mask"]
+        return batch
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_drawn_positions_are_refused_where_parts_do_not_see_each_other(drawn: str) -> None:
+    with pytest.raises(PosencError, match=r"separates the parts of a text.*'contiguous'"):
+        check_dependencies(tiny("llama", "sdpa"), Apart(drawn, target_length=TARGET))
+
+
+@pytest.mark.parametrize(("how", "drawn"), covering(["roformer", "nope"], DRAWS))
+def test_drawn_positions_are_refused_where_they_change_nothing(how: str, drawn: str) -> None:
+    model = patched("nope") if how == "nope" else zoo.build(how, is_decoder=True)
+    with pytest.raises(PosencError, match=r"does not read position_ids.*'contiguous'"):
+        check(model, drawn)
+
+
+@pytest.mark.parametrize("name", ["shaw", "transformer_xl", "gptj"])
+def test_positions_between_whole_numbers_are_refused_where_they_are_rounded(name: str) -> None:
+    model = zoo.build(name) if name == "gptj" else patched(name)
+    check(model, "random")
+    with pytest.raises(PosencError, match=r"takes whole positions only.*'random'"):
+        check(model, "random_float")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "cohere", "gpt_neox", "gemma3_text", "deepseek_v3"]
+)
+def test_rotary_modules_take_positions_between_whole_numbers_exactly(model_type: str) -> None:
+    """Interpolation by 4 turns by p / 4: an unpatched model at p / 4 computes the same."""
+    model = zoo.build(model_type)
+    ids, positions = zoo.tokens(8), torch.tensor([[0.0, 1.5, 2.25, 6.75, 7.5, 20.25, 31.0, 50.5]])
+    mask = torch.ones_like(ids)
+    given: Any = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        plain = model(position_ids=positions, **given).logits
+        with posenc_patched(model, "pi", scale=4.0, layers="all"):
+            scaled = model(position_ids=4 * positions, **given).logits
+        rounded = model(position_ids=positions.long(), **given).logits
+        whole = model(position_ids=positions.floor(), **given).logits
+    torch.testing.assert_close(plain, scaled, atol=1e-4, rtol=1e-4)
+    assert torch.equal(whole, rounded)
+    assert not torch.allclose(plain, rounded, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["rerope", "self_extend", "kerple_log", "log_n"])
+def test_methods_that_compute_attention_take_positions_between_whole_numbers(name: str) -> None:
+    check(patched(name), "random_float")
+
+
+def test_a_model_without_positions_or_without_a_head_says_so() -> None:
+    with quiet():
+        mpt = MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64))
+    check(mpt, "contiguous")
+    with pytest.raises(PosencError, match=r"MptForCausalLM.*'contiguous'"):
+        check(mpt, "pose")
+    with pytest.raises(PosencError, match=r"LlamaModel.* no causal language model"):
+        check(zoo.build("llama").get_submodule("model"), "contiguous")
+
+
+def test_another_tokenizers_ids_are_refused() -> None:
+    model = tiny("llama", "sdpa")
+    words = words_of(model)
+    check_dependencies(model, PositionCollator(), largest=words - 1)
+    with pytest.raises(PosencError, match=f"gives token {words}, the model has {words}"):
+        check_dependencies(model, PositionCollator(), largest=words)
+
+
+def test_broken_weights_are_refused() -> None:
+    model = zoo.build("llama")
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] = torch.nan
+    with pytest.raises(PosencError, match=r"LlamaForCausalLM.*not finite"):
+        check_dependencies(model, PositionCollator())
+
+
+def test_the_check_leaves_the_model_as_it_was() -> None:
+    model = zoo.build("llama")
+    model.train()
+    model.get_submodule("model.layers.0").eval()
+    modes = [module.training for module in model.modules()]
+    before, state = zoo.logits(model, zoo.tokens(8)), torch.get_rng_state()
+    check(model, "packed")
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(zoo.logits(model, zoo.tokens(8)), before)
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_weights_that_are_elsewhere_are_not_looked_at() -> None:
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    with pytest.warns(UserWarning, match="Could not verify that .*ZeRO-3"):
+        check(model, "packed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(zoo.build("llama"), "packed")
+
+
+def test_packed_batches_are_of_one_row_for_flash_attention() -> None:
+    flash = ("flash_attention_2", "kernels-community/flash-attn")
+    for attention in (*flash, "sdpa", None):
+        model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+        assert needs_one_row(model, "packed") == (attention in flash)
+        assert not needs_one_row(model, "pose")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
 )
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.training.batches.held_out import candidates, without
+from scripts.finetune_options import candidates, without
 
 TEXT = "".join(chr(97 + i % 26) for i in range(120))
 
@@ -43,22 +44,21 @@ def test_every_tenth_document_is_held_out_from_the_second_on(
     assert rest.about == {"kind": "test", "held_out": held_out[:1]}
 
 
-@pytest.mark.parametrize("document", [Document("a", TEXT), long("a")])
-def test_the_last_tenth_of_a_single_text_is_held_out(document: Document | LongDocument) -> None:
+def halves(document: Entry) -> list[Any]:
+    """What is trained on and what is held out of a single document."""
     (end,) = candidates([document])
     (rest,) = without(Source(lambda: [document], embedded=False), [end.name])
-    assert isinstance(end, LongDocument)
-    assert isinstance(rest, LongDocument)
-    assert ("".join(rest.chunks()), "".join(end.chunks())) == (TEXT[:108], TEXT[108:])
+    return [rest, end]
+
+
+@pytest.mark.parametrize("document", [Document("a", TEXT), long("a")])
+def test_the_last_tenth_of_a_single_text_is_held_out(document: Entry) -> None:
+    assert ["".join(part.chunks()) for part in halves(document)] == [TEXT[:108], TEXT[108:]]
 
 
 def test_the_last_tenth_of_single_token_ids_is_held_out() -> None:
-    document = TokenizedDocument("a", torch.arange(30), None, None)
-    (end,) = candidates([document])
-    (rest,) = without(Source(lambda: [document], embedded=False), [end.name])
-    assert isinstance(end, TokenizedDocument)
-    assert isinstance(rest, TokenizedDocument)
-    assert torch.equal(torch.cat([rest.ids, end.ids]), document.ids)
+    rest, end = halves(TokenizedDocument("a", torch.arange(30), None, None))
+    assert torch.equal(torch.cat([rest.ids, end.ids]), torch.arange(30))
     assert len(end) == 3
 
 

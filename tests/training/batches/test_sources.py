@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import Conversation, Document, Entry, read_paths
+from hf_posenc.evaluation.documents import Conversation, Document, read_paths
 from hf_posenc.training.batches.blocks import Blocks, mix_blocks, prepare_blocks
 from hf_posenc.training.batches.collator import IGNORED, PositionCollator
 from tests.support.tiny_text import byte_tokenizer, prose
+from tests.training.batches.test_training_data import SOURCE, documents, tokenizer
 
-pytest.importorskip("datasets")
-
-SOURCE = {"kind": "test"}
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -36,8 +34,7 @@ FORGETFUL = (
 
 
 def chat_tokenizer(template: str | None = PLAIN) -> Any:
-    made = byte_tokenizer(bos=True)
-    made.add_special_tokens({"eos_token": "</s>"})
+    made = tokenizer(bos=True, eos=True)
     made.chat_template = template
     return made
 
@@ -46,10 +43,6 @@ def conversation(*contents: str, name: str = "talk") -> Conversation:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
     return Conversation(name, messages)
-
-
-def documents(*sizes: int) -> list[Entry]:
-    return [Document(f"doc{i}", prose(n, seed=i)) for i, n in enumerate(sizes)]
 
 
 def numbered(letter: str, blocks: int, **options: Any) -> Blocks:
@@ -67,7 +60,7 @@ def rows_of(blocks: Blocks) -> list[list[int]]:
     return [row["input_ids"].tolist() for row in blocks.rows.with_format("numpy")]
 
 
-def trained_text(batch: dict[str, Any], tokenizer: Any) -> list[str]:
+def trained_text(batch: dict[str, Any], made: Any) -> list[str]:
     """The text of each run of tokens with a label."""
     texts, run = [], list[int]()
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
@@ -76,7 +69,7 @@ def trained_text(batch: dict[str, Any], tokenizer: Any) -> list[str]:
                 assert label == token
                 run.append(label)
             elif run:
-                texts.append(tokenizer.decode(run))
+                texts.append(made.decode(run))
                 run = []
     return texts
 
@@ -189,18 +182,14 @@ def test_a_mixture_of_texts_and_conversations_keeps_the_labels() -> None:
     assert (masked < 0.2).any()
 
 
-@pytest.mark.parametrize("weights", [(1, 0), (1, -1), (1, float("nan")), ()])
-def test_weights_are_positive(weights: tuple[float, ...]) -> None:
-    blocks = prepare_blocks(documents(40), byte_tokenizer(), length=10)
-    with pytest.raises(PosencError, match="positive weights"):
-        mix_blocks([(blocks, weight) for weight in weights])
-
-
-def test_blocks_of_different_lengths_do_not_mix() -> None:
+def test_weights_are_positive_and_blocks_of_one_length() -> None:
     made = byte_tokenizer()
-    parts = [(prepare_blocks(documents(40), made, length=n), 1.0) for n in (8, 10)]
+    eight, ten = (prepare_blocks(documents(40), made, length=n) for n in (8, 10))
+    for weights in ((1, 0), (1, -1), (1, float("nan")), ()):
+        with pytest.raises(PosencError, match="positive weights"):
+            mix_blocks([(eight, weight) for weight in weights])
     with pytest.raises(PosencError, match="one length and kind"):
-        mix_blocks(parts)
+        mix_blocks([(eight, 1.0), (ten, 1.0)])
 
 
 # Streams
@@ -236,15 +225,12 @@ def test_a_stream_writes_nothing_and_reads_only_what_is_needed() -> None:
     assert len(read) < 10
 
 
-def test_a_stream_needs_documents_that_can_be_read_again() -> None:
+def test_a_stream_reads_its_documents_again_and_takes_no_processes() -> None:
+    options: dict[str, Any] = {"length": 10, "stream": True, "source": SOURCE}
     with pytest.raises(PosencError, match="reads its documents in every epoch"):
-        prepare_blocks(iter(documents(40)), byte_tokenizer(), length=10, stream=True, source=SOURCE)
-
-
-def test_a_stream_takes_no_processes() -> None:
-    options: dict[str, Any] = {"length": 10, "stream": True, "source": SOURCE, "workers": 2}
+        prepare_blocks(iter(documents(40)), byte_tokenizer(), **options)
     with pytest.raises(PosencError, match="a stream is tokenized where it is read"):
-        prepare_blocks(documents(40), byte_tokenizer(), **options)
+        prepare_blocks(documents(40), byte_tokenizer(), **options, workers=2)
 
 
 def test_a_stream_repeats_and_one_without_a_block_is_an_error() -> None:

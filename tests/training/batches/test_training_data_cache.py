@@ -13,22 +13,11 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import Document, Entry, TokenizedDocument, read_paths
+from hf_posenc.evaluation.documents import Entry, TokenizedDocument, read_paths
 from hf_posenc.training.batches.blocks import Block, Blocks, prepare_blocks
 from tests.support.processes import PATIENCE, running, start
 from tests.support.tiny_text import byte_tokenizer, prose
-
-pytest.importorskip("datasets")
-
-SOURCE = {"kind": "test"}
-
-
-def documents(*sizes: int) -> list[Entry]:
-    return [Document(f"doc{i}", prose(size, seed=i)) for i, size in enumerate(sizes)]
-
-
-def rows_of(blocks: Blocks, column: str = "input_ids") -> list[list[int]]:
-    return [row[column].tolist() for row in blocks.dataset]
+from tests.training.batches.test_training_data import SOURCE, documents, rows_of
 
 
 def unread() -> Iterator[Entry]:

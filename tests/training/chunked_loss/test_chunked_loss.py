@@ -17,13 +17,10 @@ from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo
 from tests.support.selection import covering, late, quick
 
-WITH_HEAD = tuple(
-    t
-    for t in zoo.representative()
-    if not t.endswith("_text") or t in ("gemma3_text", "gemma4_text", "llama4_text")
-)
+TEXTS = ("gemma3_text", "gemma4_text", "llama4_text")
+WITH_HEAD = [t for t in zoo.representative() if not t.endswith("_text") or t in TEXTS]
 # What these do between the decoder and the loss, the representative ones do not.
-MORE = (
+MORE = [
     "gemma2",
     "granite",
     "mixtral",
@@ -35,7 +32,7 @@ MORE = (
     "olmo2",
     "mamba",
     "jamba",
-)
+]
 KINDS = ("gptj", "gemma3", "moshi", "llama4_text", "granite", "mamba")
 """One for each way from the decoder to the loss that the other tests do not take: how a model encodes positions does
 not matter there."""

@@ -55,17 +55,14 @@ def build(tied: bool) -> Any:
     return zoo.build("llama", tie_word_embeddings=tied).train()
 
 
-def ddp(rank: int, tied: bool) -> tuple[Trained, ChunkedLoss]:
+def ddp(rank: int, tied: bool, *, late: bool = False) -> tuple[Trained, ChunkedLoss]:
+    """Whole weights, in chunks before or after the wrapper."""
     model = build(tied)
-    handle = chunk_loss(model, CHUNK)
-    assert handle.exact
-    return trained(DistributedDataParallel(model), rank), handle
-
-
-def ddp_wrapped_before(rank: int, tied: bool) -> tuple[Trained, ChunkedLoss]:
-    model = DistributedDataParallel(build(tied))
-    handle = chunk_loss(model, CHUNK)
-    return trained(model, rank), handle
+    handle = None if late else chunk_loss(model, CHUNK)
+    wrapped = DistributedDataParallel(model)
+    if handle is None:
+        handle = chunk_loss(wrapped, CHUNK)
+    return trained(wrapped, rank), handle
 
 
 def fsdp(
@@ -124,7 +121,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fsdp_of_accelerate": (fsdp, {"tied": False, "tail": True}),
 }
 MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "ddp_wrapped_before": (ddp_wrapped_before, {"tied": True}),
+    "ddp_wrapped_before": (ddp, {"tied": True, "late": True}),
     "fsdp": (fsdp, {"tied": False, "late": False}),
     "fsdp_late": (fsdp, {"tied": True, "late": True}),
     "fsdp_of_accelerate_tied": (fsdp, {"tied": True, "tail": True}),

@@ -14,8 +14,12 @@ from transformers import Trainer, TrainingArguments
 from hf_posenc.training.chunked_loss import head as head_chunks
 from hf_posenc.training.chunked_loss.loss import chunk_loss
 from tests.support import zoo
+from tests.support.selection import late
 from tests.support.tiny_text import byte_tokenizer
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, both, texts, trained
+
+SILENT: Any = {"logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no"}
+SILENT["disable_tqdm"] = True
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -33,17 +37,8 @@ def history(folder: Path, *, chunked: bool, metrics: Any = None, **options: Any)
     """Losses, gradient norms and the loss of an evaluation of three steps of `Trainer`."""
     model = zoo.build("llama", attention_dropout=0.1)
     handle = chunk_loss(model, CHUNK) if chunked else None
-    settings: dict[str, Any] = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    arguments = TrainingArguments(str(folder), **settings | options)
+    settings = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    arguments = TrainingArguments(str(folder), **SILENT, **{**settings, **options})
     trainer = Trainer(
         model, arguments, train_dataset=Rows(), eval_dataset=Rows(), compute_metrics=metrics
     )
@@ -54,36 +49,24 @@ def history(folder: Path, *, chunked: bool, metrics: Any = None, **options: Any)
     return [*(step["loss"] for step in steps), *(step["grad_norm"] for step in steps), evaluated]
 
 
+ACCUMULATED = {"gradient_accumulation_steps": 3, "average_tokens_across_devices": True}
+
+
 @pytest.mark.parametrize(
-    ("options", "tolerance"),
+    "options",
     [
-        pytest.param({}, 1e-6, marks=pytest.mark.slow),
-        (
-            {
-                "gradient_accumulation_steps": 3,
-                "average_tokens_across_devices": True,
-                "gradient_checkpointing": True,
-            },
-            1e-6,
-        ),
-        # The weights' own rounding; Adam's first steps make it a matter of signs.
-        pytest.param(
-            {"gradient_accumulation_steps": 2, "bf16": True}, 1e-2, marks=pytest.mark.slow
-        ),
+        {**ACCUMULATED, "gradient_checkpointing": True},
+        *late([{}, {"gradient_accumulation_steps": 2, "bf16": True}]),
+        *late([{"torch_compile": True, "torch_compile_backend": "aot_eager"}]),
     ],
 )
-def test_trainer(options: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
+def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     plain, chunked = (history(tmp_path, chunked=chunked, **options) for chunked in (False, True))
     assert len(plain) == 7
     assert plain[0] != plain[2]
+    # The weights' own rounding; Adam's first steps make it a matter of signs.
+    tolerance = 1e-2 if "bf16" in options else 1e-6
     torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=0)
-
-
-@pytest.mark.slow
-def test_trainer_compiles_the_model(tmp_path: Path) -> None:
-    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    plain, chunked = (history(tmp_path, chunked=chunked, **options) for chunked in (False, True))
-    torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=0)
 
 
 def test_metrics_of_trainer_get_no_logits(tmp_path: Path) -> None:
@@ -140,15 +123,12 @@ def lora(model: nn.Module, **options: Any) -> nn.Module:
     "options",
     [
         {"target_modules": ["q_proj", "lm_head"]},
-        {
-            "target_modules": ["q_proj"],
-            "modules_to_save": ["embed_tokens", "norm"],
-            "lora_dropout": 0.1,
-        },
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "norm"], "lora_dropout": 0.1},
+        {"modules_to_save": ["lm_head"]},
     ],
 )
 def test_adapters_of_peft(options: dict[str, Any]) -> None:
+    options = {"target_modules": ["q_proj"], **options}
     expected = trained(lora(zoo.build("llama"), **options), **texts())
     assert "base_model.model.model.layers.0.mlp.up_proj.weight" not in expected[1]
     wrapped = lora(zoo.build("llama"), **options)
@@ -173,10 +153,8 @@ def test_sfttrainer_of_trl(tmp_path: Path) -> None:
         model: Any = zoo.build("llama")
         if chunked:
             handle = chunk_loss(model, CHUNK)
-        arguments = trl.SFTConfig(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-            use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False,
-        )  # fmt: skip
+        settings: Any = {"max_steps": 2, "per_device_train_batch_size": 2, "bf16": False}
+        arguments = trl.SFTConfig(str(tmp_path), **SILENT, **settings)
         rows = Dataset.from_list(
             [{"input_ids": Rows()[index]["input_ids"].tolist()} for index in range(8)]
         )
@@ -219,21 +197,14 @@ def test_gradients_of_half_precision_are_added_up_in_single(
     assert error() > 4 * plain  # of eight seeds, at least 5.7
 
 
-@pytest.mark.parametrize(
-    ("model_type", "dtype"),
-    [
-        ("llama", torch.bfloat16),
-        ("gemma2", torch.bfloat16),
-        ("mixtral", torch.bfloat16),
-        ("gemma2", torch.float64),
-    ],
-)
-def test_other_precisions(model_type: str, dtype: torch.dtype) -> None:
-    model: Any = zoo.build(model_type)
-    model.to(dtype)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "gemma2 in float64"])
+def test_other_precisions(model_type: str) -> None:
+    name, *other = model_type.split()
+    model: Any = zoo.build(name)
+    model.to(torch.float64 if other else torch.bfloat16)
     expected = trained(model, **texts())
     assert chunk_loss(model, CHUNK).exact
-    assert_same(trained(model, **texts()), expected, 0.05 if dtype == torch.bfloat16 else 1e-6)
+    assert_same(trained(model, **texts()), expected, 1e-6 if other else 0.05)
 
 
 def test_frozen_heads_and_frozen_models() -> None:

@@ -10,8 +10,10 @@ import math
 import multiprocessing
 import shlex
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -19,7 +21,14 @@ from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArgum
 from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, one_line
-from hf_posenc.evaluation.documents import Document, Entry
+from hf_posenc.evaluation.documents import (
+    Document,
+    Entry,
+    LongDocument,
+    Skipped,
+    TokenizedDocument,
+    UnreadableError,
+)
 from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
 from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.options import DocumentOptions
@@ -33,7 +42,7 @@ from hf_posenc.training.batches.blocks import (
     prepare_blocks,
     read_standard_library,
 )
-from hf_posenc.training.batches.held_out import candidates, without
+from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
@@ -349,6 +358,45 @@ def decisive(
     }
 
 
+def with_curriculum(lengths: Lengths, curriculum: str | None) -> Lengths:
+    """Return lengths with those of a curriculum such as "1,2,4,8", factors on the original length."""
+    if curriculum is None:
+        return lengths
+    given = f"--curriculum {curriculum}"
+    original, target, block = lengths.original, lengths.target, lengths.block
+    if not lengths.drawn:
+        raise PosencError(
+            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
+        )
+    try:
+        tokens = [float(factor) * original for factor in curriculum.split(",")]
+        stages = tuple(int(each) for each in tokens if each.is_integer())
+    except (ValueError, OverflowError):
+        stages = ()
+    rises = all(before < after for before, after in itertools.pairwise(stages))
+    if len(stages) != len(curriculum.split(",")) or not rises:
+        raise PosencError(
+            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
+        )
+    if stages[0] < block:
+        raise PosencError(
+            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
+            f"factor, or give --block_length {max(stages[0], 2)}."
+        )
+    if stages[-1] > target:
+        raise PosencError(
+            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
+            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
+        )
+    if stages[-1] < target:
+        warnings.warn(
+            f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
+            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
+            stacklevel=2,
+        )
+    return replace(lengths, curriculum=stages)
+
+
 def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str, Any]:
     """Return the description of the training data for a model card."""
     counts = blocks.counts
@@ -500,3 +548,76 @@ def _documents(
         streaming=data.streaming,
         tokenized=data.tokenized,
     )
+
+
+# Which documents are held out.
+
+
+def candidates(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield the documents that may be held out; if there is none, all others, whose errors give the reason."""
+    others: list[Entry] | None = []
+    for entry, out in _parted(entries):
+        if out:
+            yield entry
+            others = None
+        elif others is not None:
+            others.append(entry)
+    yield from others or ()
+
+
+def without(source: Source, names: Collection[str]) -> Source:
+    """Return a source without the held-out documents of these names."""
+
+    def read() -> Iterator[Entry]:
+        return (entry for entry, out in _parted(source) if not (out and entry.name in names))
+
+    return replace(source, read=read, about={**source.about, "held_out": sorted(names)})
+
+
+def _parted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, bool]]:
+    """Yield documents, with True for every tenth from the second on, or for the last tenth of a single one."""
+    first: Entry | None = None
+    count = 0
+    for entry in entries:
+        if isinstance(entry, Document) and not entry.text.strip():
+            entry = Skipped(entry.name, "empty")
+        if isinstance(entry, Skipped):
+            yield entry, False
+            continue
+        count += 1
+        if first is None:
+            first = entry  # which is cut if no other follows
+            continue
+        if count == 2:
+            yield first, False
+        yield entry, count % 10 == 2
+    if first is not None and count == 1:
+        yield from zip(_cut(first), (False, True), strict=False)
+
+
+def _cut(document: Entry) -> Iterator[Entry]:
+    """Yield a document without its last tenth, and that tenth; a conversation as it is."""
+    end = f"{document.name}, last tenth"
+    if isinstance(document, TokenizedDocument):
+        start = len(document) * 9 // 10
+        yield replace(document, ids=document.ids[:start])
+        yield replace(document, name=end, ids=document.ids[start:])
+    elif isinstance(document, Document | LongDocument):
+        try:
+            size = sum(map(len, document.chunks()))
+        except UnreadableError as error:
+            yield Skipped(document.name, str(error))
+            return
+        start = size * 9 // 10
+        yield LongDocument(document.name, partial(_characters, document, 0, start))
+        yield LongDocument(end, partial(_characters, document, start, size))
+    else:
+        yield document
+
+
+def _characters(document: Document | LongDocument, start: int, stop: int) -> Iterator[str]:
+    """Yield a part of a text."""
+    position = 0
+    for chunk in document.chunks():
+        yield chunk[max(start - position, 0) : max(stop - position, 0)]
+        position += len(chunk)

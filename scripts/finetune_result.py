@@ -1,0 +1,157 @@
+"""The result of scripts/finetune.py: the saved and verified model, the printed report, and the push to the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from rich.console import Console
+from transformers import Trainer, TrainingArguments
+
+from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.grid import Grid, to_rich
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.patch.report import Patch
+from hf_posenc.training.log import TrainingLog
+from hf_posenc.training.ranks import broadcast
+from hf_posenc.training.result import CARD, write_card
+from hf_posenc.training.scoring import before_and_after, conclusion
+from hf_posenc.verification import require, verify_export
+from scripts.finetune_model import whole_weights
+
+# Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
+# and the hub's token if one was given.
+_NOT_PUSHED = ("*/*", ".*", "*.lock", "training_args.bin")
+
+
+def check_verifiable(patch: Patch | None, train: str) -> None:
+    """Check before the training that plain transformers can load the result, for `--verify_export`."""
+    if train == "lora":
+        raise PosencError(
+            "--verify_export loads whole weights in plain transformers, and --train lora saves an adapter. Merge it "
+            "(merge_and_unload), save that, and run `hf-posenc export DIR --to transformers5 --verify`."
+        )
+    if patch is not None and patch.export is None:
+        raise PosencError(
+            f"--verify_export: transformers has no {' + '.join(patch.methods)}; load by hf_posenc.from_pretrained."
+        )
+
+
+def write_result(
+    folder: Path | str,
+    trainer: Trainer,
+    log: TrainingLog,
+    scores: PerplexityResult | None = None,
+    *,
+    verify: bool = False,
+    name: str = "PATH",
+) -> None:
+    """Save the model with its tokenizer, card, plots and log, and `verify` that plain transformers computes the same.
+
+    All processes call it. `name` is the repository in the card.
+    """
+    folder = Path(folder)
+    trainer.save_model(str(folder))
+    problem: PosencError | None = None
+    if trainer.args.process_index == 0:
+        try:
+            # Under ZeRO-3, a model built by one process would wait for the others.
+            with whole_weights(trainer.args):
+                verified = _verify(folder) if verify else None
+                write_card(folder, log, scores, verified=verified, name=name)
+        except PosencError as error:
+            problem = error
+    problem = broadcast(problem)  # all processes raise, or none
+    if problem is not None:
+        raise problem
+
+
+def _verify(folder: Path) -> str:
+    checked = verify_export(folder)
+    require(checked)
+    message = (
+        f"Loaded in a clean process with transformers {checked.version} and without hf_posenc, its logits differ by "
+        f"{checked.error:.1e} of the largest ({checked.tokens} tokens, positions to {checked.reach:,})."
+    )
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+    return message
+
+
+def print_report(scores: PerplexityResult | None, folder: Path) -> None:
+    """Print the perplexities before and after the training, if measured, and the path of the model."""
+    console = Console(highlight=False)
+    if scores is not None:
+        shown = before_and_after(scores)
+        for part in (*shown.tables(), *shown.notes(), *shown.guide(), conclusion(shown)):
+            console.print(to_rich(part) if isinstance(part, Grid) else part)
+    console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A repository on the Hugging Face hub that a result is pushed to: `user/name`, or a name of the token's user.
+
+    The defaults are those of `hf auth login`, of the user's settings, the branch `main`, and HF_ENDPOINT.
+    """
+
+    repo: str
+    token: str | None = None
+    private: bool | None = None
+    revision: str | None = None
+    endpoint: str | None = None
+
+    @classmethod
+    def taken_from(cls, arguments: TrainingArguments) -> Hub | None:
+        """Read `--push_to_hub` and its options, if given, and switch off the Trainer's own pushes.
+
+        The Trainer would overwrite the card with its own, and save into the folder once more.
+        """
+        if not arguments.push_to_hub:
+            return None
+        strategy = str(getattr(arguments.hub_strategy, "value", arguments.hub_strategy))
+        if "checkpoint" in strategy:
+            raise PosencError(
+                f"--hub_strategy {strategy}: only the result is pushed. Use --hub_strategy end; for a checkpoint: hf "
+                "upload REPO OUTPUT_DIR/checkpoint-N checkpoint-N."
+            )
+        arguments.push_to_hub = False
+        name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
+        return cls(name, arguments.hub_token, arguments.hub_private_repo, arguments.hub_revision)
+
+    def create(self) -> str:
+        """Create the repository if missing, and return its full name."""
+        try:
+            repo = self._api().create_repo(self.repo, private=self.private, exist_ok=True)
+            if self.revision is not None:
+                self._api().create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
+        except Exception as error:  # network, token, name: each raises its own kind
+            raise PosencError(
+                f"The hub refuses {self.repo} ({one_line(error)}). Log in (`hf auth login`), or drop --push_to_hub."
+            ) from error
+        return str(repo.repo_id)
+
+    def push(self, directory: Path | str) -> str:
+        """Upload a saved model with its card, but without subfolders, and return the commit's address."""
+        directory = Path(directory)
+        if not (directory / CARD).is_file():
+            raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
+        name = self.create()
+        try:
+            commit = self._api().upload_folder(
+                repo_id=name,
+                folder_path=directory,
+                commit_message="Fine-tuned with hf_posenc",
+                revision=self.revision,
+                ignore_patterns=list(_NOT_PUSHED),
+            )
+        except Exception as error:
+            excluded = " ".join(f"--exclude '{pattern}'" for pattern in _NOT_PUSHED)
+            raise PosencError(
+                f"Pushing to {name} failed ({one_line(error)}). The result is complete in {directory}; push it with "
+                f"`hf upload {name} {directory} . {excluded}`."
+            ) from error
+        return str(commit.commit_url)
+
+    def _api(self) -> HfApi:
+        return HfApi(endpoint=self.endpoint, token=self.token)
