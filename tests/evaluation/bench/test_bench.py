@@ -74,7 +74,7 @@ def test_the_difference_is_that_of_mean_losses_and_the_star_its_interval(
     values = json.loads(to_json(result.to_dict()))["perplexity"]
     values["records"] += [{**r, "document": f"{r['document']} again"} for r in values["records"]]
     result = edited(result, perplexity=values)
-    reader = list(csv.DictReader(result._csv().splitlines()))
+    reader = list(csv.DictReader(result.files()["bench.csv"].splitlines()))
     fields = rows(result)
     starred = 0
     for row in reader:
@@ -142,7 +142,7 @@ def test_a_loss_that_is_no_number_is_shown_as_nan(result: BenchResult) -> None:
     broken = edited(result, perplexity=values)
     assert rows(broken)["yarn (auto)"][0] == "nan"
     assert any("not a finite number" in line for line in broken.problems())
-    lines = list(csv.DictReader(broken._csv().splitlines()))
+    lines = list(csv.DictReader(broken.files()["bench.csv"].splitlines()))
     assert [row["prefix_status"] for row in lines if row["method"] == "yarn (auto)"] == [
         "not finite",
         "ok",
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     assert all("yarn (auto)" in line and "out of memory" in line for line in said)
     assert result.speed is not None
     assert result.speed.cell("none").tokens_per_second is not None
-    status = [row["tail_status"] for row in csv.DictReader(result._csv().splitlines())]
+    status = [row["tail_status"] for row in csv.DictReader(result.files()["bench.csv"].splitlines())]
     assert status.count("out of memory") == 1
 
 

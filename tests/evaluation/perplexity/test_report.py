@@ -305,7 +305,7 @@ def test_csv_has_a_row_for_every_cell(tmp_path: Path) -> None:
     with (tmp_path / "r.csv").open(newline="") as file:
         reader = csv.DictReader(file)
         rows = {(row["method"], row["protocol"], int(row["length"])): row for row in reader}
-    assert tuple(reader.fieldnames or ()) == COLUMNS
+    assert tuple(reader.fieldnames or ()) == tuple(COLUMNS)
     assert len(rows) == 3 * 2 * 3
     row = rows["yarn (auto)", "prefix", 512]
     assert float(row["perplexity"]) == pytest.approx(14.21)
