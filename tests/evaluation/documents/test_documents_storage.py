@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
@@ -32,8 +35,10 @@ from hf_posenc.evaluation.documents.storage import TokenCache
 from hf_posenc.evaluation.documents.tokens import Tokens
 from hf_posenc.evaluation.options import ReadingOptions
 from tests.evaluation.documents.test_documents import write
-from tests.support.documents_forms import PACK
+from tests.support.documents_forms import PACK, json_lines
 from tests.support.tiny_text import byte_tokenizer, prose
+
+DIGESTS = ["16548db1638b", "37039cc6b8cc"]
 
 
 @pytest.mark.usefixtures("small")
@@ -145,6 +150,36 @@ def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
         tokenize(Document("d", prose(100)), byte_tokenizer())
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("budget", [0, 1 << 24])
+def test_tokens_and_names_are_fixed_for_ever(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of interrupted runs and results name documents by these fields."""
+    monkeypatch.setattr(spool, "BUDGET", budget)
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.txt"), "\ufeff" + prose(300) + "\r\nnaïve 東京 😀\n")
+    write(Path("b.txt.gz"), gzip.compress((prose(9000, 1) + " é").encode()))
+    rows = [{"text": prose(200 + row, row), "ids": [5, 6, row]} for row in range(3)]
+    write(Path("c.jsonl"), json_lines(rows))
+    np.save("d.npy", np.arange(40, dtype=np.uint16).reshape(2, 20))
+    write(Path("e.bin"), np.arange(30, dtype="<u4").tobytes())
+    write(
+        Path("f.txt"), prose(300, 2) + "\ud83d".encode("utf-16", "surrogatepass").decode("latin-1")
+    )
+    tokenizer, digests = AutoTokenizer.from_pretrained(model_path()), []
+    files = ["a.txt", "b.txt.gz", "c.jsonl", "d.npy", "e.bin", "f.txt", "a.txt", "none.txt"]
+    for limit in (None, 1000):
+        entries = read_paths(files, token_dtype="uint32")
+        usable, skipped = load_documents(entries, tokenizer, min_tokens=25, max_tokens=limit)
+        ends = [
+            end.tolist() for d in usable for end in (d.byte_ends, d.word_ends) if end is not None
+        ]
+        known = [document.to_dict() for document in usable], skipped, ends
+        digests.append(hashlib.sha256(repr(known).encode()).hexdigest()[:12])
+    assert digests == DIGESTS
 
 
 class Counting:
