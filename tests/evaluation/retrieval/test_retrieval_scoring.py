@@ -19,29 +19,23 @@ from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError,
 from hf_posenc.evaluation.retrieval.prompts import (
     Answer,
     Encoder,
-    Kit,
     Prompt,
-    Sample,
     answer_of,
-    lay_out,
 )
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.evaluation.retrieval.test_retrieval_prompts import make
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
 
-KIT = Kit(byte_tokenizer(), distractors=6)
 LENGTH = 600
 
 
-def prompt_of(
-    task: str = "passkey", length: int = LENGTH, sample: int = 0, depth: float = 0.5
-) -> Prompt:
-    place = Sample(0, task, length, depth if TASKS[task].has_depth else None, sample)
-    return lay_out(TASKS[task].scene(place, KIT), length, [], KIT.distractors)
+def prompt_of(task: str = "passkey", length: int = LENGTH, **place: Any) -> Prompt:
+    return make(task, length, **place)
 
 
 def scorer_of(model: Any) -> AnswerScorer:
@@ -261,7 +255,7 @@ def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) 
     prompt = prompt_of(depth=depth)
     assert prompt.distance is not None
     right = scorer_of(Copier())(prompt)
-    assert (right.correct, right.score, right.rank, right.candidates) == (True, 1.0, 1, 7)
+    assert (right.correct, right.score, right.rank, right.candidates) == (True, 1.0, 1, 6)
     # the needle must be in sight up to and with the words in front of its second number
     within = (
         prompt.distance + len("s. Remember it. ") + 2 * len("12345") + len(" is the pass key.\n")
@@ -270,7 +264,7 @@ def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) 
     assert seen.correct
     wrong = scorer_of(Copier(window=prompt.distance - 1))(prompt)
     assert (wrong.correct, wrong.score) == (False, 0.0)
-    assert wrong.rank == 7  # all answers are as probable as the right one: a tie is no find
+    assert wrong.rank == 6  # all answers are as probable as the right one: a tie is no find
 
 
 def test_a_model_that_keeps_the_longest_text_as_state_reads_every_answer_anew() -> None:
