@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class Spool:
     def __init__(self) -> None:
         self._budget = max(1, BUDGET * 24)
         self._file = tempfile.SpooledTemporaryFile(self._budget)  # noqa: SIM115 (mappings outlive any block)
-        self._numbers: Tensor | None = None
-        self._mapped = False
+        self._map: Tensor | None = None
+        weakref.finalize(self, self._file.close)
 
     def store(self, parts: Iterable[Numbers]) -> Stored:
         """Store one document; nothing of it is kept if reading it fails."""
@@ -69,18 +70,16 @@ class Spool:
         """Return the columns of a document, each of shape (count,); nothing may be stored afterwards."""
         import torch
 
-        if self._numbers is None:
-            self._mapped = self._file.tell() > self._budget
-            if self._mapped:
-                numbers: Numbers = np.memmap(self._file, "<i8", "r+")
-            else:
-                self._file.seek(0)
-                numbers = np.frombuffer(bytearray(self._file.read()), "<i8")
-            self._numbers = torch.from_numpy(numbers)
-            self._file.close()
-        first, columns = stored.start // 8, stored.columns
-        rows = self._numbers[first : first + stored.count * columns].view(-1, columns)
-        return list(rows.T if self._mapped else rows.T.contiguous())
+        size = stored.count * stored.columns
+        if self._file.tell() <= self._budget:
+            self._file.seek(stored.start)
+            numbers = np.frombuffer(bytearray(self._file.read(size * 8)), "<i8")
+            columns = np.ascontiguousarray(numbers.reshape(-1, stored.columns).T)
+            return list(torch.from_numpy(columns))
+        if self._map is None:
+            self._map = torch.from_numpy(np.memmap(self._file, "<i8", "r+"))
+        first = stored.start // 8
+        return list(self._map[first : first + size].view(-1, stored.columns).T)
 
 
 class TokenCache:

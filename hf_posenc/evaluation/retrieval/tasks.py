@@ -79,7 +79,7 @@ class Task:
     @property
     def definition(self) -> str:
         """The question, for reports."""
-        return str(WORDS["definitions"][self.name])
+        return str(WORDS["definitions"].get(self.name, self.name))
 
 
 def passkey(sample: Sample, kit: Kit) -> Scene:

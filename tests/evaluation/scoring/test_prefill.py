@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,44 +118,60 @@ def attention_of(model: Any) -> Any:
     return next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
 
 
-class Forgetful:
-    """Makes a model lose its past in a text longer than `after`: positions and cache restart."""
+def forgetful(forward: Any, after: int) -> Any:
+    """Lose the past in a text longer than `after`: positions and cache restart."""
 
-    def __init__(self, model: Any, after: int) -> None:
-        self.forward, self.after = model.forward, after
-
-    def __call__(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() >= self.after:
+    def run(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None and past_key_values.get_seq_length() >= after:
             past_key_values = None
-        return self.forward(*args, past_key_values=past_key_values, **kwargs)
+        return forward(*args, past_key_values=past_key_values, **kwargs)
+
+    return run
+
+
+def cacheless(forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **{**kwargs, "use_cache": False})
+        output.past_key_values = None
+        return output
+
+    return run
+
+
+PIECES_OF = "off those of pieces of"
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
-    ("after", "window", "said"),
-    [(0, None, "off those of one forward"), (150, 100, "off those of pieces of")],
+    ("model_type", "sizes", "change", "said"),
+    [
+        ("llama", {}, cacheless, "it returns no cache"),
+        (
+            "mistral",
+            {"sliding_window": None},
+            partial(forgetful, after=0),
+            "off those of one forward",
+        ),
+        # Beyond the text that is run whole, as the config names a window.
+        ("mistral", {"sliding_window": 100}, partial(forgetful, after=150), PIECES_OF),
+        # Only the cache of transformers' Moshi knows its window, which is 3,000 tokens in the real model.
+        ("moshi", {"sliding_window": 100}, None, PIECES_OF),
+        ("llama", {"rope_parameters": DYNAMIC}, None, "depends on how much text follows"),
+    ],
 )
-def test_a_past_that_gets_lost_is_found(
-    after: int, window: int | None, said: str, caplog: pytest.LogCaptureFixture
+def test_a_model_that_pieces_would_change_is_run_whole_and_says_so(
+    model_type: str, sizes: dict[str, Any], change: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Detect it also beyond the text that is run whole, if the config names a window."""
-    model, ids = zoo.build("mistral", sliding_window=window), zoo.tokens(300)[0]
+    model, ids = zoo.build(model_type, **sizes), zoo.tokens(300)[0]
     expected = TokenScorer(model, ids)(ids)
     scorer = TokenScorer(model, ids, prefill=48)
-    model.forward = Forgetful(model, after)
+    if change is not None:
+        model.forward = change(model.forward)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(scorer(ids), expected)
     assert said in str(scorer.refused)
-    assert f"MistralForCausalLM cannot be prefilled in pieces: {scorer.refused}" in caplog.text
-    assert "Its texts are run whole" in caplog.text
-
-
-def test_a_window_that_only_the_cache_knows_is_found() -> None:
-    """Detect the window of transformers' Moshi, which is 3,000 tokens in the real model."""
-    model, ids = zoo.build("moshi", sliding_window=100), zoo.tokens(300)[0]
-    expected = TokenScorer(model, ids)(ids)
-    scorer = TokenScorer(model, ids, prefill=48)
-    assert torch.equal(scorer(ids), expected)
-    assert "off those of pieces of" in str(scorer.refused)
+    line = f"{type(model).__name__} cannot be prefilled in pieces: {scorer.refused}. Its texts"
+    assert line in caplog.text
 
 
 def test_what_is_patched_in_decides() -> None:
@@ -170,15 +187,6 @@ def test_what_is_patched_in_decides() -> None:
         unpatch_model(model)
         assert torch.equal(scorer(ids), plain)
         assert scorer.refused is None
-
-
-def test_a_checkpoint_that_is_dynamic_by_itself_is_run_whole() -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    model, ids = zoo.build("llama", rope_parameters=rope), zoo.tokens(200)[0]
-    scorer = TokenScorer(model, ids, prefill=64)
-    expected = TokenScorer(model, ids)(ids)
-    assert torch.equal(scorer(ids), expected)
-    assert "depends on how much text follows" in str(scorer.refused)
 
 
 def test_a_lack_of_memory_stays_one() -> None:
@@ -254,32 +262,6 @@ def check_pieces(model: Any, **sizes: int) -> None:
     scorer = TokenScorer(model, ids, **sizes)
     check(scorer(ids), expected, 1e-5)
     check(scorer(ids, 40), expected[39:], 1e-5)
-
-
-def test_pieces_bound_what_the_decoder_makes() -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(57)[0]
-    scorer = TokenScorer(model, ids, prefill=16)
-    scorer(ids)  # the first call tries pieces on a text of its own
-    seen = largest_pieces(model)
-    scorer(ids)
-    assert seen == [16, 16, 16, 9]
-
-
-def test_a_model_without_a_cache_is_run_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(57)[0]
-    expected = TokenScorer(model, ids)(ids)
-    forward = model.forward
-
-    def cacheless(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **{**kwargs, "use_cache": False})
-        output.past_key_values = None
-        return output
-
-    scorer = TokenScorer(model, ids, prefill=16)
-    model.forward = cacheless
-    assert torch.equal(scorer(ids), expected)
-    assert scorer.refused == "it returns no cache"
-    assert "LlamaForCausalLM cannot be prefilled in pieces: it returns no cache" in caplog.text
 
 
 def test_several_windows_at_once_give_the_losses_of_each() -> None:
