@@ -117,46 +117,30 @@ def test_one_forward_per_sample_and_nothing_else_is_long(
     assert [n for n in seen if n > rest + 1] == [LENGTH] * (1 + len(prompt.distractors))
 
 
-def test_a_cache_that_is_not_exact_is_noticed() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
-    scorer, prompt = scorer_of(model), prompt_of()
-    expected = scorer(prompt)
-    forward, stale = model.forward, 0
-
-    def off(*args: Any, **options: Any) -> Any:
-        """Reads every text behind a cache a little differently than in one forward."""
-        nonlocal stale
-        output = forward(*args, **options)
-        if options.get("past_key_values") is not None:
-            stale += 1
-            output.logits = output.logits * 1.02
-        return output
-
-    model.forward = off
-    verdict = scorer(prompt)
-    assert stale == 1
-    assert verdict == expected
-
-
-def test_a_cache_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SPARE", 0)  # copies are not read twice
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_cache_that_is_wrong_is_noticed(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text behind it is read differently than in one forward, or, without copies, every reading leaves a trace."""
+    if not copies:
+        monkeypatch.setattr(answers, "SPARE", 0)
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of()
     expected = scorer(prompt)
     forward, read = model.forward, 0
 
-    def worn(*args: Any, **options: Any) -> Any:
-        """Every reading leaves a trace in the cache."""
+    def wrong(*args: Any, **options: Any) -> Any:
         nonlocal read
         output = forward(*args, **options)
         if options.get("past_key_values") is not None:
             read += 1
-            output.past_key_values.layers[0].values *= 1.05
+            if copies:
+                output.logits = output.logits * 1.02
+            else:
+                output.past_key_values.layers[0].values *= 1.05
         return output
 
-    model.forward = worn
+    model.forward = wrong
     verdict = scorer(prompt)
-    assert read == 2 + len(prompt.distractors)
+    assert read == (1 if copies else 2 + len(prompt.distractors))
     assert verdict == expected
 
 
@@ -196,15 +180,11 @@ def test_ranks_are_by_mutual_information_where_there_are_other_questions(
         assert scorer(prompt).rank == rank
 
 
-def test_a_window_that_has_slid_is_not_cropped_to_the_text() -> None:
-    model: Any = zoo.build("mistral", vocab_size=VOCABULARY)
-    scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
-    with torch.inference_mode():
-        assert scorer._with_cache(prompt)[1] is None
-
-
 def test_a_cache_that_differs_behind_the_text_is_noticed() -> None:
-    """Answers read behind the prompt are right, and its question read again is not."""
+    """Answers read behind the prompt are right, and its question read again is not; nor is a window that has slid."""
+    slid: Any = zoo.build("mistral", vocab_size=VOCABULARY)
+    with torch.inference_mode():
+        assert scorer_of(slid)._with_cache(prompt_of("babilong_qa1", 900))[1] is None
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
     with torch.inference_mode():
