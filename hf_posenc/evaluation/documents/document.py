@@ -97,7 +97,7 @@ class TokenizedDocument:
         """Return tokens `begin .. end-1` as a model takes them: in memory, int64, shape (end - begin,)."""
         import torch
 
-        return self.ids[begin:end].to(torch.int64)
+        return self.ids[begin:end].to(torch.int64).contiguous()
 
     def bytes_between(self, first: int, stop: int) -> int | None:
         """Return the number of UTF-8 bytes of tokens `first .. stop-1`."""

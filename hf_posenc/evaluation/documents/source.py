@@ -33,8 +33,8 @@ from hf_posenc.evaluation.documents.readers import (
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
-    from hf_posenc.evaluation.documents.storage import Spool, TokenCache
-    from hf_posenc.evaluation.documents.tokens import Tokens
+    from hf_posenc.evaluation.documents.storage import Spool, Stored, TokenCache
+    from hf_posenc.evaluation.documents.tokens import Numbers
 
 
 def read_embedded() -> Iterator[Document]:
@@ -297,10 +297,10 @@ def tokenize(
 class _Text:
     """A text that comes in chunks: its hash and size, and its tokens, in a spool until all documents are read."""
 
-    def __init__(self, name: str) -> None:
-        from hf_posenc.evaluation.documents.storage import Stored
+    stored: Stored
 
-        self.name, self.stored = name, Stored()
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.digest, self.bytes, self.blank = hashlib.sha256(), 0, True
         self.hashed_bytes: int | None = None
         self.first = self.last = ""
@@ -328,13 +328,10 @@ class _Text:
 
     def finish(self, spool: Spool) -> TokenizedDocument:
         """Return the document; nothing may be stored in the spool afterwards."""
-        from hf_posenc.evaluation.documents.storage import COLUMNS
-
-        ids, byte_ends, word_ends = (spool.column(self.stored, name) for name in COLUMNS)
-        assert ids is not None
-        sha256 = self.digest.hexdigest()
-        ends = self.first.isspace() + self.last.isspace()
-        about = (sha256, word_ends, self.hashed_bytes, ends)
+        ids, *ends = spool.columns(self.stored)
+        byte_ends, word_ends = ends or (None, None)
+        white_ends = self.first.isspace() + self.last.isspace()
+        about = (self.content, word_ends, self.hashed_bytes, white_ends)
         return TokenizedDocument(self.name, ids, byte_ends, *about)
 
 
@@ -353,7 +350,7 @@ def _tokenized(
     # reads it once and no further than needed.
     hashed_first = isinstance(document, Document) or (cache is not None and max_tokens is None)
 
-    def parts() -> Iterator[Tokens]:
+    def parts() -> Iterator[Numbers]:
         count = 0
         for piece in joined(document.chunks(), tokenizer, max_tokens):
             if not hashed_first:

@@ -1,136 +1,92 @@
-"""Tokens in memory, in temporary files and in a cache that several processes and later runs share."""
+"""Tokens in memory, in a temporary file and in a cache that several processes and later runs share.
+
+The tokens of a document are one array of int64, with a row per token: its id, and the end of its text in bytes and in
+words if the text is known.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
+from hf_posenc.evaluation.documents.tokens import Numbers
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 BUDGET = 1 << 24  # tokens that all documents of a run together keep in memory, 24 bytes each
-COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}  # of `Tokens`, in a file
-FORMAT = 2  # of the cache
-CHECKSUMS = "crc32"  # the file of a cache entry with the checksum of every column
-_NOTHING = np.zeros(0, np.int64)
+FORMAT = 3  # of the cache
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stored:
-    """The tokens of one document: arrays held in memory, or its first row in the spool's file of each column."""
+    """The place of a document in the spool, in bytes, with its numbers of tokens and columns."""
 
+    start: int
     count: int = 0
-    held: list[Tokens] = field(default_factory=list)
-    rows: dict[str, int] = field(default_factory=dict)
+    columns: int = 1
 
 
 class Spool:
-    """The tokens of all documents of a run: in memory up to a budget, then in nameless temporary files."""
+    """The tokens of all documents of a run: in memory up to a budget, then in a nameless temporary file."""
 
-    def __init__(self, budget: int | None = None) -> None:
-        self._left = BUDGET if budget is None else budget
-        self._files: dict[str, _File] = {}
+    def __init__(self) -> None:
+        self._budget = max(1, BUDGET * 24)
+        self._file = tempfile.SpooledTemporaryFile(self._budget)  # noqa: SIM115 (mappings outlive any block)
+        self._map: Tensor | None = None
+        weakref.finalize(self, self._file.close)
 
-    def store(self, parts: Iterable[Tokens]) -> Stored:
+    def store(self, parts: Iterable[Numbers]) -> Stored:
         """Store one document; nothing of it is kept if reading it fails."""
-        stored = Stored()
+        start, count, columns = self._file.tell(), 0, 1
+        room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
         try:
             for part in parts:
-                stored.count += len(part)
-                stored.held.append(part)
-                if stored.rows or stored.count > self._left:
-                    self._write(stored)
+                count, columns = count + len(part), part.shape[1]
+                with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
+                    self._file.write(np.ascontiguousarray(part, "<i8").tobytes())
         except BaseException:
-            stored.count = 0
-            self.forget(stored)
+            self.forget(Stored(start))
             raise
-        if not stored.rows:
-            self._left -= stored.count
-        return stored
+        return Stored(start, count, columns)
 
     def forget(self, stored: Stored) -> None:
         """Free the memory or the rows of the document that was stored last."""
-        if not stored.rows:
-            self._left += stored.count
-        for name, first in stored.rows.items():
-            self._files[name].truncate(first)
-
-    def column(self, stored: Stored, name: str) -> Tensor | None:
-        """Return one of `COLUMNS` of a document, shape (count,); `None` if its text is unknown."""
-        import torch
-
-        if stored.rows:
-            first = stored.rows.get(name)
-            return None if first is None else self._files[name].read(first, stored.count)
-        values = [values for part in stored.held if (values := getattr(part, name)) is not None]
-        if len(values) < len(stored.held):
-            return None
-        return torch.from_numpy(np.concatenate([_NOTHING, *values]))
-
-    def _write(self, stored: Stored) -> None:
-        room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
-        with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
-            for part in stored.held:
-                for name, values in _columns(part):
-                    if name not in self._files:
-                        self._files[name] = _File(COLUMNS[name])
-                    stored.rows.setdefault(name, self._files[name].rows)
-                    self._files[name].append(values)
-        stored.held.clear()
-
-
-def _columns(tokens: Tokens) -> Iterator[tuple[str, Numbers]]:
-    """Yield the columns that these tokens have, in the types of a file."""
-    for name, dtype in COLUMNS.items():
-        if (values := getattr(tokens, name)) is not None:
-            yield name, np.ascontiguousarray(values, dtype=dtype)
-
-
-class _File:
-    """One number per token, appended to a nameless temporary file and mapped for reading."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype, self.rows = np.dtype(dtype), 0
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (mappings outlive any block)
-        self._map: Tensor | None = None
-
-    def append(self, values: Numbers) -> None:
-        self._file.write(values.data)
-        self.rows += len(values)
-
-    def truncate(self, rows: int) -> None:
-        self._file.seek(rows * self.dtype.itemsize)
+        self._file.seek(stored.start)
         self._file.truncate()
-        self.rows = rows
 
-    def read(self, first: int, count: int) -> Tensor:
+    def columns(self, stored: Stored) -> list[Tensor]:
+        """Return the columns of a document, each of shape (count,); nothing may be stored afterwards."""
         import torch
 
-        if self._map is None or len(self._map) < first + count:
-            self._file.flush()
-            self._map = torch.from_numpy(np.memmap(self._file, self.dtype, "r+"))
-        return self._map[first : first + count]
+        size = stored.count * stored.columns
+        if self._file.tell() <= self._budget:
+            self._file.seek(stored.start)
+            numbers = np.frombuffer(bytearray(self._file.read(size * 8)), "<i8")
+            columns = np.ascontiguousarray(numbers.reshape(-1, stored.columns).T)
+            return list(torch.from_numpy(columns))
+        if self._map is None:
+            self._map = torch.from_numpy(np.memmap(self._file, "<i8", "r+"))
+        first = stored.start // 8
+        return list(self._map[first : first + size].view(-1, stored.columns).T)
 
 
 class TokenCache:
-    """A folder with one folder per text and tokenizer, each written under a temporary name and then renamed.
+    """A folder with one file per text and tokenizer, each written under a temporary name and then renamed.
 
-    Any number of processes may read and write at once: an entry exists whole or not at all, and a process that comes
-    second discards its own.
+    Any number of processes may read and write at once: an entry exists whole or not at all, and that of a process that
+    comes second replaces the same content. In front of its rows are their number of columns and a checksum.
     """
 
     def __init__(self, folder: Path, tokenizer_sha256: str) -> None:
@@ -140,54 +96,42 @@ class TokenCache:
         self._prefix = f"{FORMAT}/{tokenizers.__version__}/{tokenizer_sha256}"
 
     def through(
-        self, text_sha256: str, max_tokens: int | None, parts: Iterable[Tokens]
-    ) -> Iterator[Tokens]:
-        """Yield the tokens of a text: from the cache, else from `parts`, which are then written to it."""
+        self, text_sha256: str, max_tokens: int | None, parts: Iterable[Numbers]
+    ) -> Iterator[Numbers]:
+        """Yield the tokens of a text from the cache, once those of `parts` are written to it if it has none."""
         key = f"{self._prefix}/{text_sha256}/{max_tokens}"
         entry = self.folder / hashlib.sha256(key.encode()).hexdigest()
-        return _entry_tokens(entry) if entry.is_dir() else self._written(entry, parts)
+        if not entry.exists():
+            with disk_errors(f"The token cache {self.folder} cannot be written to"):
+                self._write(entry, parts)
+        try:
+            numbers = np.memmap(entry, "<i8", "r")
+            columns, checksum = map(int, numbers[:2])
+            if checksum != zlib.crc32(bytes([columns]), zlib.crc32(numbers[2:].data)):
+                raise ValueError("its checksum does not match")
+            rows = numbers[2:].reshape(-1, columns)
+        except (OSError, ValueError) as error:
+            raise PosencError(
+                f"The token cache {entry} is damaged: remove that file ({error})"
+            ) from error
+        yield rows
 
-    def _written(self, entry: Path, parts: Iterable[Tokens]) -> Iterator[Tokens]:
-        with contextlib.ExitStack() as stack:
-            with self._writing():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                unfinished = tempfile.TemporaryDirectory(
-                    prefix="unfinished-", dir=self.folder, ignore_cleanup_errors=True
-                )
-                folder = Path(stack.enter_context(unfinished))
-            checksums: dict[str, int] = {}
-            for part in parts:
-                with self._writing():
-                    for name, values in _columns(part):
-                        checksums[name] = zlib.crc32(values.data, checksums.get(name, 0))
-                        with (folder / name).open("ab") as file:
-                            file.write(values.data)
-                            file.flush()
-                            os.fsync(file.fileno())
-                yield part
-            with self._writing():
-                (folder / CHECKSUMS).write_text(str(sorted(checksums.items())))
-            with contextlib.suppress(OSError):  # another process was first
-                folder.rename(entry)
-
-    def _writing(self) -> contextlib.AbstractContextManager[None]:
-        return disk_errors(f"The token cache {self.folder} cannot be written to")
-
-
-def _entry_tokens(entry: Path) -> Iterator[Tokens]:
-    try:
-        columns = {
-            name: np.memmap(entry / name, dtype, "r") if (entry / name).stat().st_size else _NOTHING
-            for name, dtype in COLUMNS.items()
-            if (entry / name).exists()
-        }
-        if len({len(values) for values in columns.values()}) != 1:
-            raise ValueError("its columns have different lengths")
-        sums = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in columns.items()}
-        if (entry / CHECKSUMS).read_text() != str(sorted(sums.items())):
-            raise ValueError("its checksums do not match")
-        yield Tokens(columns["ids"], columns.get("byte_ends"), columns.get("word_ends"))
-    except (OSError, ValueError, KeyError) as error:
-        raise PosencError(
-            f"The token cache {entry} is damaged: remove that folder ({error})"
-        ) from error
+    def _write(self, entry: Path, parts: Iterable[Numbers]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix="unfinished-", dir=self.folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes(16))  # replaced at the end
+                checksum, columns = 0, 1
+                for part in parts:
+                    rows = np.ascontiguousarray(part, "<i8")
+                    checksum, columns = zlib.crc32(rows.data, checksum), rows.shape[1]
+                    file.write(rows.data)
+                file.seek(0)
+                checksum = zlib.crc32(bytes([columns]), checksum)
+                file.write(np.array([columns, checksum], "<i8").data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(entry)
+        finally:
+            Path(name).unlink(missing_ok=True)  # of an interrupted run

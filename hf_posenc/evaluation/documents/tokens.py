@@ -188,27 +188,17 @@ def open_window(text: str, begin: int, tokenizer: Any, cutting: Cutting) -> Wind
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Consecutive tokens, with the ends of `TokenizedDocument`: numpy arrays of one length, int64."""
-
-    ids: Numbers
-    byte_ends: Numbers | None
-    word_ends: Numbers | None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True)
 class Piece:
     """Tokens of the document, and the text that belongs to them and to no token in front of them.
 
     Attributes:
+        tokens: Their ids, and, if the tokenizer reports places, their `byte_ends` and `word_ends` as in
+            `TokenizedDocument`: shape (n, 1) or (n, 3), int64.
         text: From the end of the last piece's text; in the last piece all that is left, unless reading stopped early.
         stopped: Reading stopped here, with text left.
     """
 
-    tokens: Tokens
+    tokens: Numbers
     text: str
     stopped: bool = False
 
@@ -233,7 +223,7 @@ class _Counter:
         ids, stops = window.ids[at:stop], window.stops[at:stop]
         text = window.text[self.end - window.begin : end - window.begin]
         if len(stops) < len(ids):
-            return Piece(Tokens(ids, None, None), text, stopped)
+            return Piece(ids[:, None], text, stopped)
         # The last token may end behind the text, within the next token's character.
         behind = max([end, *stops[-1:]]) - window.begin
         data = window.text[self.end - window.begin : behind].encode("utf-32-le", "surrogatepass")
@@ -244,7 +234,8 @@ class _Counter:
         # In front of each character and behind the last.
         byte_ends = self.bytes + np.concatenate([[0], np.cumsum(sizes)])
         word_ends = self.words + np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
-        tokens = Tokens(ids, byte_ends[stops - self.end], word_ends[stops - self.end])
+        behind_tokens = stops - self.end
+        tokens = np.stack([ids, byte_ends[behind_tokens], word_ends[behind_tokens]], axis=1)
         self.bytes, self.words = int(byte_ends[len(text)]), int(word_ends[len(text)])
         self.inside = not text[-1].isspace() if text else self.inside
         self.end = end

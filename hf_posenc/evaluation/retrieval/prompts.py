@@ -10,14 +10,11 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import random
 import re
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from hf_posenc.errors import PosencError
@@ -126,17 +123,6 @@ class Filler:
         if self._next is None:
             self._next = next(self._units)
         return self._next
-
-
-def noise(encoder: Encoder) -> Filler:
-    """Return the five sentences over and over as a running text, which restarts behind the needle as in the papers."""
-    first, *others = SENTENCES
-    running = [encoder.behind(".", f" {sentence}") for sentence in (*others, first)]
-
-    def units() -> Iterator[Sequence[int]]:
-        return itertools.chain([encoder.line(first)], itertools.cycle(running))
-
-    return Filler(units(), encoder.newline, restarts=units)
 
 
 def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
@@ -380,17 +366,6 @@ class Draws:
         return [values[index] for _, index in order]
 
 
-# RULER takes its words from the `wonderwords` package; the 95 adjectives and 98 nouns of this file are fixed, so that a
-# prompt does not change with another package's version.
-_WORDS = json.loads(resources.files(__package__).joinpath("words.json").read_text("utf-8"))
-ADJECTIVES, NOUNS = (tuple(_WORDS[kind].split()) for kind in ("adjectives", "nouns"))
-
-
-def word_key(draws: Draws) -> str:
-    """Draw an adjective and a noun, joined by a hyphen as in RULER."""
-    return f"{draws.choice(ADJECTIVES)}-{draws.choice(NOUNS)}"
-
-
 class Kit:
     """Tools shared by all prompts of a run: the encoder, the number of distractors, and the user's own text, if any."""
 
@@ -403,9 +378,18 @@ class Kit:
 
     def noise(self, *, running: bool = False) -> Filler:
         """Return noise in lines of five sentences or as a running text; or the user's own, repeated as in RULER."""
+        encoder = self.encoder
         if self._sentences:
-            return Filler(itertools.cycle(self._sentences), self.encoder.newline)
-        return noise(self.encoder) if running else lines(self.encoder, lambda: NOISE)
+            return Filler(itertools.cycle(self._sentences), encoder.newline)
+        if not running:
+            return lines(encoder, lambda: NOISE)
+        first, *others = SENTENCES
+        following = [encoder.behind(".", f" {sentence}") for sentence in (*others, first)]
+
+        def units() -> Iterator[Sequence[int]]:  # they restart behind the needle, as in the papers
+            return itertools.chain([encoder.line(first)], itertools.cycle(following))
+
+        return Filler(units(), encoder.newline, restarts=units)
 
     def absent(self, draw: Callable[[], str]) -> str:
         """Draw until the value is not in the user's own text."""
@@ -436,24 +420,25 @@ class Kit:
                 seen.add(other)
                 yield other
 
-
-class Task(ABC):
-    """One kind of prompt, with its question (`definition`) and the tokens to generate where answers are generated.
-
-    Without one needle that has a depth (`has_depth`), depths do not apply. If `calibrated`, scenes have other questions
-    about the same text, and ranks are by how much more probable an answer is behind its own question.
-    """
-
-    name: str
-    definition: str
-    has_depth: bool = True
-    calibrated: bool = False
-    new_tokens: int
-
-    @abstractmethod
-    def scene(self, sample: Sample, kit: Kit) -> Scene:
-        """Return the pieces of a sample; the needle depends on `sample.needle`, the filler on `sample.filler`."""
-
-    def hit(self, text: str, references: Sequence[str]) -> float:
-        """Return the share of the answer that a generated text contains: RULER's `string_match_all`, from 0 to 1."""
-        return sum(reference.lower() in text.lower() for reference in references) / len(references)
+    def scene(
+        self,
+        head: str,
+        needles: Iterable[tuple[float, str]],
+        filler: Filler,
+        question: str,
+        answer: Sequence[str],
+        wrong: Iterable[Sequence[str]],
+        **more: Any,
+    ) -> Scene:
+        """Return the pieces of a prompt from their texts; each needle is a line, an answer a list of its parts."""
+        encoder = self.encoder
+        return Scene(
+            head=encoder.line(head),
+            needles=[(place, encoder.line(f"{needle}\n")) for place, needle in needles],
+            filler=filler,
+            question=encoder.line(question),
+            answer=answer_of(encoder, question, answer),
+            distractors=(answer_of(encoder, question, other) for other in wrong),
+            references=tuple(answer),
+            **more,
+        )

@@ -1,15 +1,21 @@
-"""Retrieval tasks: the hidden text, the question and the wrong answers; the settings of a run."""
+"""Retrieval tasks: each is a function from a sample to the pieces of its prompt; the settings of a run.
+
+A new task is such a function, its words and definition in `words.json`, and a row of `TASKS`.
+"""
 
 from __future__ import annotations
 
 import bisect
 import collections
-import functools
 import itertools
+import json
 import math
+import re
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import resources
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
@@ -21,73 +27,85 @@ from hf_posenc.evaluation.retrieval.prompts import (
     Kit,
     Sample,
     Scene,
-    Task,
     answer_of,
     lines,
-    word_key,
 )
-from hf_posenc.evaluation.retrieval.reasoning import Associations, Whereabouts
+from hf_posenc.evaluation.retrieval.reasoning import RIDDLES, closed
 from hf_posenc.lengths import even_depths, plain
 
 MOST_PROMPTS = 100_000
 MOST_DISTRACTORS = 10_000
+# RULER takes its words from the `wonderwords` package; the 95 adjectives and 98 nouns of this file are fixed, so that a
+# prompt does not change with another package's version.
+WORDS = json.loads(resources.files(__package__).joinpath("words.json").read_text("utf-8"))
+ADJECTIVES, NOUNS = (str(WORDS[kind]).split() for kind in ("adjectives", "nouns"))
 
 
-class Passkey(Task):
-    """A number of five digits in noise.
+def string_match_all(text: str, references: Sequence[str]) -> float:
+    """Return the share of the answer that a generated text contains, from 0 to 1, as in RULER."""
+    return sum(reference.lower() in text.lower() for reference in references) / len(references)
+
+
+def first_number(text: str, references: Sequence[str]) -> float:
+    """Return 1 if the first number of a generated text is the answer, as in YaRN's script."""
+    return float(re.findall("[0-9]+", text)[:1] == list(references))
+
+
+def first_word(text: str, references: Sequence[str]) -> float:
+    """Return 1 if the first word of a generated text is the answer."""
+    return float(re.findall(r"\w+", text.lower())[:1] == [references[0].lower()])
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of prompt.
+
+    Attributes:
+        scene: Returns the pieces of a sample; the needle depends on `sample.needle`, the filler on `sample.filler`.
+        new_tokens: Tokens to generate where answers are generated.
+        hit: Returns the share of the answer that a generated text contains.
+        has_depth: False without one needle that has a depth.
+        calibrated: Scenes have other questions about the same text, and ranks are by how much more probable an answer
+            is behind its own question.
+    """
+
+    name: str
+    scene: Callable[[Sample, Kit], Scene]
+    new_tokens: int
+    hit: Callable[[str, Sequence[str]], float] = string_match_all
+    has_depth: bool = True
+    calibrated: bool = False
+
+    @property
+    def definition(self) -> str:
+        """The question, for reports."""
+        return str(WORDS["definitions"].get(self.name, self.name))
+
+
+def passkey(sample: Sample, kit: Kit) -> Scene:
+    """Return a number of five digits in noise.
 
     The text is that of Mohtashami and Jaggi (arXiv 2305.16300), used word for word by Position Interpolation (arXiv
     2306.15595, figure 3), YaRN (arXiv 2309.00071, `eval/passkey.py`), LongLoRA and DCA (`passkey/test_passkey.py`).
     The number has five digits as in Position Interpolation; the scripts draw it from 1 to 50,000. Prompt and
     answer have exactly L tokens, where the scripts count characters of filler.
     """
-
-    name = "passkey"
-    definition = "a number of five digits in noise; the text of the passkey papers"
-    new_tokens = 10  # YaRN's; it then takes the first number of the text
-
-    _HEAD = (
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
-        "about the important information there.\n"
+    draws, wrong = Draws(*sample.needle), Draws("distractors", *sample.needle)
+    key = kit.absent(lambda: draws.digits(5))
+    others = kit.others(lambda: wrong.digits(5), key)
+    text = WORDS["passkey"]
+    assert sample.depth is not None
+    needle = sample.depth, text["needle"].format(key)
+    filler = kit.noise(running=True)
+    return kit.scene(
+        text["head"], [needle], filler, text["question"], [key], ([other] for other in others)
     )
-    _NEEDLE = "The pass key is {0}. Remember it. {0} is the pass key.\n"
-    _QUESTION = "What is the pass key? The pass key is"
-
-    def scene(self, sample: Sample, kit: Kit) -> Scene:
-        draws, encoder = Draws(*sample.needle), kit.encoder
-        key = kit.absent(lambda: draws.digits(5))
-        wrong = Draws("distractors", *sample.needle)
-        others = kit.others(lambda: wrong.digits(5), key)
-        assert sample.depth is not None
-        return Scene(
-            head=encoder.line(self._HEAD),
-            needles=[(sample.depth, encoder.line(self._NEEDLE.format(key)))],
-            filler=kit.noise(running=True),
-            question=encoder.line(self._QUESTION),
-            answer=answer_of(encoder, self._QUESTION, [key]),
-            distractors=(answer_of(encoder, self._QUESTION, [other]) for other in others),
-            references=(key,),
-        )
-
-    def hit(self, text: str, references: Sequence[str]) -> float:
-        """Return 1 if the first number of a generated text is the key, as in YaRN's script."""
-        digits = "".join(letter if letter in "0123456789" else " " for letter in text).split()
-        return float(digits[:1] == list(references))
 
 
-_NEEDLE_HEAD = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "{kind} afterwards.\n"
-)
-_NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-_NEEDLE_QUESTION = (
-    "What is the special magic {kind} for {key} mentioned in the provided text? The special magic {kind} for {key} "
-    "mentioned in the provided text is"
-)
-
-
-class NeedleInHaystack(Task):
-    """One needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
+def needle_in_haystack(
+    sample: Sample, kit: Kit, *, kind: str = "number", among_needles: bool = False
+) -> Scene:
+    """Return one needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
 
     Taken from there: the template for a single needle, the needle's sentence, the kinds of haystack (lines of five
     sentences; other needles), keys (an adjective and a noun, or a UUID) and values (seven digits, or a UUID), one key,
@@ -97,80 +115,47 @@ class NeedleInHaystack(Task):
     included); the needle is put at its depth instead of a random line; the lists of words are our own.
     """
 
-    new_tokens = 128
-
-    def __init__(
-        self, name: str, definition: str, kind: str = "number", among_needles: bool = True
-    ) -> None:
-        self.name, self.definition = name, f"RULER: {definition}"
-        self.kind, self.among_needles = kind, among_needles
-
-    def _make(self, draws: Draws, *, key: bool = False) -> str:
-        if self.kind == "uuid":
+    def key_of(draws: Draws) -> str:
+        if kind == "uuid":
             return draws.uuid()
-        return word_key(draws) if key else draws.digits(7)
+        return f"{draws.choice(ADJECTIVES)}-{draws.choice(NOUNS)}"
 
-    def scene(self, sample: Sample, kit: Kit) -> Scene:
-        draws, encoder = Draws(*sample.needle), kit.encoder
-        key = kit.absent(lambda: self._make(draws, key=True))
-        value = kit.absent(lambda: self._make(draws))
-        wrong = Draws("distractors", *sample.needle)
-        others = kit.others(lambda: self._make(wrong), value)
-        question = _NEEDLE_QUESTION.format(kind=self.kind, key=key)
-        filler = kit.noise()
-        if self.among_needles:
-            filler, others = self._other_needles(sample, kit, key, value, others)
-        assert sample.depth is not None
-        return Scene(
-            head=encoder.line(_NEEDLE_HEAD.format(kind=self.kind)),
-            needles=[(sample.depth, encoder.line(f"{self._needle(key, value)}\n"))],
-            filler=filler,
-            question=encoder.line(question),
-            answer=answer_of(encoder, question, [value]),
-            distractors=(answer_of(encoder, question, [other]) for other in others),
-            references=(value,),
-        )
+    def value_of(draws: Draws) -> str:
+        return draws.uuid() if kind == "uuid" else draws.digits(7)
 
-    def _needle(self, key: str, value: str) -> str:
-        return _NEEDLE.format(kind=self.kind, key=key, value=value)
-
-    def _other_needles(
-        self, sample: Sample, kit: Kit, key: str, value: str, spare: Iterator[str]
-    ) -> tuple[Filler, Iterator[str]]:
-        """Return a haystack of other needles, and their values: finding any needle is not enough, it must be the key's.
-
-        Where a short prompt holds too few needles, values that do not occur in it are added.
-        """
-        draws, values = Draws(*sample.filler), {value: None}
+    draws, wrong = Draws(*sample.needle), Draws("distractors", *sample.needle)
+    key = kit.absent(lambda: key_of(draws))
+    value = kit.absent(lambda: value_of(draws))
+    spare = kit.others(lambda: value_of(wrong), value)
+    text: dict[str, str] = {
+        name: words.replace("{kind}", kind) for name, words in WORDS["niah"].items()
+    }
+    filler, others = kit.noise(), spare
+    if among_needles:
+        # Finding any needle is not enough, it must be the key's: the distractors are the values of the others.
+        more, values = Draws(*sample.filler), {value: None}
 
         def line() -> str:
-            keys = iter(lambda: self._make(draws, key=True), None)
-            other_key = next(other for other in keys if other != key)
-            other = next(v for v in iter(lambda: self._make(draws), None) if v not in values)
+            other_key = next(other for other in iter(lambda: key_of(more), None) if other != key)
+            other = next(v for v in iter(lambda: value_of(more), None) if v not in values)
             values[other] = None
-            return self._needle(other_key, other)
+            return text["needle"].format(key=other_key, value=other)
 
-        def others() -> Iterator[str]:
+        def shown_and_spare() -> Iterator[str]:
             shown = list(values)[1 : filler.whole_units + 1]
             yield from Draws("distractors", *sample.filler).shuffled(shown)
+            # A short prompt holds too few needles.
             yield from (other for other in spare if other not in values)
 
-        filler = lines(kit.encoder, line)
-        return filler, others()
+        filler, others = lines(kit.encoder, line), shown_and_spare()
+    assert sample.depth is not None
+    needle = sample.depth, text["needle"].format(key=key, value=value)
+    question = text["question"].format(key=key)
+    return kit.scene(text["head"], [needle], filler, question, [value], ([v] for v in others))
 
 
-HOPS = 4
-_TRACKING_HEAD = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-)
-_TRACKING_QUESTION = (
-    "Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
-    "chain(s) of variable assignment in the text above, {count} variables are assigned the value {value}, they are:"
-)
-
-
-class VariableTracking(Task):
-    """`vt`: the variables that have a value, through a chain of assignments.
+def variable_tracking(sample: Sample, kit: Kit) -> Scene:
+    """Return the variables that have a value, through a chain of assignments.
 
     After `scripts/data/synthetic/variable_tracking.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
     template, one chain of four hops (`scripts/synthetic.yaml`), names of five capital letters, a value of five digits,
@@ -180,73 +165,37 @@ class VariableTracking(Task):
     Different here: prompt and answer have exactly L tokens; the statements have no space at their end; their positions
     are drawn as fractions of the filler, the same at every length.
     """
+    hops = 4
 
-    name = "vt"
-    definition = (
-        "RULER: the five variables of a chain of assignments in noise, behind one worked example"
+    def names_of(draws: Draws, letters: int, taken: Sequence[str] = ()) -> list[str]:
+        names: dict[str, None] = {}
+        while len(names) <= hops:
+            name = draws.letters(letters, string.ascii_uppercase)
+            if name not in taken:
+                names[name] = None
+        return list(names)
+
+    def chain(names: Sequence[str], value: str) -> list[str]:
+        passed = [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
+        return [f"VAR {names[0]} = {value}", *passed]
+
+    draws, text = Draws(*sample.needle), WORDS["vt"]
+    example, names = names_of(draws, 3), names_of(draws, 5)
+    first, second = draws.digits(5), draws.digits(5)
+    asked, question = (
+        text["question"].format(value=value, count=hops + 1) for value in (first, second)
     )
-    has_depth = False
-    new_tokens = 30
-
-    def scene(self, sample: Sample, kit: Kit) -> Scene:
-        draws, encoder = Draws(*sample.needle), kit.encoder
-        example, names = _names(draws, 3, ()), _names(draws, 5, ())
-        first, second = draws.digits(5), draws.digits(5)
-        text = "\n".join(f"{statement}\n{NOISE}" for statement in _chain(example, first))
-        asked = _TRACKING_QUESTION.format(value=first, count=len(example))
-        worked_example = f"{_TRACKING_HEAD}{text}\n{asked} {' '.join(example)}\n\n"
-        question = _TRACKING_QUESTION.format(value=second, count=len(names))
-        positions = sorted(draws.fraction() for _ in names)
-        statements = [encoder.line(f"{statement}\n") for statement in _chain(names, second)]
-        other = Draws("distractors", *sample.needle)
-        wrong = (_names(other, 5, names) for _ in range(TRIES * kit.distractors))
-        return Scene(
-            head=encoder.line(worked_example + _TRACKING_HEAD),
-            needles=list(zip(positions, statements, strict=True)),
-            filler=kit.noise(),
-            question=encoder.line(question),
-            answer=answer_of(encoder, question, names),
-            distractors=(answer_of(encoder, question, others) for others in wrong),
-            references=tuple(names),
-        )
+    told = "\n".join(f"{statement}\n{NOISE}" for statement in chain(example, first))
+    worked_example = f"{text['head']}{told}\n{asked} {' '.join(example)}\n\n"
+    places = sorted(draws.fraction() for _ in names)
+    needles = zip(places, chain(names, second), strict=True)
+    other = Draws("distractors", *sample.needle)
+    wrong = (names_of(other, 5, names) for _ in range(TRIES * kit.distractors))
+    return kit.scene(worked_example + text["head"], needles, kit.noise(), question, names, wrong)
 
 
-def _names(draws: Draws, letters: int, taken: Sequence[str]) -> list[str]:
-    """Draw different names of variables for one chain."""
-    names: dict[str, None] = {}
-    while len(names) <= HOPS:
-        name = draws.letters(letters, string.ascii_uppercase)
-        if name not in taken:
-            names[name] = None
-    return list(names)
-
-
-def _chain(names: Sequence[str], value: str) -> list[str]:
-    """Return the statements that pass a value from variable to variable."""
-    hops = [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
-    return [f"VAR {names[0]} = {value}", *hops]
-
-
-ALPHA = 2.0
-ZETA = math.pi**2 / 6  # zeta(ALPHA)
-ASKED = 3
-LEAST_WORDS = 10
-COMMON = 30  # distractors are made of the most frequent words behind those of the answer
-DOTS = "..."
-
-_HEAD = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words."
-)
-_QUESTION = (
-    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
-    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
-    "appeared words are:"
-)
-
-
-class FrequentWords(Task):
-    """`fwe`: the three most frequent words, most frequent first.
+def frequent_words(sample: Sample, kit: Kit) -> Scene:
+    """Return a text of made-up words, of which the three most frequent are asked for, most frequent first.
 
     After `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
     template, coded words of six small letters, a vocabulary of L / 50 words. The k-th most frequent word comes
@@ -257,100 +206,63 @@ class FrequentWords(Task):
     prompts have some besides the answer; N is such that the words of the answer and the next one have different counts
     (RULER's may tie).
     """
-
-    name = "fwe"
-    definition = "RULER: the three most frequent of made-up words, most frequent first"
-    has_depth = False
-    new_tokens = 50
-
-    def scene(self, sample: Sample, kit: Kit) -> Scene:
-        encoder = kit.encoder
-        words = _vocabulary(sample)
-        sizes = [len(encoder.behind(".", f" {word}")) for word in (DOTS, *words)]
-        head, question = encoder.line(_HEAD), encoder.line(_QUESTION)
-        asked, rest = words[:ASKED], words[ASKED:]
-        answer = answer_of(encoder, _QUESTION, asked)
-        fixed = len(head) + len(question) + len(encoder.newline) + len(answer.ids)
-        counts = _counts(sizes, sample.length - fixed)
-
-        text = collections.Counter(dict(zip((DOTS, *words), counts, strict=True))).elements()
-        order = Draws("order", *sample.filler).shuffled([*text])
-        units = itertools.chain(order, itertools.repeat(DOTS))
-
-        draws = Draws("distractors", *sample.filler)
-        tries = range(TRIES * kit.distractors)
-        others = (draws.shuffled(rest[:COMMON])[:ASKED] for _ in tries)
-        return Scene(
-            head=head,
-            needles=[],
-            filler=Filler((encoder.behind(".", f" {word}") for word in units), encoder.newline),
-            question=question,
-            answer=answer,
-            distractors=(answer_of(encoder, _QUESTION, other) for other in others),
-            references=tuple(asked),
-            least_filler=_tokens(sizes, _shortest(len(sizes))) + len(encoder.newline),
-        )
-
-
-def _vocabulary(sample: Sample) -> list[str]:
-    """Draw the coded words, most frequent first; those of the answer are the same at every length."""
+    asked, dots = 3, "..."
+    common = 30  # distractors are made of the most frequent words behind those of the answer
     words: dict[str, None] = {}
-    streams = [Draws(*sample.needle)] * ASKED
-    filler = Draws(*sample.filler)
-    while len(words) < max(sample.length // 50, LEAST_WORDS):
-        draws = streams.pop() if streams else filler
-        words[draws.letters(6, string.ascii_lowercase)] = None
-    return list(words)
+    needle, filler = Draws(*sample.needle), Draws(*sample.filler)
+    # The words of the answer are the same at every length.
+    streams = itertools.chain([needle] * asked, itertools.repeat(filler))
+    while len(words) < max(sample.length // 50, 10):
+        words[next(streams).letters(6, string.ascii_lowercase)] = None
+    answer, rest = list(words)[:asked], list(words)[asked:]
 
+    text, encoder = WORDS["fwe"], kit.encoder
+    sizes = [len(encoder.behind(".", f" {word}")) for word in (dots, *words)]
 
-def _counts(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the count of each word in the longest text that fits and has an unambiguous answer."""
-    low, high = _shortest(len(sizes)), max(room, 1) * 2 + 1
-    fits = bisect.bisect(range(high), room, lo=low + 1, key=functools.partial(_tokens, sizes)) - 1
-    return next(c for n in range(fits, 0, -1) if _unambiguous(c := _zipf(n, len(sizes))))
+    def counts(total: int) -> list[int]:
+        zeta = math.pi**2 / 6
+        return [int(total * rank**-2.0 / zeta) for rank in range(1, len(sizes) + 1)]
 
+    def tokens(total: int) -> int:
+        return sum(size * count for size, count in zip(sizes, counts(total), strict=True))
 
-def _zipf(words: int, size: int) -> list[int]:
-    return [int(words * k**-ALPHA / ZETA) for k in range(1, size + 1)]
+    def is_clear(total: int) -> bool:
+        return all(a > b for a, b in itertools.pairwise(counts(total)[1 : asked + 2]))
 
+    shortest = next(filter(is_clear, range(1, 1000)))
+    parts = encoder.line(text["head"]), encoder.line(text["question"]), encoder.newline
+    ids = answer_of(encoder, text["question"], answer).ids
+    room = sample.length - sum(map(len, (*parts, ids)))
+    fits = bisect.bisect(range(max(room, 1) * 2 + 1), room, lo=shortest + 1, key=tokens) - 1
+    longest = next(filter(is_clear, range(fits, 0, -1)))
 
-def _tokens(sizes: Sequence[int], words: int) -> int:
-    return sum(s * count for s, count in zip(sizes, _zipf(words, len(sizes)), strict=True))
-
-
-def _unambiguous(counts: Sequence[int]) -> bool:
-    """Return whether the words of the answer and the next one have different counts."""
-    deciding = counts[1 : ASKED + 2]
-    return all(a > b for a, b in itertools.pairwise(deciding))
-
-
-def _shortest(size: int) -> int:
-    """Return the number of words of the shortest text with an unambiguous answer."""
-    return next(words for words in range(1, 1000) if _unambiguous(_zipf(words, size)))
+    shown = collections.Counter(dict(zip((dots, *words), counts(longest), strict=True)))
+    order = Draws("order", *sample.filler).shuffled([*shown.elements()])
+    units = itertools.chain(order, itertools.repeat(dots))
+    draws = Draws("distractors", *sample.filler)
+    return kit.scene(
+        text["head"],
+        [],
+        Filler((encoder.behind(".", f" {word}") for word in units), encoder.newline),
+        text["question"],
+        answer,
+        (draws.shuffled(rest[:common])[:asked] for _ in range(TRIES * kit.distractors)),
+        least_filler=tokens(shortest) + len(encoder.newline),
+    )
 
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Passkey(),
-        NeedleInHaystack(
-            "niah_single_1",
-            "a number of seven digits under a key of two words, in lines of noise",
-            among_needles=False,
-        ),
-        NeedleInHaystack(
-            "niah_multikey_2",
-            "as niah_single_1, in a haystack of other such needles, whose numbers are distractors",
-        ),
-        NeedleInHaystack(
-            "niah_multikey_3", "as niah_multikey_2, with UUIDs as keys and values", "uuid"
-        ),
-        VariableTracking(),
-        FrequentWords(),
-        *map(Whereabouts, (1, 2, 3)),
-        Associations("tools", "the tool of a profession"),
-        Associations(
-            "world", "the kind of a thing, the city of a landmark, the capital of a country, ..."
+        Task("passkey", passkey, 10, first_number),
+        Task("niah_single_1", needle_in_haystack, 128),
+        Task("niah_multikey_2", partial(needle_in_haystack, among_needles=True), 128),
+        Task("niah_multikey_3", partial(needle_in_haystack, among_needles=True, kind="uuid"), 128),
+        Task("vt", variable_tracking, 30, has_depth=False),
+        Task("fwe", frequent_words, 50, has_depth=False),
+        *(
+            Task(name, partial(closed, riddles=riddles), 10, first_word, calibrated=True)
+            for name, riddles in RIDDLES.items()
         ),
     )
 }
@@ -397,22 +309,20 @@ class RetrievalSettings:
         if isinstance(self.depths, int):
             object.__setattr__(self, "depths", even_depths(self.depths))
         for name in ("lengths", "tasks", "depths"):
-            values = plain(getattr(self, name))
+            values, numbers = plain(getattr(self, name)), name != "tasks"
             if not isinstance(values, Iterable):
                 raise PosencError(f"{name} is a list, not {values!r}.")
             values = tuple(values)
-            object.__setattr__(self, name, values)
-            numbers = name != "tasks"
             if numbers and not all(isinstance(n, int | float) and n == n for n in values):
                 raise PosencError(f"{name} is a list of numbers, not {list(values)!r:.80}.")
-            ordered = name == "tasks" or list(values) == sorted(values)
-            if not values or len(set(values)) != len(values) or not ordered:
-                order = "" if name == "tasks" else ", in ascending order"
+            if not values or list(values) != (sorted if numbers else list)(dict.fromkeys(values)):
+                order = ", in ascending order" if numbers else ""
                 raise PosencError(
                     f"Give at least one of the {name}, each once{order}, not {list(values)}."
                 )
-        # A needle is drawn by its depth's text: 0 and 0.0 would be two.
-        object.__setattr__(self, "depths", tuple(map(float, self.depths)))
+            # A needle is drawn by its depth's text: 0 and 0.0 would be two.
+            values = tuple(map(float, values)) if name == "depths" else values
+            object.__setattr__(self, name, values)
         for task in self.tasks:
             get_task(task)
         if self.depths[0] < 0 or self.depths[-1] > 1:

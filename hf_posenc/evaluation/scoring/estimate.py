@@ -8,7 +8,7 @@ counted: norms, rotations, softmax and other elementwise work; scans of state-sp
 kernels compute for pairs that a mask hides.
 
 Memory: the largest sum of tensors that exist at once, as transformers' forwards create them in inference mode. The
-numbers of copies were counted by recording every tensor of a forward; tests/evaluation/scoring/test_estimate_memory.py
+numbers of copies were counted by recording every tensor of a forward; tests/evaluation/scoring/test_estimate.py
 does so again, docs/data/benchmarks/memory.json compares with resident memory. Not counted: workspaces of kernels and
 libraries, a CUDA context, rounding and fragmentation of the allocator, the states of state-space layers. Too low for
 Falcon, which creates a mask of all pairs without need, and for layers that keep states for every token (Mamba without

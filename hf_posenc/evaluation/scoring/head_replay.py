@@ -12,6 +12,7 @@ buffers) could then not be written to.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     sliced,
     without_cache,
 )
-from hf_posenc.evaluation.scoring.mlp import SlicedMLPs
+from hf_posenc.evaluation.scoring.mlp import in_slices, tokenwise_mlps
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
 from hf_posenc.model.unwrapping import unwrap
@@ -115,7 +116,6 @@ class TokenScorer:
         self.model = model
         self.prefill: int | None = None
         self.mlp: int | None = None
-        self.mlps = SlicedMLPs(model)
         self.in_head = False
         self._options = without_cache(model)
         if sizes_alone(model) is not None:  # `--dry-run`: head replay is expected to work
@@ -143,6 +143,14 @@ class TokenScorer:
     def refused(self) -> str | None:
         """The reason that the last texts were not run in pieces, although `prefill` is set."""
         return self._pieces.refused
+
+    @functools.cached_property
+    def mlps(self) -> list[nn.Module]:
+        """The MLPs that can be run over slices of the tokens."""
+        return tokenwise_mlps(self.model)
+
+    def _sliced(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.mlp is None else in_slices(self.mlps, self.mlp)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
@@ -187,7 +195,7 @@ class TokenScorer:
             chunks = self._replay(read, *positions, pieces)
         else:
             self.in_head = False
-            with self.mlps.sliced(self.mlp):
+            with self._sliced():
                 whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
@@ -238,7 +246,7 @@ class TokenScorer:
             output, self.in_head = None, False
             with (
                 replaced(decoder, "forward", run),
-                self.mlps.sliced(self.mlp),
+                self._sliced(),
                 contextlib.nullcontext() if pieces is None else pieces.attention(),
             ):
                 try:

@@ -7,7 +7,7 @@ widest tensors of most decoders; unlike a prefill in pieces, slices of them need
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,44 +61,32 @@ def linear_features(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-class SlicedMLPs:
-    """The MLPs of a model that compute tokens one by one, as a probe of random features shows; false if none does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._found: list[nn.Module] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._modules())
-
-    @contextlib.contextmanager
-    def sliced(self, tokens: int | None) -> Iterator[None]:
-        """Run every MLP over so many tokens at a time inside a `with` block; `None`: over all."""
-        with contextlib.ExitStack() as stack:
-            if tokens is not None:
-                for module in self._modules():
-                    forward = _in_slices(module.forward, tokens)
-                    stack.enter_context(replaced(module, "forward", forward))
-            yield
-
-    @torch.no_grad()
-    def _modules(self) -> list[nn.Module]:
-        if self._found is None:
-            candidates = {id(each.module): each for each in mlps(self._model)}
-            self._found = [each.module for each in candidates.values() if _is_tokenwise(each)]
-        return self._found
+@torch.no_grad()
+def tokenwise_mlps(model: nn.Module) -> list[nn.Module]:
+    """Return the MLPs of a model that compute tokens one by one, as a probe of random features shows."""
+    candidates = {id(each.module): each for each in mlps(model)}
+    return [each.module for each in candidates.values() if _is_tokenwise(each)]
 
 
-def _in_slices(forward: Callable[[Tensor], Tensor], tokens: int) -> Callable[..., Tensor]:
-    def sliced(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or hidden.dim() < 2 or hidden.shape[-2] <= tokens:
-            return forward(hidden, *args, **kwargs)
-        out = torch.empty_like(hidden)
-        for part, rows in zip(out.split(tokens, -2), hidden.split(tokens, -2), strict=True):
-            part.copy_(forward(rows))
-        return out
+@contextlib.contextmanager
+def in_slices(modules: Iterable[nn.Module], tokens: int) -> Iterator[None]:
+    """Run each of these MLPs over so many tokens at a time inside a `with` block."""
 
-    return sliced
+    def sliced(forward: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args or kwargs or hidden.dim() < 2 or hidden.shape[-2] <= tokens:
+                return forward(hidden, *args, **kwargs)
+            out = torch.empty_like(hidden)
+            for part, rows in zip(out.split(tokens, -2), hidden.split(tokens, -2), strict=True):
+                part.copy_(forward(rows))
+            return out
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced(module, "forward", sliced(module.forward)))
+        yield
 
 
 def _is_tokenwise(mlp: MLP) -> bool:

@@ -71,11 +71,15 @@ def position_limit(model: nn.Module) -> int | None:
     rising rows of it: that is tried on a few tokens, and only on a model with more embeddings than that of its tokens,
     or without a rotary table. Any other table is tried just past its end, since some grow.
     """
-    growing = tables_in_place(unwrap(model))
-    limits = [t.tensor().shape[0] for t in _sincos_tables(model) if id(t.module) not in growing]
+    growing, tables = tables_in_place(unwrap(model)), _tables(model)
+    limits = [
+        table.tensor().shape[0]
+        for table in tables
+        if isinstance(table, SinCosTable) and id(table.module) not in growing
+    ]
     tokens, inner = input_embeddings(model), unwrap(model, adapters=False)
     others = any(isinstance(each, nn.Embedding) and each is not tokens for each in model.modules())
-    if others or not _has_tables(model):
+    if others or not tables:
         padding = getattr(getattr(model, "config", None), "pad_token_id", None)
         ids = torch.full((1, _TOKENS), 0 if padding else 1, device=input_device(model))
         with evaluation_mode(model), torch.no_grad():
@@ -96,11 +100,11 @@ def _patched_ends(model: nn.Module) -> list[int]:
     return [hook.positions for hook in hooks if isinstance(hook, TableEnd)]
 
 
-def _has_tables(model: nn.Module) -> bool:
+def _tables(model: nn.Module) -> list[Any]:
     try:
-        return bool(tables_of(unwrap(model)))
+        return list(tables_of(unwrap(model)))
     except Exception:  # a model that cannot be patched, or with a config of its own kind
-        return False
+        return []
 
 
 def _ends_at(model: nn.Module, ids: torch.Tensor, position: int) -> bool:
@@ -130,17 +134,10 @@ def _is_too_short(model: nn.Module, size: int) -> bool:
     return False
 
 
-def _sincos_tables(model: nn.Module) -> list[SinCosTable]:
-    try:
-        return [table for table in tables_of(unwrap(model)) if isinstance(table, SinCosTable)]
-    except Exception:  # a model that cannot be patched, or with a config of its own kind
-        return []
-
-
 def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     """Return the error for a text of more tokens than `position_limit`."""
     way = "Give shorter lengths, or a method that makes its table longer, such as interpolate."
-    if _sincos_tables(model):
+    if any(isinstance(table, SinCosTable) for table in _tables(model)):
         way = "Give shorter lengths, or a method that extends its table, such as yarn."
     inner: Any = unwrap(model)
     # A bias by distance, made anew in every forward (MPT).

@@ -67,9 +67,17 @@ class Pieces:
     cache: Callable[[], Cache] | None = None
     config: Any = field(default=None, repr=False)
 
-    def attention(self) -> contextlib.AbstractContextManager[None]:
-        """Return what computes attention within a `with` block."""
-        return contextlib.nullcontext() if self.config is None else _unwritten_masks(self.config)
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """Let the engine compute attention inside a `with` block, where it can: no mask is then a matrix."""
+        with contextlib.ExitStack() as stack:
+            if self.config is not None:
+                register()
+                stack.enter_context(replaced(self.config, IMPLEMENTATION, ENGINE))
+                stack.enter_context(
+                    replaced(masks, "DENSE", 0)
+                )  # of the short texts of a trial too
+            yield
 
     def bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Return the begin and end of each piece; a last token that would be alone belongs to the piece before."""
@@ -210,17 +218,6 @@ def disagreement(pieces: Tensor, whole: Tensor, seams: list[int]) -> float:
     # The token at index i has its loss at i - 1, and is predicted from the hidden state at i - 1.
     near = torch.cat([off[seam : seam + _NEAR] for seam in seams])
     return max(float(off[seams[0] :].mean()), float(near.mean()) / 4)
-
-
-@contextlib.contextmanager
-def _unwritten_masks(config: Any) -> Iterator[None]:
-    """Let the engine compute the attention of a text decoder with this config, without a mask that is a matrix.
-
-    Short texts too, on which this is tried.
-    """
-    register()
-    with replaced(config, IMPLEMENTATION, ENGINE), replaced(masks, "DENSE", 0):
-        yield
 
 
 def _reach(model: nn.Module) -> int:

@@ -1,8 +1,8 @@
-"""Documents: reading and tokenization."""
+"""Documents: files by their names, tokens, and what is left out."""
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from hf_posenc.evaluation.documents import (
     Document,
     Skipped,
     load_documents,
-    read_dataset,
     read_paths,
     special_prefix,
     tokenize,
 )
+from tests.support.documents_forms import GOOD, refusal
 from tests.support.tiny_text import byte_tokenizer, prose
 
 
@@ -41,26 +41,6 @@ def test_files_folders_and_patterns_each_file_once(tmp_path: Path) -> None:
     assert names(read_paths([str(tmp_path / ".e.txt")])) == [".e.txt"]  # named explicitly
 
 
-def test_text_is_read_as_it_stands(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo\xc3\xa9\n")
-    assert list(read_paths([str(path)])) == [
-        Document(str(path), "one\r\ntwoé\n")
-    ]  # without the byte order mark
-
-
-def test_what_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "nothing").mkdir()
-    latin = write(tmp_path / "latin.txt", "naïve".encode("latin-1"))
-    entries = list(
-        read_paths([str(tmp_path / "absent.txt"), str(tmp_path / "nothing"), str(latin)])
-    )
-    assert entries == [
-        Skipped(str(tmp_path / "absent.txt"), "no such file"),
-        Skipped(str(tmp_path / "nothing"), "a folder without files"),
-        Skipped(str(latin), "not UTF-8 (byte 0xef at offset 2)"),
-    ]
-
-
 def test_tokens_know_the_bytes_of_their_text() -> None:
     text = "aé€😀b"
     document = tokenize(Document("d", text), byte_tokenizer())
@@ -68,34 +48,24 @@ def test_tokens_know_the_bytes_of_their_text() -> None:
     # the bytes of a character count with its first token
     assert document.byte_ends is not None
     assert document.byte_ends.tolist() == [1, 3, 3, 6, 6, 6, 10, 10, 10, 10, 11]
-    assert document.bytes_between(0, 11) == 11
-    assert document.bytes_between(1, 3) == 2
-    assert document.bytes_between(3, 6) == 3
+    spans = [document.bytes_between(*span) for span in ((0, 11), (1, 3), (3, 6))]
+    assert spans == [11, 2, 3]
 
 
-def test_tokens_whose_place_runs_backwards_take_no_bytes_away() -> None:
+@pytest.mark.parametrize(
+    ("fast", "ends"), [(True, [3, 3, 4]), (False, None)], ids=["offsets that run backwards", "none"]
+)
+def test_bytes_follow_from_offsets_alone(fast: bool, ends: list[int] | None) -> None:
     class Tokenizer:
-        is_fast = True
+        is_fast = fast
 
-        def __call__(self, text: str, **_: object) -> dict[str, object]:
+        def __call__(self, text: str, return_offsets_mapping: bool, **_: object) -> dict[str, Any]:
+            assert return_offsets_mapping == fast
             return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 2), (0, 0), (2, 3)]}
 
-    ends = tokenize(Document("d", "aéb"), Tokenizer()).byte_ends
-    assert ends is not None
-    assert ends.tolist() == [3, 3, 4]
-
-
-def test_a_tokenizer_without_offsets_gives_no_bytes() -> None:
-    class Tokenizer:
-        def __call__(
-            self, text: str, *, return_offsets_mapping: bool, **_: object
-        ) -> dict[str, object]:
-            assert not return_offsets_mapping
-            return {"input_ids": [1, 2, 3]}
-
-    document = tokenize(Document("d", "abc"), Tokenizer())
-    assert document.byte_ends is None
-    assert document.bytes_between(0, 3) is None
+    document = tokenize(Document("d", "aéb"), Tokenizer())
+    assert (None if document.byte_ends is None else document.byte_ends.tolist()) == ends
+    assert document.bytes_between(0, 3) == (ends and 4)
 
 
 def test_documents_are_cut_after_tokenization_and_hashed_before() -> None:
@@ -165,36 +135,104 @@ def test_no_usable_document_is_an_error_that_says_what_to_do() -> None:
         load_documents([], byte_tokenizer(), min_tokens=64)
 
 
-@pytest.fixture
-def dataset(tmp_path: Path) -> str:
-    pytest.importorskip("datasets")
-    rows = [
-        {"text": prose(80, 1), "number": 1},
-        {"text": None, "number": 2},
-        {"text": prose(90, 2), "number": 3},
-    ]
-    write(tmp_path / "data" / "test.jsonl", "\n".join(map(json.dumps, rows)))
-    return str(tmp_path / "data")
+# Names, links, pipes and permissions: each file is read once.
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_rows_of_a_dataset(
-    dataset: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    assert list(read_dataset(dataset, streaming=streaming)) == [
-        Document(f"{dataset}[test]#0", prose(80, 1)),
-        Skipped(f"{dataset}[test]#1", "column 'text' holds null, not text"),
-        Document(f"{dataset}[test]#2", prose(90, 2)),
-    ]
+@pytest.mark.timeout(60)  # nothing waits for what never comes
+def test_links_and_pipes(tmp_path: Path) -> None:
+    (tmp_path / "dangling.txt").symlink_to("nowhere")
+    (tmp_path / "circle.txt").symlink_to("circle.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mkfifo(tmp_path / "pipe.npy")
+    reasons = {
+        "dangling.txt": "a link that leads nowhere",
+        "circle.txt": "cannot be read (Too many levels of symbolic links)",
+        **dict.fromkeys(
+            ("pipe.txt", "pipe.jsonl", "pipe.npy"),
+            "a pipe or a device, not a file: write its content to a file first",
+        ),
+    }
+    for name, reason in reasons.items():
+        assert list(read_paths([str(tmp_path / name)])) == [Skipped(str(tmp_path / name), reason)]
+    found = {Path(entry.name).name: entry for entry in read_paths([str(tmp_path)])}
+    assert {name: getattr(entry, "reason", None) for name, entry in found.items()} == reasons
+    assert "a pipe or a device" in refusal(Path("/dev/zero"))
 
 
-def test_a_dataset_without_the_column_split_or_name(dataset: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        PosencError, match=r"no column 'body'; its columns are text, number\. Pass --column"
-    ):
-        list(read_dataset(dataset, column="body"))
-    with pytest.raises(PosencError, match="split 'train'"):
-        list(read_dataset(dataset, split="train"))
-    with pytest.raises(PosencError, match="cannot be read"):
-        list(read_dataset(str(tmp_path / "absent")))
+def test_one_file_by_several_names_is_read_once(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "1.txt").write_text(GOOD)
+    (folder / "2.txt").symlink_to("1.txt")
+    os.link(folder / "1.txt", folder / "3.txt")
+    (folder / "again").symlink_to(folder)
+    entries = list(read_paths([str(folder), str(folder / "1.txt"), f"{folder}/*.txt"]))
+    first = str(folder / "1.txt")
+    same = [Skipped(str(folder / name), f"the same file as {first}") for name in ("2.txt", "3.txt")]
+    link = Skipped(str(folder / "again"), "a link to a folder that is read already")
+    assert entries == [Document(first, GOOD), *same, link, *same]
+
+
+def test_folders_without_files_and_names_without_a_file(tmp_path: Path) -> None:
+    (tmp_path / "nothing" / ".hidden").mkdir(parents=True)
+    names = [str(tmp_path / "nothing"), "x" * 5000, "a\0b", "[", "~nobody-at-all/x", ""]
+    entries = list(read_paths(names))
+    assert all(isinstance(entry, Skipped) for entry in entries)
+    assert entries[0] == Skipped(names[0], "a folder without files")
+    assert {getattr(entry, "reason", "") for entry in entries[1:]} == {"no such file"}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users here")
+def test_what_nobody_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("secret.txt", "secret.jsonl", "secret.npy"):
+        (tmp_path / name).write_bytes(b"x")
+        (tmp_path / name).chmod(0)
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "a.txt").write_text(GOOD)
+    (tmp_path / "closed").chmod(0)
+    (tmp_path / "open.txt").write_text(GOOD)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        entries = list(read_paths(["."]))
+    finally:
+        if root:
+            os.seteuid(0)
+        (tmp_path / "closed").chmod(0o755)
+    denied = "cannot be read (Permission denied)"
+    names = ("closed", "secret.jsonl", "secret.npy", "secret.txt")
+    skipped = [Skipped(name, denied) for name in names]
+    assert entries == [skipped[0], Document("open.txt", GOOD), *skipped[1:]]
+
+
+NAMES = [
+    *(
+        b"new\nline.txt",
+        b"tab\t\x1b[31mred.txt",
+        b"[bold]x.txt",
+        b"[/red].txt",
+        b"not-utf8-\xff.txt",
+    ),
+    *("naïve 東京 😀.txt".encode(), b"-dash.txt", b"%s {} $HOME `x`.txt", b"*.txt"),
+    "\u202e.txt".encode(),
+]
+
+
+def test_names_can_be_printed_on_one_line(tmp_path: Path) -> None:
+    (tmp_path / "[").mkdir()
+    for index, name in enumerate(NAMES):
+        with open(os.path.join(os.fsencode(tmp_path), name), "wb") as file:  # noqa: PTH118, PTH123
+            file.write(f"{GOOD}{index}".encode())
+    usable, skipped = load_documents(read_paths([str(tmp_path)]), byte_tokenizer(), min_tokens=1)
+    assert not skipped
+    shown = {document.name.removeprefix(f"{tmp_path}/") for document in usable}
+    assert {r"new\nline.txt", r"tab\t\x1b[31mred.txt", "[bold]x.txt", "[/red].txt", "*.txt"} < shown
+    assert {"naïve 東京 😀.txt", r"\u202e.txt"} < shown
+    assert len(shown) == len(NAMES)
+    for printed in shown:
+        assert printed.isprintable()
+        printed.encode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
+    LongDocument,
     Skipped,
     TokenizedDocument,
     load_documents,
@@ -29,7 +33,7 @@ from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.tuning import TailSettings
 from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.evaluation.documents.test_documents import write
-from tests.support.documents_forms import PACK, json_lines
+from tests.support.documents_forms import GOOD, PACK, json_lines, refusal
 from tests.support.tiny_text import byte_tokenizer, prose
 
 ROWS = [{"text": prose(80, row), "input_ids": [5 + row, 6, 7], "n": row} for row in range(3)]
@@ -48,7 +52,7 @@ def ids(entries: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("ending", PACK)
 def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> None:
-    text = write(tmp_path / f"a.txt{ending}", PACK[ending]("naïve\r\n".encode()))
+    text = write(tmp_path / f"a.txt{ending}", PACK[ending]("\ufeffnaïve\r\n".encode()))
     assert list(read_paths([str(text)])) == [Document(str(text), "naïve\r\n")]
     lines = write(tmp_path / f"b.jsonl{ending}", PACK[ending](json_lines(ROWS)))
     found = list(read_paths([str(lines)]))
@@ -199,3 +203,107 @@ def test_a_model_has_an_embedding_for_every_token() -> None:
     ):
         with pytest.raises(PosencError, match="gives token 50, the model has 50"):
             make()
+
+
+# Rows that are invalid or very large.
+
+
+def test_rows_that_are_no_documents(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": GOOD}), "", "[]", json.dumps({"text": 1.5}), '{"text": "to']
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff" + "\n".join(lines))
+    good, *others = read_paths([str(path)])
+    assert good == Document(f"{path}:1", GOOD)
+    assert [entry.name for entry in others] == [f"{path}:{number}" for number in (3, 4, 5)]
+    torn = tmp_path / "b.jsonl.gz"
+    torn.write_bytes(gzip.compress(f"{lines[0]}\n{os.urandom(200_000).hex()}".encode())[:99_000])
+    good, end = read_paths([str(torn)])
+    assert (good.name, end.name) == (f"{torn}:1", str(torn))
+    assert isinstance(end, Skipped)
+    assert end.reason == "truncated: its gzip data ends too early"
+
+
+def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(
+        pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "a.parquet"
+    )
+    assert "a parquet file without rows" in refusal(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
+    assert list(read_paths([str(tmp_path / "b.parquet")])) == [
+        Document(f"{tmp_path}/b.parquet#0", "a"),
+        Skipped(f"{tmp_path}/b.parquet#1", "column 'text' holds null, not text"),
+    ]
+    whole = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "c.parquet").write_bytes(whole[:-20])
+    assert "not a parquet file, or damaged" in refusal(tmp_path / "c.parquet")
+
+
+def test_a_dataset_without_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"text": ["a"]}).select([]).to_parquet(
+        tmp_path / "data" / "test.parquet"
+    )
+    (entry,) = read_dataset(str(tmp_path / "data"))
+    assert entry == Skipped(f"{tmp_path}/data[test]", "a split without rows")
+
+
+def test_datasets_that_are_damaged_or_empty(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
+    assert "of dataset" in refusal(tmp_path / "empty")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "damaged")
+    for path in (tmp_path / "damaged").glob("*.arrow"):
+        path.write_bytes(b"garbage")
+    assert "of dataset" in refusal(tmp_path / "damaged")
+    (tmp_path / "damaged" / "state.json").write_text("{")
+    assert "cannot be read" in refusal(tmp_path / "damaged")
+
+
+def test_a_line_of_several_megabytes(tmp_path: Path) -> None:
+    text = prose(1000).replace("\n", " ") * 3000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (tmp_path / "b.txt").write_text(text)
+    row, file = read_paths([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
+    assert row == Document(f"{tmp_path}/a.jsonl:1", text)
+    assert isinstance(file, LongDocument)
+    usable, _ = load_documents([row, file], byte_tokenizer(), min_tokens=9, max_tokens=5000)
+    assert [len(document) for document in usable] == [5000, 5000]
+    assert usable[0].ids.tolist() == usable[1].ids.tolist()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    pytest.importorskip("datasets")
+    rows = [
+        {"text": prose(80, 1), "number": 1},
+        {"text": None, "number": 2},
+        {"text": prose(90, 2), "number": 3},
+    ]
+    write(tmp_path / "data" / "test.jsonl", "\n".join(map(json.dumps, rows)))
+    return str(tmp_path / "data")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows_of_a_dataset(
+    dataset: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    assert list(read_dataset(dataset, streaming=streaming)) == [
+        Document(f"{dataset}[test]#0", prose(80, 1)),
+        Skipped(f"{dataset}[test]#1", "column 'text' holds null, not text"),
+        Document(f"{dataset}[test]#2", prose(90, 2)),
+    ]
+
+
+def test_a_dataset_without_the_column_split_or_name(dataset: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        PosencError, match=r"no column 'body'; its columns are text, number\. Pass --column"
+    ):
+        list(read_dataset(dataset, column="body"))
+    with pytest.raises(PosencError, match="split 'train'"):
+        list(read_dataset(dataset, split="train"))
+    with pytest.raises(PosencError, match="cannot be read"):
+        list(read_dataset(str(tmp_path / "absent")))

@@ -19,30 +19,28 @@ from hf_posenc.evaluation.documents import Document, UnreadableError, tokenize
 from hf_posenc.evaluation.documents import tokens as module
 from hf_posenc.evaluation.documents.tokens import (
     Cutting,
+    Numbers,
     Piece,
     Sizes,
-    Tokens,
     Window,
     cutting_of,
     join,
     joined,
 )
-from tests.support.selection import quick
+from tests.support.selection import late, quick
 from tests.support.tokenizer_kinds import AT_TOKENS, AT_WORDS, NEVER, tokenizer_of
 
-KINDS = quick(
-    [*AT_TOKENS, *AT_WORDS],
-    (
-        *("byte-level BPE that nothing cuts", "Llama 2", "BPE with a suffix for words"),
-        *("Llama 3", "WordPiece", "Unigram with Metaspace"),
-    ),
+KINDS = [*AT_TOKENS, *AT_WORDS]
+QUICK = (
+    *("byte-level BPE that nothing cuts", "Llama 2", "BPE with a suffix for words"),
+    *("Llama 3", "WordPiece", "Unigram with Metaspace"),
 )
 """One for each algorithm and each place of a cut is fast."""
 SMALL = Sizes(window=600, overlap=256, largest=1 << 14, whole=1 << 10)
 TIGHT = Sizes(window=600, overlap=64, largest=1 << 14, whole=1 << 10)
 
 FRAGMENTS = (
-    *("the ", "def ", "\n", "\n\n", "    ", "  ", " ", "\t", "\r\n", "\u00a0", "\u3000", "\u200d"),
+    *("the ", "def ", "\n", "\n\n", "    ", "  ", " ", "\t", "\r\n", "\u00a0", "\u3000", "\x85"),
     *("a", "aa", "ab", "ba", "word", "Word", "x_y", "'s", "don't", "12", "345", "1", "９", "½"),
     *(
         "é",
@@ -58,9 +56,22 @@ FRAGMENTS = (
         "한",
         "\u1112\u1161",
         "ا",
-        "क्षि",
     ),
-    *("<s>", "</s>", "<unk>", "<0x0A>", "``", "...", "!?", "=", "#", "▁", "\ufeff", "\x85"),
+    *(
+        "क्षि",
+        "\u200d",
+        "<s>",
+        "</s>",
+        "<unk>",
+        "<0x0A>",
+        "``",
+        "...",
+        "!?",
+        "=",
+        "#",
+        "▁",
+        "\ufeff",
+    ),
 )
 
 
@@ -81,64 +92,50 @@ def chunks(text: str, size: int = 97) -> Iterator[str]:
     return (text[begin : begin + size] for begin in range(0, len(text), size))
 
 
-def whole_tokens(text: str, tokenizer: Any) -> Tokens:
+def whole_tokens(text: str, tokenizer: Any) -> Numbers:
     (piece,) = joined(iter([text]), tokenizer, None, Sizes(window=len(text)))
     assert piece.text == text
     return piece.tokens
 
 
-def check(text: str, pieces: list[Piece], whole: Tokens, max_tokens: int | None) -> None:
-    for name in ("ids", "byte_ends", "word_ends"):
-        found = np.concatenate([getattr(piece.tokens, name) for piece in pieces])
-        assert found.tolist() == getattr(whole, name)[:max_tokens].tolist(), name
+def check(text: str, pieces: list[Piece], whole: Numbers, max_tokens: int | None) -> None:
+    found = np.concatenate([piece.tokens for piece in pieces])
+    assert found.shape[1] == 3
+    assert found.tolist() == whole[:max_tokens].tolist()
     covered = "".join(piece.text for piece in pieces)
     assert not any(piece.stopped for piece in pieces[:-1])
     if pieces[-1].stopped:
         assert max_tokens is not None
-        assert whole.byte_ends is not None
-        assert len(covered.encode()) == whole.byte_ends[max_tokens - 1]
+        assert len(covered.encode()) == whole[max_tokens - 1, 1]
         assert text.startswith(covered)
     else:
         assert covered == text
 
 
-CUT = given(
-    text=long_texts(),
-    sizes=st.sampled_from([SMALL, TIGHT]),
-    max_tokens=st.none() | st.integers(1, 600),
+@pytest.mark.parametrize(
+    ("kind", "examples"),
+    [
+        *((kind, 10) for kind in QUICK),
+        *late([k for k in KINDS if k not in QUICK], [10]),
+        *late(KINDS, [40]),
+    ],
 )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10)
-@CUT
-def test_windows_give_the_tokens_of_the_whole(
-    kind: str, text: str, sizes: Sizes, max_tokens: int | None
-) -> None:
-    check_windows(kind, text, sizes, max_tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
-@CUT
-def test_windows_of_more_texts_give_the_tokens_of_the_whole(
-    kind: str, text: str, sizes: Sizes, max_tokens: int | None
-) -> None:
-    check_windows(kind, text, sizes, max_tokens)
-
-
-def check_windows(kind: str, text: str, sizes: Sizes, max_tokens: int | None) -> None:
+def test_windows_give_the_tokens_of_the_whole(kind: str, examples: int) -> None:
     tokenizer = tokenizer_of(kind)
-    whole = whole_tokens(text, tokenizer)
-    pieces = list(joined(chunks(text), tokenizer, max_tokens, sizes))
-    check(text, pieces, whole, max_tokens)
+
+    @settings(max_examples=examples)
+    @given(long_texts(), st.sampled_from([SMALL, TIGHT]), st.none() | st.integers(1, 600))
+    def check_windows(text: str, sizes: Sizes, max_tokens: int | None) -> None:
+        pieces = list(joined(chunks(text), tokenizer, max_tokens, sizes))
+        check(text, pieces, whole_tokens(text, tokenizer), max_tokens)
+
+    check_windows()
 
 
 CODE = Path(module.__file__).read_text(encoding="utf-8").replace("the", "dès 東京 😀")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, QUICK))
 def test_ordinary_text_is_cut_into_many_windows(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     sizes = Sizes(window=1000, overlap=512, largest=4000)
@@ -148,7 +145,7 @@ def test_ordinary_text_is_cut_into_many_windows(kind: str) -> None:
     assert len(pieces) >= len(CODE) // 1000  # no window had to grow
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, QUICK))
 def test_where_texts_may_be_cut(kind: str) -> None:
     expected = Cutting.AT_TOKENS if kind in AT_TOKENS else Cutting.AT_WORDS
     assert cutting_of(tokenizer_of(kind)) is expected
@@ -185,12 +182,11 @@ def test_windows_join_only_where_all_of_the_middle_agrees() -> None:
 
 
 def test_a_tokenizer_in_python_is_not_cut() -> None:
-    class Tokenizer:
-        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-            return {"input_ids": [len(word) for word in text.split()]}
+    def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
 
-    assert cutting_of(Tokenizer()) is Cutting.NEVER
-    assert tokenize(Document("d", "one three"), Tokenizer()).ids.tolist() == [3, 5]
+    assert cutting_of(tokenizer) is Cutting.NEVER
+    assert tokenize(Document("d", "one three"), tokenizer).ids.tolist() == [3, 5]
 
 
 def test_a_word_longer_than_any_window_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from transformers import AutoTokenizer
 
+from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
@@ -29,11 +32,13 @@ from hf_posenc.evaluation.documents import tokens as cutting
 from hf_posenc.evaluation.documents import tokens as joining
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.documents.storage import TokenCache
-from hf_posenc.evaluation.documents.tokens import Tokens
+from hf_posenc.evaluation.documents.tokens import Numbers
 from hf_posenc.evaluation.options import ReadingOptions
 from tests.evaluation.documents.test_documents import write
-from tests.support.documents_forms import PACK
+from tests.support.documents_forms import PACK, json_lines
 from tests.support.tiny_text import byte_tokenizer, prose
+
+DIGESTS = ["16548db1638b", "37039cc6b8cc"]
 
 
 @pytest.mark.usefixtures("small")
@@ -95,56 +100,78 @@ def test_tokens_beyond_the_budget_lie_in_files(
     expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source if each != source[1]]
     assert [document.to_dict() for document in usable] == expected
     assert [entry.name for entry in skipped] == ["d20", str(torn)]
-    expected_mapped = {0: [True] * 4, 7000: [False, True, False, True], 30_000: [False] * 4}
-    # in files an id takes four bytes
-    found_mapped = [document.ids.dtype == torch.int32 for document in usable]
-    assert found_mapped == expected_mapped[budget]
+    memories = {document.ids.untyped_storage().data_ptr() for document in usable}
+    assert (
+        len(memories) == {0: 1, 7000: 1, 30_000: 4}[budget]
+    )  # those in the file share its mapping
 
 
 def test_what_is_not_kept_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    create = tempfile.TemporaryFile
+    made, create = [], tempfile.TemporaryFile
 
-    def spy() -> Any:
-        made.append(create())
+    def spy(**options: Any) -> Any:
+        made.append(create(**options))
         return made[-1]
 
-    def failing() -> Iterator[Tokens]:
+    def failing() -> Iterator[Numbers]:
         yield ten
         raise UnreadableError("cut off")
 
     monkeypatch.setattr("tempfile.TemporaryFile", spy)
-    ten = Tokens(np.arange(10), np.arange(10), None)
-    storage = spool.Spool(0)
+    monkeypatch.setattr(spool, "BUDGET", 0)
+    ten = np.arange(30).reshape(10, 3)
+    storage = spool.Spool()
     kept = storage.store([ten])
     with pytest.raises(UnreadableError):
         storage.store(failing())
     storage.forget(storage.store([ten, ten]))
-    for file in made:
-        file.flush()
-    assert [file.tell() for file in made] == [40, 80]
-    found = storage.column(kept, "ids")
-    assert found is not None
-    assert found.tolist() == list(range(10))
-    assert storage.column(kept, "word_ends") is None
+    (file,) = made
+    file.flush()
+    assert file.tell() == 30 * 8
+    assert [column.tolist() for column in storage.columns(kept)] == ten.T.tolist()
 
 
 def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def __init__(self) -> None:
-            self.rows = 0
+    class Full(io.BytesIO):
+        def __init__(self, **_: object) -> None: ...
 
-        def write(self, data: bytes) -> int:
+        def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
-
-        def seek(self, *_: object) -> None: ...
-
-        truncate = seek
 
     monkeypatch.setattr(spool, "BUDGET", 0)
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
         tokenize(Document("d", prose(100)), byte_tokenizer())
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("budget", [0, 1 << 24])
+def test_tokens_and_names_are_fixed_for_ever(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of interrupted runs and results name documents by these fields."""
+    monkeypatch.setattr(spool, "BUDGET", budget)
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.txt"), "\ufeff" + prose(300) + "\r\nnaïve 東京 😀\n")
+    write(Path("b.txt.gz"), gzip.compress((prose(9000, 1) + " é").encode()))
+    rows = [{"text": prose(200 + row, row), "ids": [5, 6, row]} for row in range(3)]
+    write(Path("c.jsonl"), json_lines(rows))
+    np.save("d.npy", np.arange(40, dtype=np.uint16).reshape(2, 20))
+    write(Path("e.bin"), np.arange(30, dtype="<u4").tobytes())
+    write(
+        Path("f.txt"), prose(300, 2) + "\ud83d".encode("utf-16", "surrogatepass").decode("latin-1")
+    )
+    tokenizer, digests = AutoTokenizer.from_pretrained(model_path()), []
+    files = ["a.txt", "b.txt.gz", "c.jsonl", "d.npy", "e.bin", "f.txt", "a.txt", "none.txt"]
+    for limit in (None, 1000):
+        entries = read_paths(files, token_dtype="uint32")
+        usable, skipped = load_documents(entries, tokenizer, min_tokens=25, max_tokens=limit)
+        ends = [
+            end.tolist() for d in usable for end in (d.byte_ends, d.word_ends) if end is not None
+        ]
+        known = [document.to_dict() for document in usable], skipped, ends
+        digests.append(hashlib.sha256(repr(known).encode()).hexdigest()[:12])
+    assert digests == DIGESTS
 
 
 class Counting:
@@ -209,26 +236,26 @@ def test_many_writers_of_one_cache(tmp_path: Path) -> None:
 
 
 def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    def load(folder: str = "cache") -> None:
+        cache = TokenCache(tmp_path / folder, "x")
+        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+
     write(tmp_path / "file", "")
-    cache = TokenCache(tmp_path / "file", "x")
     with pytest.raises(PosencError, match=r"The token cache .* cannot be written to"):
-        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
-    cache = TokenCache(tmp_path / "cache", "x")
-    load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+        load("file")
+    load()
     (entry,) = (tmp_path / "cache").iterdir()
-    for file in entry.iterdir():
-        whole = file.read_bytes()
-        for at in range(0, len(whole), 97):
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            with pytest.raises(PosencError, match="its checksums do not match"):
-                load_documents(
-                    [Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache
-                )
-        file.write_bytes(whole)
-    load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
-    (entry / "byte_ends").write_bytes(b"torn")
-    with pytest.raises(PosencError, match="is damaged: remove that folder"):
-        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+    whole = entry.read_bytes()
+    for at in range(0, len(whole), 97):
+        entry.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(PosencError, match="is damaged: remove that file"):
+            load()
+    for damage in (b"", b"torn", whole[:-8], whole[:-1], b"\0" * 16):
+        entry.write_bytes(damage)
+        with pytest.raises(PosencError, match="is damaged: remove that file"):
+            load()
+    entry.write_bytes(whole)
+    load()
 
 
 def test_the_page_names_the_limits_that_hold() -> None:

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import collections
-import json
 import re
-from importlib import resources
 from typing import Any
 
 import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval import measure_retrieval
-from hf_posenc.evaluation.retrieval.prompts import Draws, Kit, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.prompts import Draws, Prompt, Sample
+from hf_posenc.evaluation.retrieval.reasoning import FACTS as DATA
+from hf_posenc.evaluation.retrieval.reasoning import RIDDLES
 from hf_posenc.evaluation.retrieval.tasks import TASKS
+from tests.evaluation.retrieval.test_retrieval_prompts import kit_of, make
+from tests.evaluation.retrieval.test_retrieval_prompts import text as shown_by
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
-DATA = json.loads(
-    resources.files("hf_posenc.evaluation.retrieval").joinpath("facts.json").read_text("utf-8")
-)
 FACTS = ["babilong_qa1", "babilong_qa2", "babilong_qa3"]
 KINDS = ["nolima_tools", "nolima_world"]
 DEPTHS = (0.0, 0.3, 1.0)
-KIT = Kit(byte_tokenizer())
-BOOK = Kit(byte_tokenizer(), haystack=prose(900))
+BOOK = prose(900)
 
 
-def prompt_of(task: str, number: int, depth: float = 0.3, kit: Kit = KIT) -> Prompt:
-    sample = Sample(0, task, 1600, depth, number)
-    return lay_out(TASKS[task].scene(sample, kit), sample.length, [], kit.distractors)
-
-
-def text_of(ids: Any) -> str:
-    return str(KIT.encoder.tokenizer.decode(ids))
+def prompt_of(task: str, number: int, depth: float = 0.3, haystack: str | None = None) -> Prompt:
+    return make(task, 1600, depth=depth, sample=number, haystack=haystack)
 
 
 def parts_of(prompt: Prompt) -> tuple[str, str, str]:
     """The worked example, the text and the question."""
-    shown = text_of(prompt.ids)
+    shown = shown_by(prompt.ids)
     example, rest = shown.split("\n\nExample:\n")[1].split("\n\nText:\n")
     text, question = rest.rsplit("Question: ", 1)
     return example, text, question
@@ -71,7 +64,7 @@ def test_the_answer_follows_from_the_facts_in_their_order(task: str) -> None:
     """An interpreter of the prompt's text finds it, in the worked example too, and not with the facts reversed."""
     reversed_right = 0
     for number in range(24):
-        prompt = prompt_of(task, number, DEPTHS[number % 3], (KIT, BOOK)[number % 2])
+        prompt = prompt_of(task, number, DEPTHS[number % 3], (None, BOOK)[number % 2])
         example, text, question = parts_of(prompt)
         (answer,) = prompt.references
         assert interpreted(text, question) == answer
@@ -92,7 +85,7 @@ def test_every_place_is_a_candidate_and_named_once(task: str) -> None:
         asked = re.findall(r"before the (\w+)\?", question)
         offered = [
             *prompt.references,
-            *(text_of(other.ids).strip() for other in prompt.distractors),
+            *(shown_by(other.ids).strip() for other in prompt.distractors),
         ]
         assert sorted([*offered, *asked]) == sorted({*places})
         assert len(offered) == 6
@@ -109,7 +102,7 @@ def test_no_place_is_right_by_its_position_alone(task: str) -> None:
     just_before = 0
     for number in range(300):
         sample = Sample(0, task, 1600, 0.5, number)
-        story, _ = TASKS[task].riddles(Draws(*sample.needle), KIT)  # type: ignore[attr-defined]
+        story, _ = RIDDLES[task](Draws(*sample.needle), kit_of("bytes"))
         places = re.findall(r"went to the (\w+)\.", " ".join(story.sentences))
         place = places.index(story.answer)
         numbers[place] += 1
@@ -169,7 +162,7 @@ def test_the_association_leads_to_one_needle(task: str) -> None:
                         found += re.findall(said.replace("NAME", r"(\w+)"), text)
                         directions.add(direction)
         assert found == [answer]
-        offered = {answer, *(text_of(other.ids).strip() for other in prompt.distractors)}
+        offered = {answer, *(shown_by(other.ids).strip() for other in prompt.distractors)}
         assert len(offered) == 6
         assert all(len(re.findall(rf"\b{person}\b", text)) == 1 for person in offered)
         assert not offered.intersection(re.findall(r"\w+", example))
@@ -180,23 +173,20 @@ def test_the_association_leads_to_one_needle(task: str) -> None:
 def test_names_of_the_users_own_text_are_not_drawn(task: str) -> None:
     names = [*DATA["persons"].split(), *DATA["places"].split(), *DATA["objects"].split()]
     taken = [name for name in names if name not in names[::5]]
-    kit = Kit(byte_tokenizer(), haystack=" ".join(taken).upper() + ". carpenters!\n")
-    if task == "nolima_tools":
-        assert kit.unused(["carpenter"], 1) == ["carpenter"]  # another word
+    haystack = " ".join(taken).upper() + ". carpenters!\n"
+    if task == "nolima_tools":  # another word
+        assert kit_of("bytes", haystack).unused(["carpenter"], 1) == ["carpenter"]
     for number in range(6):
-        prompt = prompt_of(task, number, kit=kit)
-        assert prompt.references[0] in names[::5]
-    everything = Kit(byte_tokenizer(), haystack=f"{' '.join(names)}.\n")
+        assert prompt_of(task, number, haystack=haystack).references[0] in names[::5]
     with pytest.raises(PosencError, match=r"all but 0 of the 50 names.*another --haystack"):
-        prompt_of(task, 0, kit=everything)
+        prompt_of(task, 0, haystack=f"{' '.join(names)}.\n")
 
 
 def test_a_text_with_all_associations_is_refused() -> None:
     pairs = [relation["pairs"] for relation in DATA["nolima"]["world"]]
-    kit = Kit(byte_tokenizer(), haystack=" ".join(pairs))
     with pytest.raises(PosencError, match="too many of the words that nolima_world"):
-        prompt_of("nolima_world", 0, kit=kit)
-    assert prompt_of("nolima_tools", 0, kit=kit).references
+        prompt_of("nolima_world", 0, haystack=" ".join(pairs))
+    assert prompt_of("nolima_tools", 0, haystack=" ".join(pairs)).references
 
 
 @pytest.mark.parametrize("task", [*FACTS, *KINDS])
@@ -205,9 +195,9 @@ def test_other_questions_are_the_same_about_others(task: str) -> None:
         prompt = prompt_of(task, number)
         _, text, question = parts_of(prompt)
         shown = [
-            text_of(prompt.with_question(q).ids).rsplit("Question: ", 1) for q in prompt.questions
+            shown_by(prompt.with_question(q).ids).rsplit("Question: ", 1) for q in prompt.questions
         ]
-        before = text_of(prompt.ids).rsplit("Question: ", 1)[0]
+        before = shown_by(prompt.ids).rsplit("Question: ", 1)[0]
         assert [start for start, _ in shown] == [before] * len(shown)
         others = [end for _, end in shown]
         assert len({question, *others}) == (6 if task in KINDS else 3)
@@ -221,7 +211,7 @@ def test_other_questions_are_the_same_about_others(task: str) -> None:
             assert places.issuperset(right)
         cut = prompt.truncated(len(prompt.ids) - 40, 0, 1)
         assert cut.longest == len(prompt.ids) - 41
-        assert text_of(cut.ids).rsplit("Question: ", 1)[1] == question
+        assert shown_by(cut.ids).rsplit("Question: ", 1)[1] == question
 
 
 @pytest.mark.slow

@@ -19,29 +19,23 @@ from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError,
 from hf_posenc.evaluation.retrieval.prompts import (
     Answer,
     Encoder,
-    Kit,
     Prompt,
-    Sample,
     answer_of,
-    lay_out,
 )
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.evaluation.retrieval.test_retrieval_prompts import make
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
 
-KIT = Kit(byte_tokenizer(), distractors=6)
 LENGTH = 600
 
 
-def prompt_of(
-    task: str = "passkey", length: int = LENGTH, sample: int = 0, depth: float = 0.5
-) -> Prompt:
-    place = Sample(0, task, length, depth if TASKS[task].has_depth else None, sample)
-    return lay_out(TASKS[task].scene(place, KIT), length, [], KIT.distractors)
+def prompt_of(task: str = "passkey", length: int = LENGTH, **place: Any) -> Prompt:
+    return make(task, length, **place)
 
 
 def scorer_of(model: Any) -> AnswerScorer:
@@ -123,46 +117,30 @@ def test_one_forward_per_sample_and_nothing_else_is_long(
     assert [n for n in seen if n > rest + 1] == [LENGTH] * (1 + len(prompt.distractors))
 
 
-def test_a_cache_that_is_not_exact_is_noticed() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
-    scorer, prompt = scorer_of(model), prompt_of()
-    expected = scorer(prompt)
-    forward, stale = model.forward, 0
-
-    def off(*args: Any, **options: Any) -> Any:
-        """Reads every text behind a cache a little differently than in one forward."""
-        nonlocal stale
-        output = forward(*args, **options)
-        if options.get("past_key_values") is not None:
-            stale += 1
-            output.logits = output.logits * 1.02
-        return output
-
-    model.forward = off
-    verdict = scorer(prompt)
-    assert stale == 1
-    assert verdict == expected
-
-
-def test_a_cache_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SPARE", 0)  # copies are not read twice
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_cache_that_is_wrong_is_noticed(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text behind it is read differently than in one forward, or, without copies, every reading leaves a trace."""
+    if not copies:
+        monkeypatch.setattr(answers, "SPARE", 0)
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of()
     expected = scorer(prompt)
     forward, read = model.forward, 0
 
-    def worn(*args: Any, **options: Any) -> Any:
-        """Every reading leaves a trace in the cache."""
+    def wrong(*args: Any, **options: Any) -> Any:
         nonlocal read
         output = forward(*args, **options)
         if options.get("past_key_values") is not None:
             read += 1
-            output.past_key_values.layers[0].values *= 1.05
+            if copies:
+                output.logits = output.logits * 1.02
+            else:
+                output.past_key_values.layers[0].values *= 1.05
         return output
 
-    model.forward = worn
+    model.forward = wrong
     verdict = scorer(prompt)
-    assert read == 2 + len(prompt.distractors)
+    assert read == (1 if copies else 2 + len(prompt.distractors))
     assert verdict == expected
 
 
@@ -202,15 +180,11 @@ def test_ranks_are_by_mutual_information_where_there_are_other_questions(
         assert scorer(prompt).rank == rank
 
 
-def test_a_window_that_has_slid_is_not_cropped_to_the_text() -> None:
-    model: Any = zoo.build("mistral", vocab_size=VOCABULARY)
-    scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
-    with torch.inference_mode():
-        assert scorer._with_cache(prompt)[1] is None
-
-
 def test_a_cache_that_differs_behind_the_text_is_noticed() -> None:
-    """Answers read behind the prompt are right, and its question read again is not."""
+    """Answers read behind the prompt are right, and its question read again is not; nor is a window that has slid."""
+    slid: Any = zoo.build("mistral", vocab_size=VOCABULARY)
+    with torch.inference_mode():
+        assert scorer_of(slid)._with_cache(prompt_of("babilong_qa1", 900))[1] is None
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
     with torch.inference_mode():
@@ -261,7 +235,7 @@ def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) 
     prompt = prompt_of(depth=depth)
     assert prompt.distance is not None
     right = scorer_of(Copier())(prompt)
-    assert (right.correct, right.score, right.rank, right.candidates) == (True, 1.0, 1, 7)
+    assert (right.correct, right.score, right.rank, right.candidates) == (True, 1.0, 1, 6)
     # the needle must be in sight up to and with the words in front of its second number
     within = (
         prompt.distance + len("s. Remember it. ") + 2 * len("12345") + len(" is the pass key.\n")
@@ -270,7 +244,7 @@ def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) 
     assert seen.correct
     wrong = scorer_of(Copier(window=prompt.distance - 1))(prompt)
     assert (wrong.correct, wrong.score) == (False, 0.0)
-    assert wrong.rank == 7  # all answers are as probable as the right one: a tie is no find
+    assert wrong.rank == 6  # all answers are as probable as the right one: a tie is no find
 
 
 def test_a_model_that_keeps_the_longest_text_as_state_reads_every_answer_anew() -> None:

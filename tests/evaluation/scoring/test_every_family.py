@@ -7,7 +7,6 @@ always, all others with `-m slow`.
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -241,17 +240,6 @@ def test_masked_language_models_are_refused() -> None:
         model = auto.from_config(zoo.tiny_config("modernbert")).eval()
     with pytest.raises(PosencError, match="ModernBertForMaskedLM is not causal"):
         TokenScorer(model, IDS)
-
-
-WITHOUT_LOGITS_TO_KEEP = ("prophetnet", "qwen2_audio", "video_llama_3", "xlstm")
-
-
-@pytest.mark.parametrize("model_type", WITHOUT_LOGITS_TO_KEEP)
-def test_a_forward_that_cannot_be_asked_for_few_logits_is_replayed(model_type: str) -> None:
-    model = build(model_type)
-    assert "logits_to_keep" not in inspect.signature(model.forward).parameters
-    expected = expected_losses(full_logits(model), IDS)
-    torch.testing.assert_close(scored(model)[0], expected, atol=5e-6, rtol=5e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Prefill in pieces: its trial, and the fallback if it would change the numbers."""
+"""Prefill in pieces: its trial, and the fallback if it would change the numbers; less at a time if memory runs out."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,26 @@ from torch import Tensor
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
 from hf_posenc.model import masks
+from tests.evaluation.scoring.test_head_replay import (
+    IN_ATTENTION,
+    check,
+    expected_losses,
+    full_logits,
+    with_adapter,
+)
 from tests.support import zoo
+from tests.support.perplexities import measured
 from tests.support.selection import covering, late
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.mark.parametrize(
@@ -103,44 +118,60 @@ def attention_of(model: Any) -> Any:
     return next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
 
 
-class Forgetful:
-    """Makes a model lose its past in a text longer than `after`: positions and cache restart."""
+def forgetful(forward: Any, after: int) -> Any:
+    """Lose the past in a text longer than `after`: positions and cache restart."""
 
-    def __init__(self, model: Any, after: int) -> None:
-        self.forward, self.after = model.forward, after
-
-    def __call__(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() >= self.after:
+    def run(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None and past_key_values.get_seq_length() >= after:
             past_key_values = None
-        return self.forward(*args, past_key_values=past_key_values, **kwargs)
+        return forward(*args, past_key_values=past_key_values, **kwargs)
+
+    return run
+
+
+def cacheless(forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **{**kwargs, "use_cache": False})
+        output.past_key_values = None
+        return output
+
+    return run
+
+
+PIECES_OF = "off those of pieces of"
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
-    ("after", "window", "said"),
-    [(0, None, "off those of one forward"), (150, 100, "off those of pieces of")],
+    ("model_type", "sizes", "change", "said"),
+    [
+        ("llama", {}, cacheless, "it returns no cache"),
+        (
+            "mistral",
+            {"sliding_window": None},
+            partial(forgetful, after=0),
+            "off those of one forward",
+        ),
+        # Beyond the text that is run whole, as the config names a window.
+        ("mistral", {"sliding_window": 100}, partial(forgetful, after=150), PIECES_OF),
+        # Only the cache of transformers' Moshi knows its window, which is 3,000 tokens in the real model.
+        ("moshi", {"sliding_window": 100}, None, PIECES_OF),
+        ("llama", {"rope_parameters": DYNAMIC}, None, "depends on how much text follows"),
+    ],
 )
-def test_a_past_that_gets_lost_is_found(
-    after: int, window: int | None, said: str, caplog: pytest.LogCaptureFixture
+def test_a_model_that_pieces_would_change_is_run_whole_and_says_so(
+    model_type: str, sizes: dict[str, Any], change: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Detect it also beyond the text that is run whole, if the config names a window."""
-    model, ids = zoo.build("mistral", sliding_window=window), zoo.tokens(300)[0]
+    model, ids = zoo.build(model_type, **sizes), zoo.tokens(300)[0]
     expected = TokenScorer(model, ids)(ids)
     scorer = TokenScorer(model, ids, prefill=48)
-    model.forward = Forgetful(model, after)
+    if change is not None:
+        model.forward = change(model.forward)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(scorer(ids), expected)
     assert said in str(scorer.refused)
-    assert f"MistralForCausalLM cannot be prefilled in pieces: {scorer.refused}" in caplog.text
-    assert "Its texts are run whole" in caplog.text
-
-
-def test_a_window_that_only_the_cache_knows_is_found() -> None:
-    """Detect the window of transformers' Moshi, which is 3,000 tokens in the real model."""
-    model, ids = zoo.build("moshi", sliding_window=100), zoo.tokens(300)[0]
-    expected = TokenScorer(model, ids)(ids)
-    scorer = TokenScorer(model, ids, prefill=48)
-    assert torch.equal(scorer(ids), expected)
-    assert "off those of pieces of" in str(scorer.refused)
+    line = f"{type(model).__name__} cannot be prefilled in pieces: {scorer.refused}. Its texts"
+    assert line in caplog.text
 
 
 def test_what_is_patched_in_decides() -> None:
@@ -158,29 +189,9 @@ def test_what_is_patched_in_decides() -> None:
         assert scorer.refused is None
 
 
-def test_a_checkpoint_that_is_dynamic_by_itself_is_run_whole() -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    model, ids = zoo.build("llama", rope_parameters=rope), zoo.tokens(200)[0]
-    scorer = TokenScorer(model, ids, prefill=64)
-    expected = TokenScorer(model, ids)(ids)
-    assert torch.equal(scorer(ids), expected)
-    assert "depends on how much text follows" in str(scorer.refused)
-
-
-def limited(layer: Any, most: int) -> None:
-    """Make a layer run out of memory above a number of tokens."""
-
-    def check(module: Any, args: tuple[Tensor, ...]) -> None:
-        if args[0].shape[1] > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
-
-    layer.register_forward_pre_hook(check)
-
-
-@pytest.mark.usefixtures("quick_collection")
 def test_a_lack_of_memory_stays_one() -> None:
     model: Any = zoo.build("mamba")
-    limited(model.backbone.layers[0], 750)
+    limit(model.backbone.layers[0], 750)
     ids = zoo.tokens(1050)[0]
     with pytest.raises(torch.OutOfMemoryError):
         FrugalScorer(TokenScorer(model, ids[:16], chunk=64))([ids], 1)
@@ -188,7 +199,7 @@ def test_a_lack_of_memory_stays_one() -> None:
 
 def test_a_lack_of_memory_is_no_refusal() -> None:
     model: Any = zoo.build("llama")
-    limited(model.model.layers[0].mlp, 100)
+    limit(model.model.layers[0].mlp, 100)
     ids = zoo.tokens(500)[0]
     scorer = TokenScorer(model, ids[:16], prefill=200)
     with pytest.raises(torch.OutOfMemoryError):
@@ -196,18 +207,14 @@ def test_a_lack_of_memory_is_no_refusal() -> None:
     assert scorer.refused is None
     scorer.prefill = 50
     expected = TokenScorer(zoo.build("llama"), ids)(ids)
-    torch.testing.assert_close(scorer(ids), expected, atol=1e-5, rtol=1e-5)
+    check(scorer(ids), expected, 1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bamba"])
-def test_models_wrapped_by_peft_are_run_in_pieces(model_type: str) -> None:
-    peft = pytest.importorskip("peft")
-    ids = zoo.tokens(57)[0]
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(zoo.build(model_type), config).eval()
+def test_models_wrapped_by_peft_are_run_in_pieces() -> None:
+    model, ids = with_adapter(zoo.build("bamba")), zoo.tokens(57)[0]
     expected = TokenScorer(model, ids)(ids)
     scorer = TokenScorer(model, ids, prefill=16)
-    torch.testing.assert_close(scorer(ids), expected, atol=1e-5, rtol=1e-5)
+    check(scorer(ids), expected, 1e-5)
     assert scorer.refused is None
 
 
@@ -225,3 +232,148 @@ def test_nothing_is_left_in_modules() -> None:
     assert torch.equal(scorer(ids), expected)
     assert states
     assert all(module.conv1d_state is None for module in states)
+
+
+# The losses of whole texts, and what is run at a time once memory has run out.
+
+CACHED = ("llama", "gemma2", "bloom", "deepseek_v3")
+"""The kinds of caches and of positions beside them; all families are in `test_every_family.py`."""
+DOCUMENTS = [
+    tokenize(Document(f"d{n}", prose(300 + 41 * n, n)), byte_tokenizer()) for n in range(2)
+]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "piece"),
+    [*covering(CACHED, (7, 16, 64)), *late(["gpt2", "opt", "mixtral"], (7, 16, 64))],
+)
+def test_a_prefill_in_pieces_gives_the_same_losses(model_type: str, piece: int) -> None:
+    check_pieces(zoo.build(model_type), prefill=piece, chunk=5)
+
+
+@pytest.mark.parametrize(("method", "options"), [("yarn", {"scale": 4}), *IN_ATTENTION])
+def test_a_patched_model_too(method: str, options: dict[str, Any]) -> None:
+    check_pieces(patch_model(zoo.build("llama"), method, **options), prefill=9)
+
+
+def check_pieces(model: Any, **sizes: int) -> None:
+    ids = zoo.tokens(57)[0]
+    expected = expected_losses(full_logits(model, ids), ids)
+    scorer = TokenScorer(model, ids, **sizes)
+    check(scorer(ids), expected, 1e-5)
+    check(scorer(ids, 40), expected[39:], 1e-5)
+
+
+def test_several_windows_at_once_give_the_losses_of_each() -> None:
+    model = zoo.build("llama")
+    windows = zoo.tokens(120).reshape(4, 30)
+    for read_last in (True, False):
+        for prefill in (None, 8):
+            scorer = TokenScorer(model, windows[0], chunk=20, prefill=prefill)
+            together = scorer(windows, 5, read_last=read_last)
+            assert together.shape == (4, 25)
+            for row, ids in zip(together, windows, strict=True):
+                check(row, scorer(ids, 5))
+
+
+def run(model: Any, specs: list[str], **settings: Any) -> PerplexityResult:
+    return measured(model, DOCUMENTS, specs, Settings(**{"lengths": (64, 256), **settings}))
+
+
+def tiny() -> Any:
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+
+
+class Limit:
+    """Makes a module run out of memory above a number of tokens, of all rows together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.largest, self.tries = most, 0, 0
+
+    def __call__(self, module: Any, args: tuple[Tensor, ...]) -> None:
+        tokens = args[0].shape[0] * args[0].shape[1]
+        if tokens > self.most:
+            self.tries += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
+        self.largest = max(self.largest, tokens)
+
+
+def limit(module: Any, most: int) -> Limit:
+    limit = Limit(most)
+    module.register_forward_pre_hook(limit)
+    return limit
+
+
+def test_less_at_a_time_gives_the_same_numbers() -> None:
+    sliding = {"protocols": ("sliding",), "stride": 64, "batch": 4}
+    expected = run(tiny(), ["none", "rerope:window=32"], **sliding)
+    for most in (100, 300):  # of the head and the decoder: smaller chunks, and batches
+        model = tiny()
+        limited = limit(model.lm_head if most == 100 else model.model.layers[0].mlp, most)
+        result = run(model, ["none", "rerope:window=32"], **sliding)
+        assert not result.failures
+        assert 0 < limited.largest <= most
+        for record, other in zip(result.records, expected.records, strict=True):
+            assert record.nats == pytest.approx(other.nats, rel=1e-5)
+            assert (record.method, record.tokens) == (other.method, other.tokens)
+
+
+def wide(**sizes: Any) -> Any:
+    """A model whose MLPs, and then its activations, are most of its memory."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, **heads, **sizes}
+    return zoo.build("llama", vocab_size=VOCABULARY, **sizes)
+
+
+def test_mlps_that_do_not_fit_are_run_in_slices() -> None:
+    ids = torch.arange(2400) % VOCABULARY
+    model = wide(intermediate_size=2048, num_hidden_layers=1)
+    expected = TokenScorer(model, ids)(ids)
+    limited = limit(model.model.layers[0].mlp.down_proj, 700)
+    scorer = FrugalScorer(TokenScorer(model, ids[:16]))
+    (losses,) = scorer([ids], 1)
+    assert limited.largest == 600
+    chunk = scorer.scorer.chunk
+    assert scorer.reduced == {"batch": 1, "chunk": chunk, "mlp": 600, "prefill": None}
+    check(losses, expected, 1e-5)
+
+
+def test_a_prefill_is_run_in_pieces_where_that_needs_less() -> None:
+    ids = torch.arange(2400) % VOCABULARY
+    expected = TokenScorer(tiny(), ids)(ids)
+    model = tiny()
+    model.set_attn_implementation("eager")  # whose scores are most of the memory
+    limited = limit(model.model.layers[0].mlp, 700)
+    scorer = FrugalScorer(TokenScorer(model, ids[:16]))
+    (losses,) = scorer([ids], 1)
+    assert limited.largest <= 700
+    assert scorer.reduced == {**scorer.reduced, "batch": 1, "mlp": None, "prefill": 600}
+    check(losses, expected, 1e-5)
+
+
+def test_nothing_is_tried_that_needs_more() -> None:
+    model = wide(num_key_value_heads=4, num_hidden_layers=32)
+    ids = torch.arange(3000) % VOCABULARY
+    limited = limit(model.model.layers[0].mlp, 1024)
+    scorer = FrugalScorer(TokenScorer(model, ids[:16], mlp=1024))
+    chunk = scorer.scorer.chunk
+    with pytest.raises(torch.OutOfMemoryError):
+        scorer([ids], 1)
+    # A cache would be more than smaller pieces save; fewer logits would save nothing.
+    assert limited.tries == 2
+    assert scorer.reduced == {"batch": 1, "chunk": chunk, "mlp": 512, "prefill": None}
+
+
+def test_where_pieces_would_give_other_numbers_the_length_is_a_cell_of_its_own() -> None:
+    model = tiny()
+    limit(model.model.layers[0].mlp, 128)
+    result = run(model, ["yarn:scale=4", "dynamic_ntk:update=sequence"])
+    failed = {(f.method, f.protocol, f.length, f.reason) for f in result.failures}
+    assert failed == {
+        (method, protocol, 256, "out of memory")
+        for method in ("yarn (scale 4)", "dynamic_ntk (update sequence)")
+        for protocol in ("prefix", "tail")
+    }
+    # the shorter prefixes of the same forward are measured on their own
+    assert {(r.protocol, r.length) for r in result.records} == {("prefix", 64), ("tail", 64)}
+    assert len(result.records) == 8
