@@ -180,7 +180,9 @@ def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     assert all("yarn (auto)" in line and "out of memory" in line for line in said)
     assert result.speed is not None
     assert result.speed.cell("none").tokens_per_second is not None
-    status = [row["tail_status"] for row in csv.DictReader(result.files()["bench.csv"].splitlines())]
+    status = [
+        row["tail_status"] for row in csv.DictReader(result.files()["bench.csv"].splitlines())
+    ]
     assert status.count("out of memory") == 1
 
 

@@ -17,7 +17,6 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, exact
-from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring import estimate
 from hf_posenc.evaluation.scoring.estimate import (
@@ -30,6 +29,7 @@ from hf_posenc.evaluation.scoring.estimate import (
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model import masks, memory
 from tests.support import zoo
+from tests.support.emulated import EmulatedFlash
 from tests.support.live_bytes import LiveBytes, attentions, build, forward_cost, measured, within
 from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet as quietly
@@ -411,10 +411,10 @@ def test_patched_models_on_a_fused_operator(
     model = build("llama", max_position_embeddings=256).to(dtype)
     options = METHODS[method] if method != "dynamic_ntk" else {}
     patch_model(model, method, **options)
-    with engine.forced("emulated flash"):
+    with engine.forced(EmulatedFlash.name):
         cost = forward_cost(model, 1024, chunk=16)
         assert within(cost, measured(model, 1024, chunk=16))
-        assert estimate.backends(model) == {"emulated flash": True}
+        assert estimate.backends(model) == {EmulatedFlash.name: True}
 
 
 def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
