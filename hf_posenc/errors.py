@@ -40,6 +40,7 @@ def one_line(error: BaseException) -> str:
 _EXTRAS = {
     **dict.fromkeys(("filelock", "rich", "typer"), "cli"),
     **dict.fromkeys(("jinja2", "markupsafe"), "report"),
+    "pandas": "data",
 }
 """The extra that installs a library, of those that patching a model does not need."""
 

@@ -41,7 +41,7 @@ def test_a_room_is_within_its_budget(rooms: str) -> None:
     files = files_of(rooms)
     lines = sum(len(path.read_bytes().splitlines()) for path in files)
     over = [
-        f"{rooms} has {number:,} {unit}, its budget is {most:,}: make room, or give a reason in the table"
+        f"{rooms} has {number:,} {unit}, its budget is {most:,.0f}: make room, or give a reason in the table"
         for number, most, unit in ((len(files), most_files, "files"), (lines, most_lines, "lines"))
         if number > most
     ]

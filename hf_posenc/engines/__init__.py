@@ -31,12 +31,12 @@ _MODULES = {
     "exports": "Export Expressed export export_source find_engine measure merged_dtype survey write_export",
     "llama_cpp": "GGUFCheck check_gguf write_gguf",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = ["ENGINES", "Export", "Expressed", "GGUFCheck", "TableError"]
 __all__ += ["check_gguf", "export", "survey", "write_export", "write_gguf"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

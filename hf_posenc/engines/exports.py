@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
+import functools
+import importlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.diagnosis import read_json
 from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
-from hf_posenc.engines.llama_cpp import LlamaCpp
-from hf_posenc.engines.names import ENGINES, WEIGHTS
-from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5, tokenizer_length
+from hf_posenc.engines.names import HOMES, WEIGHTS
+from hf_posenc.engines.servers import Transformers4, Transformers5, tokenizer_length
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import WEIGHT_FILES, disk_errors
@@ -31,9 +31,6 @@ from hf_posenc.patch.export import config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
 from hf_posenc.patch.request import MethodLike
 from hf_posenc.saving import from_pretrained
-
-_KINDS = {kind.name: kind for kind in (Transformers4, Transformers5, VLLM, SGLang, LlamaCpp)}
-_ENGINES: dict[str, Engine] = {name: _KINDS[name]() for name in ENGINES}
 
 
 @dataclass(frozen=True)
@@ -189,11 +186,13 @@ def measure(
     return tuple(errors)
 
 
+@functools.cache
 def find_engine(name: str) -> Engine:
     """Return the engine of this name."""
-    if name not in _ENGINES:
-        raise unknown("engine", name, ENGINES)
-    return _ENGINES[name]
+    if name not in HOMES:
+        raise unknown("engine", name, HOMES)
+    file, kind = HOMES[name]
+    return getattr(importlib.import_module(f"hf_posenc.engines.{file}"), kind)()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -254,13 +253,10 @@ def _options(kind: type[Method], pairs: int) -> dict[str, Any]:
     long = [2 * value for value in short]
     values = {"rope_theta": 1e6, "short_factor": short, "long_factor": long}
     values |= {"power": 0.5, "wavelength": 64.0}
-    required = [k for k, default in kind.knobs().items() if default is dataclasses.MISSING]
-    options: dict[str, Any] = {knob: values[knob] for knob in required if knob in values}
-    if kind.takes_scale():
-        options["scale"] = 4.0
-    if issubclass(kind, LengthDependent):
-        options["update"] = "sequence"
-    return options
+    required = [k for k, default in kind.knobs().items() if default is MISSING]
+    scale = {"scale": 4.0} if kind.takes_scale() else {}
+    update = {"update": "sequence"} if issubclass(kind, LengthDependent) else {}
+    return {knob: values[knob] for knob in required if knob in values} | scale | update
 
 
 # The folder of an export: a config for the engine, and the model's other files beside it.

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-ENGINES = ("transformers4", "transformers5", "vllm", "sglang", "llama.cpp")
-"""The engines."""
+HOMES = {
+    "transformers4": ("servers", "Transformers4"),
+    "transformers5": ("servers", "Transformers5"),
+    "vllm": ("servers", "VLLM"),
+    "sglang": ("servers", "SGLang"),
+    "llama.cpp": ("llama_cpp", "LlamaCpp"),
+}
+"""The file in this folder of each engine, and its subclass of `Engine`; a new engine is a file and a row."""
+ENGINES = tuple(HOMES)
 WEIGHTS = ("link", "copy", "none")
 """Ways to treat the files beside the config: hard links (copies where the file system has none), copies, nothing."""

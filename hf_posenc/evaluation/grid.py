@@ -395,7 +395,8 @@ class Result(abc.ABC):
     @property
     def frame(self) -> pandas.DataFrame:
         """The numbers as a table of pandas, a row for each; `columns` has the unit and the meaning of every column."""
-        import pandas
+        with naming_extras():
+            import pandas
 
         return pandas.DataFrame(self.csv_rows(), columns=list(self.columns))
 

@@ -66,7 +66,8 @@ def write_card(
         PosencError: A file cannot be written.
 
     Examples:
-        >>>         >>> from hf_posenc import patch_model
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from hf_posenc import patch_model
         >>> from hf_posenc.training import TrainingLog, write_card
         >>> trainer = Trainer(patch_model(model, "yarn", scale=4), TrainingArguments("run", report_to=[]))
         >>> model.save_pretrained("longer")

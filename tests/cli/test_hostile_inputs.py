@@ -820,7 +820,7 @@ def test_a_damaged_result_is_named(places: dict[str, Path], tmp_path: Path) -> N
     file, page = tmp_path / "out" / "perplexity.json", tmp_path / "page.html"
     assert _perplexity(places["model"], file.parent).exit_code == 0
     measured = json.loads(file.read_text())
-    damages: list[dict[str, Any]] = [{"summary": None}, {"summary": "x"}, {"model": []}]
+    damages: list[dict[str, Any]] = [{"records": None}, {"records": "x"}, {"model": []}]
     for damage in damages:
         file.write_text(json.dumps(measured | damage))
         result = invoke("report", file.parent, "--output", page)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from hf_posenc.evaluation.perplexity.result import PerplexityResult
+
+class Measured(Protocol):
+    """What the figures read of a `PerplexityResult`, which draws itself by them."""
+
+    settings: Any
+    candidates: Sequence[Any]
+    original: int | None
+
+    @property
+    def curve(self) -> Mapping[str, Any]: ...
+    def cell(self, method: str, condition: str, length: int) -> Cell | None: ...
+
 
 # Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
 # pale yellow.
@@ -108,7 +119,7 @@ def styled_panels(
 
 @contextlib.contextmanager
 def line_panels(
-    result: PerplexityResult, width: float, columns: int = 1, **options: Any
+    result: Measured, width: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
     height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
@@ -289,7 +300,7 @@ MAX_MARKERS = 16
 """Longer lines have no markers, which would touch."""
 
 
-def figure(result: PerplexityResult, protocols: Sequence[str] | None = None) -> Figure:
+def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
     """Draw one panel for each of the protocols (all by default); the last one has the names of the lines."""
     settings = result.settings
     shown = settings.protocols if protocols is None else protocols
@@ -314,7 +325,7 @@ def figure(result: PerplexityResult, protocols: Sequence[str] | None = None) -> 
     return drawn
 
 
-def _cells(result: PerplexityResult, label: str, protocol: str) -> list[Cell]:
+def _cells(result: Measured, label: str, protocol: str) -> list[Cell]:
     """The numbers of a method at all lengths that have one."""
     cells = (result.cell(label, protocol, length) for length in result.settings.lengths)
     return [cell for cell in cells if cell is not None]
@@ -335,7 +346,7 @@ CLOSE = 0.012
 """Largest distance of two intervals, as a share of the axis."""
 
 
-def ratio_figure(result: PerplexityResult, protocol: str = "tail") -> Figure:
+def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
     """Draw the ratio to the first method's perplexity, with its paired interval at every point and a line at 1.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
@@ -381,7 +392,7 @@ SPAN = 2**0.125
 _LARGEST = 700.0  # nats; the exponential of more is no float
 
 
-def position_figure(result: PerplexityResult) -> Figure:
+def position_figure(result: Measured) -> Figure:
     """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
 
     Every token is read with all tokens before it, in windows of the longest length.

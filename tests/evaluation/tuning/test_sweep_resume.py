@@ -163,9 +163,12 @@ def test_a_prefill_in_pieces_gives_the_same_numbers(
             "one at least stays held out",
         ),
         (("search", "--budget", "2"), "8"),
-        (("search", "--objective", "needles"), "--objective is perplexity or needle, not"),
-        (("search", "--algorithm", "longrope3"), "--algorithm is longrope, longrope2 or dcis, not"),
-        (("sweep", "--max-regression", "-0.1"), "--max-regression is a fraction"),
+        (("search", "--objective", "needles"), "Unknown value of --objective 'needles'"),
+        (("search", "--algorithm", "longrope3"), "Unknown value of --algorithm 'longrope3'"),
+        (
+            ("sweep", "--max-regression", "-0.1"),
+            "max_regression is a number of at least 0, not -0.1",
+        ),
     ],
 )
 def test_refusals_are_one_line(
