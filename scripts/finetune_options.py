@@ -575,7 +575,7 @@ def without(source: Source, names: Collection[str]) -> Source:
 
 
 def _parted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, bool]]:
-    """Yield documents, with True for every tenth from the second on, or for the last tenth of a single one."""
+    """Yield documents, each with True if it is held out: every tenth from the second, or a single one's last tenth."""
     first: Entry | None = None
     count = 0
     for entry in entries:

@@ -70,7 +70,7 @@ class Layer:
     index: int | None = None  # in the cache, of a layer that keeps rotated keys
     native: str | None = None  # the implementation that computes attention with scaled queries
     turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """What brings queries and keys, at positions m and n, from the model's rotation to that of the encoding."""
+    """Turns queries and keys, at positions m and n, from the model's rotation to that of the encoding."""
     beside: str | None = None  # the argument with the states of another text, whose keys come last
 
     def attach(self, module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from hf_posenc.patch.state import LayerPart, State
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What brings queries and keys from the model's own rotation to that in which an encoding reads them."""
+    """Turns queries and keys from the model's own rotation to the one that an encoding expects."""
 
     own: Rotation  # the rotation that they have
     # Frequencies beyond it, shape (d/2,), radians per token; `None`: none.

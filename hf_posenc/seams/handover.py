@@ -66,7 +66,7 @@ class _Search(Scope):
 
 @dataclass(frozen=True)
 class Found:
-    """What `search` found."""
+    """Result of `search`."""
 
     modules: tuple[nn.Module, ...]  # the attention modules
     both_directions: tuple[nn.Module, ...]  # those that are not causal

@@ -1,4 +1,4 @@
-"""Results as tables of pandas: the numbers of the CSV file, with a meaning for every column."""
+"""`Result.frame` has the numbers of the CSV file, and `columns` explains every column."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
 
 __all__ = ["NOT_BUILT", "ORIGINAL_LENGTH", "TABLE_TYPES"]
 __all__ += ["composite_types", "decoder_types", "seq2seq_types", "text_tower_types"]
-"""What tests take from here, though it is defined beside it."""
+"""Names of neighbouring modules that tests import from here."""
 
 _REPRESENTATIVE = (
     "llama",  # half-split

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Measured(Protocol):
-    """What the figures read of a `PerplexityResult`, which draws itself by them."""
+    """Attributes of a `PerplexityResult` that the figures read."""
 
     settings: Any
     candidates: Sequence[Any]

@@ -1,4 +1,4 @@
-"""What a sweep and a search share: tail perplexity at a target length, comparisons of methods, and the measurement."""
+"""Common parts of sweep and search: tail perplexity at a target length, comparisons of methods, and the measurement."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ Losses = Mapping[tuple[str, int, int], Loss]
 Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
 """Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
 Course = tuple[Sequence[tuple[Candidate, bool]], Losses, dict[str, Any]]
-"""What a job has measured: candidates, each with True for a control, their losses, and other fields of its result."""
+"""Measured values of a job: candidates, each with True for a control; their losses; other fields of its result."""
 
 
 # Comparisons.

@@ -136,7 +136,11 @@ def test_a_file_of_an_older_version_is_read() -> None:
     plain = {phase: {"seconds": 1e-3, "backend": "math"} for phase in PHASES}
     sizes = {"dtype": "float32", "head_dim": 16, "heads": 8, "key_heads": 2, "length": 64}
     versions = dict.fromkeys(("hf_posenc", "torch", "transformers", "python", "system"), "1")
-    alibi = {"kind": "alibi", "phases": {"prefill": timing, "step": timing}, "errors": {"training": "no"}}  # fmt: skip
+    alibi = {
+        "kind": "alibi",
+        "phases": {"prefill": timing, "step": timing},
+        "errors": {"training": "no"},
+    }
     check = {
         **vars(Case("few", "alibi", "float32", 16)),
         **vars(Comparison({"output": 1e-7}, 1e-5)),
