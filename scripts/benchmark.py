@@ -77,21 +77,17 @@ MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @app.command()
-def core(
-    output: Output = None,
-    rounds: Rounds = 31,
-    device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
-) -> None:
+def core(output: Output = None, rounds: Rounds = 31) -> None:
     """Measure the forward of a patched model against the unpatched one, patch_model itself, and the import."""
-    place = torch.device(device)
+    torch.set_num_threads(1)
     results = {
-        "forward": _forward(rounds, place),
-        "rotary": _rotary(rounds, place),
+        "forward": _forward(rounds),
+        "rotary": _rotary(rounds),
         "patch_model_32_layers": _patching(rounds),
         "import": _import(max(3, rounds // 4)),
     }
     _show(results)
-    _write(output, device, results)
+    _write(output, results)
 
 
 @app.command()
@@ -115,7 +111,7 @@ def attention(
                     first = next(iter(found.values()))
                     found[name]["peak_ratio"] = peak / first["peak_mib"]
             _show({group.title: found})
-    _write(output, "cpu", results)
+    _write(output, results)
     if output is not None:
         draw(results, output.with_suffix(".png"), output.with_suffix(".svg"))
 
@@ -134,30 +130,24 @@ def model(output: Output = None, rounds: Rounds = 3) -> None:
     for found in (*_whole_models(rounds), _trials(rounds), *_memory()):
         _show(found)
         results |= found
-    _write(output, "cpu", results)
+    _write(output, results)
 
 
 # core
 
 
-def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+def _forward(rounds: int) -> dict[str, dict[str, float]]:
     """Measure a forward over 1024 tokens (twice the original length), 4 layers of 256 features.
 
     One model, patched and unpatched between the runs, so that all have the same weights in the same place.
     """
-    ids = torch.randint(0, 1024, (1, 1024), device=device)
-    llama = _llama(4, 256).to(device)  # type: ignore[arg-type]
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    ids, llama = torch.randint(0, 1024, (1, 1024)), _llama(4, 256)
 
     def forward() -> float:
-        start = clock()
+        start = time.process_time()
         with torch.inference_mode():
             llama(input_ids=ids, use_cache=False)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return clock() - start
+        return time.process_time() - start
 
     def run(name: str) -> float:
         with _applied(llama, FREQUENCIES, name):
@@ -168,19 +158,17 @@ def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
     return medians(interleaved({name: partial(run, name) for name in names}, rounds))
 
 
-def _rotary(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+def _rotary(rounds: int) -> dict[str, dict[str, float]]:
     """Measure the rotary module alone over 1024 positions: the only thing that a frequency patch changes."""
-    x, positions = torch.zeros(1, 1024, 1, device=device), torch.arange(1024, device=device)[None]
+    x, positions = torch.zeros(1, 1024, 1), torch.arange(1024)[None]
 
     def run(module: nn.Module) -> float:
         start = time.perf_counter()
         for _ in range(20):
             module(x, positions)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         return (time.perf_counter() - start) / 20
 
-    models = {name: _llama(1, 256).to(device) for name in ("baseline", *FREQUENCIES)}  # type: ignore[arg-type]
+    models = {name: _llama(1, 256) for name in ("baseline", *FREQUENCIES)}
     for name, (method, options) in FREQUENCIES.items():
         patch_model(models[name], method, **options)
     runs = {name: partial(run, llama.model.rotary_emb) for name, llama in models.items()}
@@ -362,24 +350,21 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     }
 
 
-def _write(output: Path | None, device: str, results: Results) -> None:
+def _write(output: Path | None, results: Results) -> None:
     """Write the results with versions and hardware."""
     if output is not None:
-        document = {
-            "machine": _machine(device),
-            "threads": torch.get_num_threads(),
-            "results": results,
-        }
+        document = {"machine": machine(), "threads": torch.get_num_threads(), "results": results}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _machine(device: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Return versions and hardware."""
     return {
         "processor": platform.machine(),
         "processor_model": _processor_model(),
         "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "device": "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
