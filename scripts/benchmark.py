@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 import hf_posenc
 from hf_posenc import patch_model, patched, unpatch_model
-from scripts.benchmark_attention import AGAIN, OTHERS, PLAIN, groups, peak_mebibytes
+from scripts.benchmark_attention import groups, peak_mebibytes
 
 T = TypeVar("T")
 Results = dict[str, dict[str, dict[str, float]]]
@@ -47,9 +47,7 @@ Results = dict[str, dict[str, dict[str, float]]]
 Patches = Mapping[str, tuple[str, dict[str, Any]]]
 """Method and options by case."""
 app = typer.Typer(help=__doc__, add_completion=False)
-Output = Annotated[
-    Path | None, typer.Option(help="JSON file to write; attention: a plot beside it.")
-]
+Output = Annotated[Path | None, typer.Option(help="JSON file to write.")]
 Rounds = Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")]
 
 FREQUENCIES: Patches = {
@@ -94,15 +92,12 @@ def core(output: Output = None, rounds: Rounds = 31) -> None:
 def attention(
     output: Output = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow situations get fewer.")] = 7,
-    only: Annotated[str, typer.Option(help="Only situations with this word in the title.")] = "",
 ) -> None:
     """Measure the attention engine on a CPU against plain causal attention and the usual implementations."""
     torch.set_num_threads(1)
     results: Results = {}
     with torch.no_grad():
         for group in groups():
-            if only not in group.title:
-                continue
             values = interleaved(group.timed(), max(3, round(rounds * group.share)))
             found = results[group.title] = medians(values)
             for name in found if group.repeats == 1 else ():  # a decode step takes next to none
@@ -112,8 +107,6 @@ def attention(
                     found[name]["peak_ratio"] = peak / first["peak_mib"]
             _show({group.title: found})
     _write(output, results)
-    if output is not None:
-        draw(results, output.with_suffix(".png"), output.with_suffix(".svg"))
 
 
 @app.command()
@@ -391,51 +384,6 @@ def _show(results: Results) -> None:
             seconds = f"{values['seconds'] * 1e3:.3g} ms" if "seconds" in values else ""
             table.add_row(measurement, case, seconds, ratio, peak)
     Console().print(table)
-
-
-def draw(results: Results, *paths: Path) -> None:
-    """Draw one row per situation of `attention` and one mark per case, in panels for time and for peak memory."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from hf_posenc.evaluation.plots import COLOURS, STYLE
-
-    every = dict.fromkeys(case for group in results.values() for case in group)
-    cases = [case for case in every if case not in (PLAIN, AGAIN)]
-    panels = {  # what is drawn, and the ticks of its axis
-        "ratio": ("CPU time", (0.3, 0.5, 0.7, 1, 1.5, 3, 5, 10, 20)),
-        "peak_ratio": ("peak memory", (1, 2, 4, 10, 30, 100, 300)),
-    }
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9.5, 0.36 * len(results) + 1.6), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
-        for panel, (field, (title, ticks)) in zip(axes, panels.items(), strict=True):
-            for index, case in enumerate(cases):
-                lower = 0.4 * (index / max(1, len(cases) - 1) - 0.5)  # marks may coincide
-                points = [
-                    (group[case][field], row + lower)
-                    for row, group in enumerate(results.values())
-                    if field in group.get(case, {})
-                ]
-                # One colour per kind of encoding; hollow marks for its usual implementation.
-                colour, hollow = COLOURS[index % len(COLOURS)], case in OTHERS
-                look = {
-                    "marker": "D" if hollow else "o",
-                    "facecolors": "none" if hollow else colour,
-                }
-                x, y = zip(*points, strict=True) if points else ((), ())
-                panel.scatter(x, y, s=34, edgecolors=colour, label=case, zorder=3, **look)
-            panel.axvline(1, color="0.25", linewidth=1)
-            panel.set(xscale="log", xlabel=f"{title} / plain causal attention")
-            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            panel.minorticks_off()
-        axes[0].set_yticks(range(len(results)), list(results))
-        axes[0].invert_yaxis()
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=200, bbox_inches="tight", metadata=metadata)
 
 
 if __name__ == "__main__":
