@@ -27,7 +27,7 @@ from hf_posenc import patched
 from hf_posenc.cli import loading
 from hf_posenc.evaluation.documents import TokenizedDocument, load_documents, read_embedded
 from hf_posenc.evaluation.measuring.identity import environment
-from scripts.results import ATTENTION as RESULT
+from scripts.results import ATTENTION
 
 LENGTH, DOCUMENTS, QUERIES = 2048, 12, 64
 PLACES = (192, 448, 960, 1984)
@@ -138,7 +138,7 @@ def main() -> None:
         "rows": measure(documents),
         "tails": tails(documents),
     }
-    RESULT.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    ATTENTION.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
