@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 import hf_posenc
 from hf_posenc import patch_model, patched, unpatch_model
-from scripts.benchmark_attention import AGAIN, OTHERS, PLAIN, groups, peak_mebibytes
+from scripts.benchmark_attention import groups, peak_mebibytes
 
 T = TypeVar("T")
 Results = dict[str, dict[str, dict[str, float]]]
@@ -47,9 +47,7 @@ Results = dict[str, dict[str, dict[str, float]]]
 Patches = Mapping[str, tuple[str, dict[str, Any]]]
 """Method and options by case."""
 app = typer.Typer(help=__doc__, add_completion=False)
-Output = Annotated[
-    Path | None, typer.Option(help="JSON file to write; attention: a plot beside it.")
-]
+Output = Annotated[Path | None, typer.Option(help="JSON file to write.")]
 Rounds = Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")]
 
 FREQUENCIES: Patches = {
@@ -77,36 +75,29 @@ MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @app.command()
-def core(
-    output: Output = None,
-    rounds: Rounds = 31,
-    device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
-) -> None:
+def core(output: Output = None, rounds: Rounds = 31) -> None:
     """Measure the forward of a patched model against the unpatched one, patch_model itself, and the import."""
-    place = torch.device(device)
+    torch.set_num_threads(1)
     results = {
-        "forward": _forward(rounds, place),
-        "rotary": _rotary(rounds, place),
+        "forward": _forward(rounds),
+        "rotary": _rotary(rounds),
         "patch_model_32_layers": _patching(rounds),
         "import": _import(max(3, rounds // 4)),
     }
     _show(results)
-    _write(output, device, results)
+    _write(output, results)
 
 
 @app.command()
 def attention(
     output: Output = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow situations get fewer.")] = 7,
-    only: Annotated[str, typer.Option(help="Only situations with this word in the title.")] = "",
 ) -> None:
     """Measure the attention engine on a CPU against plain causal attention and the usual implementations."""
     torch.set_num_threads(1)
     results: Results = {}
     with torch.no_grad():
         for group in groups():
-            if only not in group.title:
-                continue
             values = interleaved(group.timed(), max(3, round(rounds * group.share)))
             found = results[group.title] = medians(values)
             for name in found if group.repeats == 1 else ():  # a decode step takes next to none
@@ -115,9 +106,7 @@ def attention(
                     first = next(iter(found.values()))
                     found[name]["peak_ratio"] = peak / first["peak_mib"]
             _show({group.title: found})
-    _write(output, "cpu", results)
-    if output is not None:
-        draw(results, output.with_suffix(".png"), output.with_suffix(".svg"))
+    _write(output, results)
 
 
 @app.command()
@@ -134,30 +123,24 @@ def model(output: Output = None, rounds: Rounds = 3) -> None:
     for found in (*_whole_models(rounds), _trials(rounds), *_memory()):
         _show(found)
         results |= found
-    _write(output, "cpu", results)
+    _write(output, results)
 
 
 # core
 
 
-def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+def _forward(rounds: int) -> dict[str, dict[str, float]]:
     """Measure a forward over 1024 tokens (twice the original length), 4 layers of 256 features.
 
     One model, patched and unpatched between the runs, so that all have the same weights in the same place.
     """
-    ids = torch.randint(0, 1024, (1, 1024), device=device)
-    llama = _llama(4, 256).to(device)  # type: ignore[arg-type]
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    ids, llama = torch.randint(0, 1024, (1, 1024)), _llama(4, 256)
 
     def forward() -> float:
-        start = clock()
+        start = time.process_time()
         with torch.inference_mode():
             llama(input_ids=ids, use_cache=False)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return clock() - start
+        return time.process_time() - start
 
     def run(name: str) -> float:
         with _applied(llama, FREQUENCIES, name):
@@ -168,19 +151,17 @@ def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
     return medians(interleaved({name: partial(run, name) for name in names}, rounds))
 
 
-def _rotary(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+def _rotary(rounds: int) -> dict[str, dict[str, float]]:
     """Measure the rotary module alone over 1024 positions: the only thing that a frequency patch changes."""
-    x, positions = torch.zeros(1, 1024, 1, device=device), torch.arange(1024, device=device)[None]
+    x, positions = torch.zeros(1, 1024, 1), torch.arange(1024)[None]
 
     def run(module: nn.Module) -> float:
         start = time.perf_counter()
         for _ in range(20):
             module(x, positions)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         return (time.perf_counter() - start) / 20
 
-    models = {name: _llama(1, 256).to(device) for name in ("baseline", *FREQUENCIES)}  # type: ignore[arg-type]
+    models = {name: _llama(1, 256) for name in ("baseline", *FREQUENCIES)}
     for name, (method, options) in FREQUENCIES.items():
         patch_model(models[name], method, **options)
     runs = {name: partial(run, llama.model.rotary_emb) for name, llama in models.items()}
@@ -362,24 +343,21 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     }
 
 
-def _write(output: Path | None, device: str, results: Results) -> None:
+def _write(output: Path | None, results: Results) -> None:
     """Write the results with versions and hardware."""
     if output is not None:
-        document = {
-            "machine": _machine(device),
-            "threads": torch.get_num_threads(),
-            "results": results,
-        }
+        document = {"machine": machine(), "threads": torch.get_num_threads(), "results": results}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _machine(device: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Return versions and hardware."""
     return {
         "processor": platform.machine(),
         "processor_model": _processor_model(),
         "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "device": "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -406,51 +384,6 @@ def _show(results: Results) -> None:
             seconds = f"{values['seconds'] * 1e3:.3g} ms" if "seconds" in values else ""
             table.add_row(measurement, case, seconds, ratio, peak)
     Console().print(table)
-
-
-def draw(results: Results, *paths: Path) -> None:
-    """Draw one row per situation of `attention` and one mark per case, in panels for time and for peak memory."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from hf_posenc.evaluation.plots import COLOURS, STYLE
-
-    every = dict.fromkeys(case for group in results.values() for case in group)
-    cases = [case for case in every if case not in (PLAIN, AGAIN)]
-    panels = {  # what is drawn, and the ticks of its axis
-        "ratio": ("CPU time", (0.3, 0.5, 0.7, 1, 1.5, 3, 5, 10, 20)),
-        "peak_ratio": ("peak memory", (1, 2, 4, 10, 30, 100, 300)),
-    }
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9.5, 0.36 * len(results) + 1.6), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
-        for panel, (field, (title, ticks)) in zip(axes, panels.items(), strict=True):
-            for index, case in enumerate(cases):
-                lower = 0.4 * (index / max(1, len(cases) - 1) - 0.5)  # marks may coincide
-                points = [
-                    (group[case][field], row + lower)
-                    for row, group in enumerate(results.values())
-                    if field in group.get(case, {})
-                ]
-                # One colour per kind of encoding; hollow marks for its usual implementation.
-                colour, hollow = COLOURS[index % len(COLOURS)], case in OTHERS
-                look = {
-                    "marker": "D" if hollow else "o",
-                    "facecolors": "none" if hollow else colour,
-                }
-                x, y = zip(*points, strict=True) if points else ((), ())
-                panel.scatter(x, y, s=34, edgecolors=colour, label=case, zorder=3, **look)
-            panel.axvline(1, color="0.25", linewidth=1)
-            panel.set(xscale="log", xlabel=f"{title} / plain causal attention")
-            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            panel.minorticks_off()
-        axes[0].set_yticks(range(len(results)), list(results))
-        axes[0].invert_yaxis()
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=200, bbox_inches="tight", metadata=metadata)
 
 
 if __name__ == "__main__":

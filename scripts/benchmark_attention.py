@@ -31,7 +31,6 @@ MEBIBYTE = 2**20
 PLAIN, AGAIN = "plain causal", "plain causal again"
 TWO_MATRICES = "two score matrices (as bojone/rerope)"
 MATERIALISED = "materialised bias"
-OTHERS = (TWO_MATRICES, MATERIALISED)
 
 Run = Callable[[], object]
 

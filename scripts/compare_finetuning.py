@@ -10,7 +10,6 @@ are the same for all.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -73,7 +72,6 @@ def main(
     group: Annotated[
         str, typer.Option(help="Ways to compare: ways, positions, conversions.")
     ] = "ways",
-    only: Annotated[str, typer.Option(help="Only ways with this in their name.")] = "",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
 ) -> None:
@@ -82,14 +80,11 @@ def main(
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
-    chosen = [name for name in ways if only in name]
     before = _untrained({_patch_of(ways[name]) for name in ways})
-    if only and output.is_file():
-        rows = json.loads(output.read_text(encoding="utf-8"))["ways"]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
-            for name in chosen:
+            for name in ways:
                 cells = _trained(Path(work) / "run", ways[name], steps, seed)  # it keeps its blocks
                 print(name, seed, cells["tail"], flush=True)
                 runs[name].append({"seed": seed, **cells})

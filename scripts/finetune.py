@@ -27,6 +27,7 @@ from hf_posenc.training import checks, preparation
 from hf_posenc.training.folder import settings_of
 from hf_posenc.training.scoring import precision_of
 from scripts import finetune_callbacks as callbacks
+from scripts import finetune_documents as documents
 from scripts import finetune_model
 from scripts import finetune_options as options
 from scripts import finetune_result as result
@@ -77,10 +78,10 @@ def finetune(parsed: options.Arguments) -> None:
 
     scores, held_out = None, list[str]()
     if data.score:
-        with options.held_out_text(data) as documents:
+        with documents.held_out_text(data) as texts:
             scores = training.Scores(
                 tokenizer,
-                documents,
+                texts,
                 lengths=data.score_lengths or [lengths.original, lengths.target],
                 output=output / "scores",
                 limit=data.score_documents,
@@ -88,9 +89,9 @@ def finetune(parsed: options.Arguments) -> None:
                 autocast=precision_of(arguments),
                 tail_tokens=data.tail_tokens,
             )
-        if options.holds_out(data):
+        if documents.holds_out(data):
             held_out = [document.name for document in scores.documents]
-    blocks, source = options.training_blocks(
+    blocks, source = documents.training_blocks(
         data,
         tokenizer,
         lengths.block,
@@ -116,7 +117,6 @@ def finetune(parsed: options.Arguments) -> None:
         with finetune_model.without_patch(model):
             scores.measure(model)
 
-    callbacks.check_best(arguments, scores)
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
     model = training.choose_parameters(
         model, choice.train, **lora, lora_dropout=choice.lora_dropout

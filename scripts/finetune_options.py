@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
-import json
 import math
 import multiprocessing
 import shlex
 import sys
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
-from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments
-from transformers.integrations import integration_utils
+from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
 from hf_posenc.errors import PosencError, one_line
-from hf_posenc.evaluation.documents import (
-    Document,
-    Entry,
-    LongDocument,
-    Skipped,
-    TokenizedDocument,
-    UnreadableError,
-)
-from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
-from hf_posenc.evaluation.flags import read_whole
-from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.lengths import read_length
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.batches.blocks import (
-    STANDARD_LIBRARY,
     Blocks,
     Counts,
-    mix_blocks,
-    prepare_blocks,
-    read_standard_library,
 )
-from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
@@ -56,10 +34,6 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "adam_beta1 adam_beta2 label_smoothing_factor": (0, 1),
     "seed data_seed": (0, 2**32),
 }
-_SOURCE_OPTIONS = (
-    *("text", "dataset", "dataset_config", "split", "column", "streaming", "tokenized"),
-    "documents",
-)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -203,12 +177,6 @@ class FinetuneArguments(TrainingArguments):
             raise PosencError(
                 "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
             )
-        try:
-            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError without its package
-        except ValueError as error:
-            if "model" not in str(error):  # some are built from the model, which is not loaded yet
-                raise
-        _check_trackers(self.report_to)
 
 
 def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments) -> None:
@@ -225,43 +193,6 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
         )
     if arguments.output_dir == "":
         raise PosencError("--output_dir is empty: give a folder.")
-    for part, _ in _mixture(data):
-        if part.documents is not None:
-            read_whole(part.documents, "documents")
-    if data.mixture is None:
-        _refuse_ignored(data)
-
-
-def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
-    """Refuse a checkpoint of other parameters: the Trainer would refuse it after everything is read and scored."""
-    checkpoint = Path(arguments.resume_from_checkpoint or "true")
-    if not (checkpoint / "trainer_state.json").is_file():
-        return  # the last one of the folder, or none, which `TrainingFolder` refuses
-    file, adapter = checkpoint / "adapter_config.json", None
-    if file.is_file():
-        adapter = json.loads(file.read_text(encoding="utf-8")).get("r")
-    requested = choice.lora_rank if choice.train == "lora" else None
-    if adapter != requested:
-        held = "the whole weights" if adapter is None else f"a LoRA of rank {adapter}"
-        way = "--train full" if adapter is None else f"--train lora --lora_rank {adapter}"
-        raise PosencError(
-            f"--resume_from_checkpoint {checkpoint}: it holds {held}, which --train {choice.train} cannot resume. "
-            f"Give {way}, or leave --resume_from_checkpoint out."
-        )
-
-
-def _check_trackers(report_to: str | Sequence[str] | None) -> None:
-    """Refuse missing trackers now: the Trainer would refuse them after everything is read and scored."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    names = [name for name in names if name not in ("none", "all")]
-    integration_utils.get_reporting_integration_callbacks(names)  # ValueError if unknown
-    installed = integration_utils.get_available_reporting_integrations()
-    # transformers does not list the first, nor the second beside MLflow.
-    unlisted = ("flyte", "azure_ml")
-    if missing := [name for name in names if name not in (*installed, *unlisted)]:
-        raise PosencError(
-            f"--report_to {missing[0]}: its package is not installed; there are {', '.join(installed) or 'none'}."
-        )
 
 
 class _Parser(HfArgumentParser):
@@ -293,11 +224,11 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
     except (ValueError, ImportError) as error:  # unknown or mutually exclusive options
         raise PosencError(f"{one_line(error).rstrip('.')}. {_HELP}") from error
     _check(*parsed)
-    _check_resumption(parsed[0], parsed[2])
     return cast(Arguments, tuple(parsed))
 
 
-def _read_yaml(kind: str, path: Path) -> Any:
+def read_yaml(kind: str, path: Path) -> Any:
+    """Return the values of a YAML file."""
     import yaml
 
     try:
@@ -308,19 +239,14 @@ def _read_yaml(kind: str, path: Path) -> Any:
 
 
 def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
-    values = _read_yaml("recipe", path)
+    values = read_yaml("recipe", path)
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
     options = {action.dest for action in parser._actions} - {"help", "recipe"}
-    for name in values:
-        if str(name).startswith("no_") and name[3:] in options:
-            raise PosencError(f"The recipe {path} sets {name}: write `{name[3:]}: false`.")
-    if unknown := sorted(set(values) - options):
-        raise PosencError(f"The recipe {path} sets {unknown[0]}, which is no option. {_HELP}")
-    if empty := sorted(name for name, value in values.items() if value is None):
-        raise PosencError(
-            f"The recipe {path} gives {empty[0]} no value: give one, or leave it out."
-        )
+    for name, value in values.items():
+        if name not in options or value is None:
+            what = "no option" if name not in options else "given no value"
+            raise PosencError(f"The recipe {path} sets {name}, which is {what}. {_HELP}")
     lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     # argparse converts only defaults that are strings, and makes no list of one value.
     values = {
@@ -362,38 +288,13 @@ def with_curriculum(lengths: Lengths, curriculum: str | None) -> Lengths:
     """Return lengths with those of a curriculum such as "1,2,4,8", factors on the original length."""
     if curriculum is None:
         return lengths
-    given = f"--curriculum {curriculum}"
-    original, target, block = lengths.original, lengths.target, lengths.block
-    if not lengths.drawn:
-        raise PosencError(
-            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
-        )
     try:
-        tokens = [float(factor) * original for factor in curriculum.split(",")]
-        stages = tuple(int(each) for each in tokens if each.is_integer())
+        stages = tuple(round(float(each) * lengths.original) for each in curriculum.split(","))
     except (ValueError, OverflowError):
-        stages = ()
-    rises = all(before < after for before, after in itertools.pairwise(stages))
-    if len(stages) != len(curriculum.split(",")) or not rises:
         raise PosencError(
-            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
-        )
-    if stages[0] < block:
-        raise PosencError(
-            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
-            f"factor, or give --block_length {max(stages[0], 2)}."
-        )
-    if stages[-1] > target:
-        raise PosencError(
-            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
-            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
-        )
-    if stages[-1] < target:
-        warnings.warn(
-            f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
-            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
-            stacklevel=2,
-        )
+            f"--curriculum {curriculum}: give rising factors on the original length, {lengths.original:,} tokens, as "
+            "in 1,2,4,8."
+        ) from None
     return replace(lengths, curriculum=stages)
 
 
@@ -408,216 +309,3 @@ def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str
         **({} if lengths.curriculum is None else {"curriculum": list(lengths.curriculum)}),
         **({} if blocks.streamed else known),
     }
-
-
-# Documents to train on, and documents that are held out.
-
-
-def training_blocks(
-    data: DataArguments,
-    tokenizer: Any,
-    length: int,
-    *,
-    cache: Path,
-    seed: int,
-    held_out: Collection[str] = (),
-) -> tuple[Blocks, dict[str, Any]]:
-    """Return the blocks to train on, by default of the standard library, and the description that results store.
-
-    `held_out` has the names of the documents that are scored, which are not trained on.
-    """
-    parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
-    for part, weight in _mixture(data):
-        source = _source(part, part.text, part.dataset, part.split)
-        if source.embedded:
-            source = Source(read_standard_library, STANDARD_LIBRARY)
-        elif held_out:
-            source = without(source, held_out)
-        blocks = prepare_blocks(
-            source,
-            tokenizer,
-            length=length,
-            positions=data.positions,
-            limit=part.documents,
-            cache=cache,
-            source=source.about,
-            workers=data.preprocessing_num_workers,
-            stream=data.stream_blocks,
-        )
-        parts.append((blocks, weight))
-        about.append({**source.about, "weight": weight})
-    if data.mixture is None:
-        return parts[0][0], {k: v for k, v in about[0].items() if k != "weight"}
-    return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
-
-
-def _refuse_ignored(data: DataArguments) -> None:
-    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
-
-    `split` is of those to train on alone.
-    """
-    sources = [(data.text, data.dataset, data.split)]
-    if data.score_text or data.score_dataset is not None:
-        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
-    errors = []
-    for source in sources:
-        given = _documents(data, *source)
-        for name in ("split", "streaming"):  # whose defaults are others there
-            if getattr(given, name) == getattr(DataArguments, name):
-                given = replace(given, **{name: getattr(DocumentOptions, name)})
-        try:
-            refuse_ignored(given)
-        except PosencError as error:
-            errors.append(error)
-    if len(errors) == len(sources):
-        raise errors[0]
-
-
-def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
-    """Return the options of each source and its weight; of a run without a mixture its own, with weight 1."""
-    if data.mixture is None:
-        return [(data, 1.0)]
-    if data.text or data.dataset is not None:
-        raise PosencError("--mixture names all sources: leave out --text and --dataset.")
-    values = _read_yaml("mixture", Path(data.mixture))
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise PosencError(f"The mixture {data.mixture} is no list of sources with a weight each.")
-    parts = list[tuple[DataArguments, float]]()
-    for number, value in enumerate(values, 1):
-        place = f"The mixture {data.mixture}, source {number}"
-        if unknown := sorted(set(value) - {"weight", *_SOURCE_OPTIONS}):
-            names = ", ".join(("weight", *_SOURCE_OPTIONS))
-            raise PosencError(f"{place} sets {unknown[0]}; possible are {names}.")
-        value = {**value}
-        weight: Any = value.pop("weight", None)
-        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
-            raise PosencError(f"{place} has the weight {weight}: give a positive number.")
-        if not value.get("text") and value.get("dataset") is None:
-            raise PosencError(f"{place} names no documents: give text or dataset.")
-        if isinstance(value.get("text"), str):
-            value["text"] = [value["text"]]
-        parts.append((replace(data, **value), float(weight)))
-    if not parts:
-        raise PosencError(f"The mixture {data.mixture} is empty.")
-    return parts
-
-
-def holds_out(data: DataArguments) -> bool:
-    """Return whether documents to score are taken out of those to train on: texts are given, and none to score."""
-    given = bool(data.text) or data.dataset is not None or data.mixture is not None
-    return given and not data.score_text and data.score_dataset is None
-
-
-@contextlib.contextmanager
-def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
-    """Give the documents to score, and add to an error about them how to give others.
-
-    By default they are held out: every tenth of the documents to train on, from the second on, or the last tenth of a
-    single one; of the standard library, the modules that its training text leaves out.
-    """
-    sources: list[Source] = []
-    try:
-        if holds_out(data):
-            parts = (part for part, _ in _mixture(data))
-            sources = [_source(part, part.text, part.dataset, part.split) for part in parts]
-            turns = itertools.zip_longest(*map(candidates, sources))
-            yield (entry for turn in turns for entry in turn if entry is not None)
-        else:
-            yield _source(data, data.score_text, data.score_dataset, data.score_split).read()
-    except PosencError as error:
-        ways = "Give --score_text or --score_dataset, or train with --no_score."
-        texts = (entry for source in sources for entry in source)
-        if holds_out(data) and not any(isinstance(entry, Document) for entry in texts):
-            ways = "There is nothing to train on either: correct --text, --dataset or --mixture."
-        raise PosencError(f"No perplexity can be measured: {error} {ways}") from error
-
-
-def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
-    return source_of(_documents(data, text, dataset, split))
-
-
-def _documents(
-    data: DataArguments, text: Sequence[str], dataset: str | None, split: str
-) -> DocumentOptions:
-    return DocumentOptions(
-        text=text,
-        dataset=dataset,
-        config=data.dataset_config,
-        split=split,
-        column=data.column,
-        streaming=data.streaming,
-        tokenized=data.tokenized,
-    )
-
-
-# Which documents are held out.
-
-
-def candidates(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield the documents that may be held out; if there is none, all others, whose errors give the reason."""
-    others: list[Entry] | None = []
-    for entry, out in _parted(entries):
-        if out:
-            yield entry
-            others = None
-        elif others is not None:
-            others.append(entry)
-    yield from others or ()
-
-
-def without(source: Source, names: Collection[str]) -> Source:
-    """Return a source without the held-out documents of these names."""
-
-    def read() -> Iterator[Entry]:
-        return (entry for entry, out in _parted(source) if not (out and entry.name in names))
-
-    return replace(source, read=read, about={**source.about, "held_out": sorted(names)})
-
-
-def _parted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, bool]]:
-    """Yield documents, each with True if it is held out: every tenth from the second, or a single one's last tenth."""
-    first: Entry | None = None
-    count = 0
-    for entry in entries:
-        if isinstance(entry, Document) and not entry.text.strip():
-            entry = Skipped(entry.name, "empty")
-        if isinstance(entry, Skipped):
-            yield entry, False
-            continue
-        count += 1
-        if first is None:
-            first = entry  # which is cut if no other follows
-            continue
-        if count == 2:
-            yield first, False
-        yield entry, count % 10 == 2
-    if first is not None and count == 1:
-        yield from zip(_cut(first), (False, True), strict=False)
-
-
-def _cut(document: Entry) -> Iterator[Entry]:
-    """Yield a document without its last tenth, and that tenth; a conversation as it is."""
-    end = f"{document.name}, last tenth"
-    if isinstance(document, TokenizedDocument):
-        start = len(document) * 9 // 10
-        yield replace(document, ids=document.ids[:start])
-        yield replace(document, name=end, ids=document.ids[start:])
-    elif isinstance(document, Document | LongDocument):
-        try:
-            size = sum(map(len, document.chunks()))
-        except UnreadableError as error:
-            yield Skipped(document.name, str(error))
-            return
-        start = size * 9 // 10
-        yield LongDocument(document.name, partial(_characters, document, 0, start))
-        yield LongDocument(end, partial(_characters, document, start, size))
-    else:
-        yield document
-
-
-def _characters(document: Document | LongDocument, start: int, stop: int) -> Iterator[str]:
-    """Yield a part of a text."""
-    position = 0
-    for chunk in document.chunks():
-        yield chunk[max(start - position, 0) : max(stop - position, 0)]
-        position += len(chunk)

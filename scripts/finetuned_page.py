@@ -10,12 +10,20 @@ from hf_posenc.evaluation.grid import markdown_table, number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.scoring import conclusion
-from scripts.make_finetuned import COMMANDS, FOLDER
-from scripts.results import BENCHMARKS, made_with, perplexity, read
+from scripts.results import BENCHMARKS, DOCS, made_with, perplexity, read
 
 WAYS = BENCHMARKS / "finetuning.json"
 POSITIONS = BENCHMARKS / "positions.json"
 CONVERSIONS = BENCHMARKS / "conversions.json"
+FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
+COMMANDS = {
+    "finetune": f"accelerate launch scripts/finetune.py --output_dir {RESULT} --verify_export",
+    "evaluate": f"hf-posenc perplexity {RESULT} --patch none --lengths 256,512,1024,2048 --output {RESULT}-perplexity",
+    "transformers4": f"hf-posenc export {RESULT} --to transformers4",
+    "vllm": f"hf-posenc export {RESULT} --to vllm",
+    "llama.cpp": f"hf-posenc export {RESULT} --to llama.cpp",
+}  # fmt: skip
+"""The commands of the worked example, by the name of the file in `FOLDER` with their output."""
 _ENGINES = ("transformers4", "vllm", "llama.cpp")
 
 

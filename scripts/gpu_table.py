@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +18,11 @@ from hf_posenc.attention.call import Call, Mask, Run
 from hf_posenc.attention.checks.samples import HEADS, KEY_HEADS, encoding_of, methods
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.bench import GpuResult
+from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.methods import Method
+from scripts.results import DOCS
 
-RESULTS = Path(__file__).parents[1] / "docs" / "data" / "gpu"
+RESULTS = DOCS / "data" / "gpu"
 """Folder of the measured GPUs, by the GPU's name: a file of `scripts.benchmark_gpu`, or of `hf-posenc bench`."""
 LENGTH, FEATURES = 512, 64
 META = torch.device("meta")
@@ -110,9 +111,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 def table() -> str:
     """Return the table in Markdown."""
-    head = ("methods", *PHASES)
-    lines = (head, ("---",) * len(head), *rows())
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(("methods", *PHASES), rows())
 
 
 def measured() -> str:
@@ -174,8 +173,7 @@ def _ratios(rows: list[dict[str, Any]], kind: str) -> str:
     columns = [
         *dict.fromkeys(COLUMNS[name] for row in rows for name in row[kind] if name != "plain")
     ]
-    head = ["method", "tokens", "plain, ms", *columns]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines = []
     for row in rows:
         plain, ratios = row[kind]["plain"], dict.fromkeys(columns, "")
         for name, value in row[kind].items():
@@ -185,4 +183,4 @@ def _ratios(rows: list[dict[str, Any]], kind: str) -> str:
         lines.append(
             [f"`{row['method']}`{options}", f"{row['length']:,}", f"{plain:.3g}", *ratios.values()]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(["method", "tokens", "plain, ms", *columns], lines, numeric=True)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_method, inspect_rope
 from hf_posenc.evaluation.grid import markdown_table
-from scripts import attention_coverage, positions_coverage
-from scripts.positions_coverage import first_sentence
+from scripts import coverage
+from scripts.coverage import Refusals, first_sentence
 from tests.support import zoo
 from tests.support.families import build_text_model
 
@@ -53,7 +53,7 @@ for every architecture.
 """
 
 REFUSED = f"""Each heading is the short reason in the tables. Model types and the message of `patch_model` follow.
-`{attention_coverage.ANY_NAME}` stands for the name of a method or a module."""
+`{coverage.ANY_NAME}` stands for the name of a method or a module."""
 
 WITHOUT = """Causal, masked and sequence-to-sequence models. Each was patched with one method for each kind of source:
 `interpolate` for the methods of learned tables, `sinusoidal`, `alibi` (with the model's own biases, or in the place of
@@ -63,12 +63,12 @@ are verified in `tests/seams`: tables against natively longer models, formulas a
 
 COLUMNS = (
     *("model type", "rotary", "tables", "certificate", "methods"),
-    *(*attention_coverage.GROUPS, "saved as"),
+    *(*coverage.GROUPS, "saved as"),
 )
 
 
 def row(
-    model_type: str, refusals: attention_coverage.Refusals, model: PreTrainedModel | None = None
+    model_type: str, refusals: Refusals, model: PreTrainedModel | None = None
 ) -> tuple[str, ...]:
     """Return the cells of `COLUMNS` of a type, measured on its tiny model, that of the zoo by default.
 
@@ -89,7 +89,7 @@ def row(
         "longrope": {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs},
     }
     shared = {"layers": "all", "replace": True, "original_max_position_embeddings": original}
-    works, fails = positions_coverage.tried(
+    works, fails = coverage.tried(
         model,
         (
             (m, shared | zoo.frequency_options(m, pairs=pairs) | own.get(m, {}))
@@ -103,9 +103,9 @@ def row(
         model_type,
         f"{kind} {where}",
         widths(tables),
-        positions_coverage.certificate(model),
-        coverage(works, fails),
-        *attention_coverage.cells(model_type, model, original, refusals),
+        coverage.certificate(model),
+        supported(works, fails),
+        *coverage.attention_cells(model_type, model, original, refusals),
         exports(works),
     )
 
@@ -120,7 +120,7 @@ def widths(tables: Iterable[Any]) -> str:
     return ", ".join(sorted(set(found)))  # some configs keep their layer types in a set
 
 
-def coverage(works: dict[str, str], fails: dict[str, list[str]]) -> str:
+def supported(works: dict[str, str], fails: dict[str, list[str]]) -> str:
     """Format the methods that work, and the reasons why the others do not."""
     if not fails:
         return "all"
@@ -138,33 +138,33 @@ def exports(works: dict[str, str]) -> str:
 
 def page() -> str:
     """Return the whole page."""
-    refusals = attention_coverage.Refusals()
+    refusals: Refusals = {}
     kinds: dict[str, Iterable[str]] = {
         "Decoders of AutoModelForCausalLM": zoo.decoder_types(),
         "Text decoders of multimodal models, alone": zoo.text_tower_types(),
         "Whole multimodal models": zoo.composite_types(),
         "Encoder-decoder models": zoo.seq2seq_types(),
-        "Encoders": positions_coverage.rotary_encoders(),
+        "Encoders": coverage.rotary_encoders(),
     }
     sections = []
     for title, types in kinds.items():
         build = build_text_model if title == "Encoders" else zoo.build
         rows = [row(name, refusals, build(name)) for name in track(list(types), title)]
         sections += [f"## {title} ({len(rows)})", markdown_table(COLUMNS, rows)]
-    others, not_built = positions_coverage.rows()
+    others, not_built = coverage.rows()
     reasons = dict(not_built) | zoo.NOT_BUILT
     header = HEADER.format(
         version=transformers.__version__,
         count=len(zoo.frequency_methods()),
-        last=list(attention_coverage.GROUPS)[-1],
-        tried=attention_coverage.tried(),
+        last=list(coverage.GROUPS)[-1],
+        tried=coverage.attention_methods(),
     )
     parts = [
         header.rstrip(),
         *sections,
-        *("## Models refused by methods inside attention", REFUSED, refusals.section()),
+        *("## Models refused by methods inside attention", REFUSED, coverage.refused(refusals)),
         *(f"## Text models without RoPE ({len(others)})", WITHOUT),
-        markdown_table(positions_coverage.COLUMNS, others),
+        markdown_table(coverage.COLUMNS, others),
         f"## Models that were not tested ({len(reasons)})",
         markdown_table(("model type", "reason"), sorted(reasons.items())),
     ]

@@ -1,7 +1,6 @@
 """Train the embedded model from start to finish: corpus, tokenizer, training, held-out perplexity, model card.
 
     python scripts/train_tiny_llama.py --preset cpu --output hf_posenc/embedded/tiny_llama
-    python scripts/train_tiny_llama.py --preset gpu --device cuda --output ...   # a larger model
     python scripts/train_tiny_llama.py --preset smoke --output smoke             # a test of the pipeline
 
 The number of steps is fixed, every random choice follows from the seed, and the data of a step depends on its
@@ -80,10 +79,6 @@ class Settings:
 
 PRESETS = {
     "cpu": Settings(),
-    "gpu": Settings(
-        vocab_size=4096, hidden=256, layers=8, heads=8, kv_heads=4, mlp=704, context=512, batch=128,
-        steps=6000, warmup=200, bytes_per_source=12_000_000,
-    ),
     "smoke": Settings(
         vocab_size=384, hidden=32, layers=2, heads=2, kv_heads=1, mlp=64, context=64, batch=4, steps=20,
         warmup=2, bytes_per_source=100_000, max_sources=1, tokenizer_bytes=100_000, log_every=2,
@@ -288,7 +283,6 @@ def perplexity(
     model.eval()
     total = 0.0
     for chunk in windows[:, -length:].split(batch):
-        chunk = chunk.to(model.device)
         logits = model(input_ids=chunk, use_cache=False, logits_to_keep=target + 1).logits
         logits = logits[:, :-1].float().flatten(0, 1)
         total += float(F.cross_entropy(logits, chunk[:, -target:].flatten(), reduction="sum"))
@@ -297,7 +291,7 @@ def perplexity(
 
 
 def train(
-    settings: Settings, work: Path, device: torch.device, *, compile_model: bool = False
+    settings: Settings, work: Path, *, compile_model: bool = False
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, dict[str, Any]]:
     """Return the model, trained from the last checkpoint in `work` or from the start, its tokenizer and the record.
 
@@ -313,7 +307,6 @@ def train(
     target = settings.context // 2
     windows, _ = held_out_windows(tokenizer, settings.windows, settings.context, target)
     model = build(settings)
-    nn.Module.to(model, device)
     optimizers = build_optimizers(model, settings)
     first, spent, curve = 0, 0.0, []
     if state is not None:
@@ -324,7 +317,7 @@ def train(
         print(f"resumed at step {first}", flush=True)
 
     def loss_of(ids: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
@@ -334,7 +327,7 @@ def train(
     for step in range(first, settings.steps):
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * rate(step, settings)
-        loss = compute(torch.from_numpy(batches[step]).to(device))
+        loss = compute(torch.from_numpy(batches[step]))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -368,7 +361,7 @@ def train(
         "curve": curve,
         "tokens": settings.steps * settings.batch * settings.context,
         "seconds": round(spent + time.monotonic() - began),
-        "device": device.type,
+        "device": "cpu",
         "threads": torch.get_num_threads(),
         "compiled": compile_model,
     }
@@ -384,7 +377,7 @@ def export(
 ) -> None:
     """Write the checkpoint in bfloat16, measure the written model, and write the log and the model card."""
     settings = record["settings"]
-    nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
+    nn.Module.to(model, dtype=torch.bfloat16)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     # safetensors creates private files; a package is readable by all.
@@ -415,7 +408,6 @@ def model_card(log: Mapping[str, Any]) -> str:
     """Return the text of README.md; every number in it is from `training_log.json`."""
     settings, corpus, held_out = log["settings"], log["corpus"], log["held_out"]
     results = held_out["results"]
-    cores = f"{log['threads']} CPU thread{'s' * (log['threads'] > 1)}"
     template = Path(__file__).with_name("tiny_llama_card.md").read_text(encoding="utf-8")
     return template.format(
         **log,
@@ -438,7 +430,7 @@ def model_card(log: Mapping[str, Any]) -> str:
         ),
         epochs=log["tokens"] / corpus["tokens"],
         minutes=log["seconds"] / 60,
-        processor=cores if log["device"] == "cpu" else "one GPU",
+        processor=f"{log['threads']} CPU thread{'s' * (log['threads'] > 1)}",
         version_names=", ".join(f"{name} {version}" for name, version in log["versions"].items()),
         curve_rows=_rows(
             (f"{row['step']:,}", f"{row['loss']:.3f}", f"{row['held_out_perplexity']:.2f}")
@@ -456,28 +448,22 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder of the finished checkpoint.")],
     preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "cpu",
     work: Annotated[Path | None, typer.Option(help="Corpus and checkpoints; OUTPUT.work.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 1 is reproducible to the bit.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     compile_model: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
 ) -> None:
     """Train the embedded model."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"Unknown preset {preset!r}. Available: {', '.join(PRESETS)}.")
-    if not hasattr(torch.optim, "Muon"):
-        raise typer.BadParameter(f"torch {torch.__version__} has no Muon; it needs torch 2.9+.")
-    changes = {k: v for k, v in {"steps": steps, "seed": seed}.items() if v is not None}
-    settings = dataclasses.replace(PRESETS[preset], **changes)
+    settings = PRESETS[preset]
+    if seed is not None:
+        settings = dataclasses.replace(settings, seed=seed)
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     folder = work or output.with_name(output.name + ".work")
-    model, tokenizer, record = train(
-        settings, folder, torch.device(device), compile_model=compile_model
-    )
-    given = {"steps": steps, "seed": seed, "device": device if device != "cpu" else None}
-    flags = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
-    record |= {"preset": preset, "flags": flags + " --compile" * compile_model}
+    model, tokenizer, record = train(settings, folder, compile_model=compile_model)
+    flags = ("" if seed is None else f" --seed {seed}") + " --compile" * compile_model
+    record |= {"preset": preset, "flags": flags}
     export(model, tokenizer, record, folder, output)
     print(f"wrote {output}", flush=True)
 

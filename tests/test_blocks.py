@@ -40,7 +40,7 @@ from typer.testing import CliRunner
 from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
-from scripts import finetune, finetune_options, measure_real_model, results
+from scripts import finetune, finetune_documents, finetune_options, measure_real_model, results
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import prose, tiny_checkpoint
 from tests.support.verifying import verify_here
@@ -197,7 +197,7 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [(name, text[:4000]) for name, text in embedded.held_out_documents()]
     monkeypatch.setattr(embedded, "held_out_documents", lambda: iter(modules))
     documents = [Document("module.py", prose(4000, seed)) for seed in range(3)]
-    monkeypatch.setattr(finetune_options, "read_standard_library", lambda: iter(documents))
+    monkeypatch.setattr(finetune_documents, "read_standard_library", lambda: iter(documents))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -134,7 +133,8 @@ def test_pictures_are_drawn_anew_as_they_are(tmp_path: Path) -> None:
 
 
 def test_attention_by_distance() -> None:
-    from scripts.measure_attention import EDGES, RESULT, by_distance, keys_read
+    from scripts.measure_attention import EDGES, by_distance, keys_read
+    from scripts.results import ATTENTION, read
 
     generator = torch.Generator().manual_seed(0)
     attention = torch.randn(2, 3, 40, generator=generator)
@@ -153,8 +153,7 @@ def test_attention_by_distance() -> None:
                 entropy -= share * math.log(share) / 6
     assert by_distance(attention, first).tolist() == pytest.approx(expected, rel=1e-6)
     assert keys_read(attention) == pytest.approx(math.exp(entropy), rel=1e-6)
-    measured: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
-    for row in measured["rows"]:
+    for row in read(ATTENTION)["rows"]:
         assert sum(row["share_by_distance"]) == pytest.approx(1, abs=1e-4)
 
 

@@ -53,33 +53,19 @@ SIZES = {"desk": (1360, 900), "phone": (390, 844)}
 CONTRAST = 4.5  # WCAG AA
 QUESTIONS = {
     "why did yarn do nothing": "why-did-yarn-do-nothing",
-    "which number is L": "which-number-is-l-the-original-length",
     "original length": "which-number-is-l-the-original-length",
     "serve a patched model with vllm": "how-do-i-serve-a-patched-model",
     "lora and scale": "does-a-lora-carry-the-scale",
-    "memory at 128k": "how-much-memory-does-128k-take",
     "which method from 4k to 32k without training": "which-method-takes-a-model-from-4k-to-32k-without-training",
-    "is it better than truncating the text": "is-a-method-better-than-just-truncating-the-text",
     "measure perplexity of my model on my text": "how-do-i-measure-the-perplexity-of-my-own-model-on-my-own-text",
-    "how do I undo a patch": "how-do-i-undo-remove-or-revert-a-patch",
     "does it work with Qwen3": "does-it-work-with-qwen3-gemma-mamba-bert-or-t5",
-    "what does scale mean": "what-does-the-scale-mean",
-    "does it work with my LoRA": "can-i-use-a-lora-that-was-trained-without-a-patch",
     "do I need a gpu": "do-i-need-a-gpu",
-    "does it run on windows or mac": "does-it-run-on-windows-a-mac-or-google-colab",
     "google colab notebook": "does-it-run-on-windows-a-mac-or-google-colab",
-    "how long does it take": "how-long-does-a-measurement-take",
     "license": "what-is-the-license",
-    "compare to transformers rope_scaling": "how-is-this-different-from-rope_scaling-in-transformers",
     "needle in a haystack": "what-is-a-passkey-a-needle-in-a-haystack-tail-perplexity",
-    "which method for qwen2.5": "which-method-for-qwen25-llama-3-or-another-checkpoint",
-    "measure if it got better on my files": "how-do-i-measure-the-perplexity-of-my-own-model-on-my-own-text",
-    "go back to the original model": "how-do-i-go-back-to-the-original-model-after-saving",
     "ValueError model already patched": "this-model-is-already-patched-how-do-i-patch-it-again",
-    "how much training data do I need": "how-much-training-data-do-i-need",
     "bitsandbytes 4bit": "can-i-patch-a-quantized-model-bitsandbytes-gptq-awq",
     "can I use gguf files": "can-i-use-a-gguf-file-ollama-or-lm-studio",
-    "batch with padding": "is-the-patch-exact-with-a-kv-cache-padding-and-beam-search",
     "error: No document can be used": "no-document-can-be-used",
     "GPT2LMHeadModel has no rotary embedding": "has-no-rotary-embedding",
 }
@@ -110,25 +96,47 @@ def test_links_and_comments_for_the_site(text: str, expected: str) -> None:
     assert links.for_site(text, "choosing.md", titles, "https://host/o/r/") == expected
 
 
-def test_without_an_address_of_the_repository_a_link_becomes_the_path() -> None:
+def test_links_of_a_copied_page_and_without_an_address_of_the_repository() -> None:
+    text = '[a](docs/methods.md#x) [b](LICENSE "B") [c](#d) [e](https://f)'
+    assert links.from_root(text) == '[a](methods.md#x) [b](../LICENSE "B") [c](#d) [e](https://f)'
     text = "[recipe](../../scripts/a.yaml) [`scripts/a.yaml`](../../scripts/a.yaml) [a.yaml](../../scripts/a.yaml)"
     shown = "recipe (`scripts/a.yaml`) `scripts/a.yaml` `scripts/a.yaml`"
     assert links.for_site(text, "methods/yarn.md", {}, "") == shown
 
 
-def test_links_of_a_copied_page_are_as_from_docs() -> None:
-    text = '[a](docs/methods.md#x) [b](LICENSE "B") [c](#d) [e](https://f)'
-    assert links.from_root(text) == '[a](methods.md#x) [b](../LICENSE "B") [c](#d) [e](https://f)'
+def formula(source: str, kind: str = "span") -> str:
+    """The HTML of a formula, inline or (`div`) displayed."""
+    marks = (r"\(", r"\)") if kind == "span" else (r"\[", r"\]")
+    html = f'<{kind} class="arithmatex">{source.join(marks)}</{kind}>'
+    return mathml.rendered(html, "page.md").replace('<mspace width="0.167em"/>', " ")
 
 
-def test_names_of_functions_are_set_apart_as_in_tex() -> None:
-    def formula(source: str) -> str:
-        html = mathml.rendered(f'<span class="arithmatex">\\({source}\\)</span>', "page.md")
-        return html.replace('<mspace width="0.167em"/>', " ")
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (r"0.1\ln s + 1", "<mn>0.1</mn> <mi>ln</mi> <mi>s</mi><mo>"),  # spaces as TeX sets them
+        (r"b\ln(s)", "<mi>b</mi> <mi>ln</mi><mo"),
+        (r"\log_b L", "<msub><mi>log</mi><mi>b</mi></msub> <mi>L</mi>"),
+        ("a_i &lt; 1", '<math alttext="a_i &lt; 1"'),
+        ("a_i &lt; 1", "<msub><mi>a</mi><mi>i</mi></msub>"),
+    ],
+)
+def test_formulas_become_mathml(source: str, part: str) -> None:
+    assert part in formula(source)
 
-    assert "<mn>0.1</mn> <mi>ln</mi> <mi>s</mi><mo>" in formula(r"0.1\ln s + 1")
-    assert "<mi>b</mi> <mi>ln</mi><mo" in formula(r"b\ln(s)")
-    assert "<msub><mi>log</mi><mi>b</mi></msub> <mi>L</mi>" in formula(r"\log_b L")
+
+def test_an_unknown_command_in_a_formula_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        formula(r"\unheardof{x}", "div")
+    assert r"page.md: unknown \unheardof" in caplog.text
+
+
+def test_a_wide_formula_is_cut_at_its_wide_spaces_alone() -> None:
+    cases, group = r"\begin{cases} b \qquad c \end{cases}", r"\left\{ d_{e \qquad f} \right\}"
+    assert mathml.split(rf"a \qquad {cases} \qquad {group}") == ["a", cases, group]
+    html = formula(r"a \qquad b", "div")
+    assert re.sub(r"<(/?\w+).*?>", r"<\1>", html).count("<math>") == 2
+    assert html.startswith('<div class="formula"><math ')
 
 
 def test_short_code_and_options_stay_on_one_line_and_pictures_open() -> None:
@@ -143,27 +151,6 @@ def test_short_code_and_options_stay_on_one_line_and_pictures_open() -> None:
         '<a href="x/headline.png"><picture><source media="(max-width: 45em)" srcset="x/headline-narrow.png">'
         '<img src="x/headline.png"></picture></a>'
     )
-
-
-def test_formulas_become_mathml(caplog: pytest.LogCaptureFixture) -> None:
-    html = mathml.rendered(r'<span class="arithmatex">\(a_i &lt; 1\)</span>', "page.md")
-    assert html.startswith('<math alttext="a_i &lt; 1"')
-    assert "<msub><mi>a</mi><mi>i</mi></msub>" in html
-    with caplog.at_level(logging.WARNING):
-        mathml.rendered(r'<div class="arithmatex">\[\unheardof{x}\]</div>', "page.md")
-    assert r"page.md: unknown \unheardof" in caplog.text
-
-
-def test_a_wide_formula_is_cut_at_its_wide_spaces_alone() -> None:
-    cases = r"\begin{cases} b \qquad c \end{cases}"
-    assert mathml.split(rf"a \qquad {cases} \qquad \left\{{ d_{{e \qquad f}} \right\}}") == [
-        "a",
-        cases,
-        r"\left\{ d_{e \qquad f} \right\}",
-    ]
-    html = mathml.rendered(r'<div class="arithmatex">\[a \qquad b\]</div>', "page.md")
-    assert re.sub(r"<(/?\w+).*?>", r"<\1>", html).count("<math>") == 2
-    assert html.startswith('<div class="formula"><math ')
 
 
 def test_the_notebook_is_a_page_with_its_outputs() -> None:

@@ -48,12 +48,12 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def mark_complete(folder: Path, *, processes: int = 1) -> None:
-    """Flush a checkpoint to disk, then write its manifest. One process calls it, after all `processes` have written."""
+def mark_complete(folder: Path) -> None:
+    """Flush a checkpoint to disk, then write its manifest. One process calls it, after all have written."""
     flush(folder)
     written = sorted(file for file in folder.rglob("*") if file.is_file())
     files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in written}
-    manifest = {"kind": "checkpoint", "format": _FORMAT, "processes": processes, "files": files}
+    manifest = {"kind": "checkpoint", "format": _FORMAT, "files": files}
     write_atomically(folder / MANIFEST, to_json(manifest))
     _sync(folder)
     _sync(folder.parent)
@@ -182,13 +182,12 @@ def complete_together(checkpoint: Path, *, marks: bool) -> None:
 
     The process that `marks` writes the manifest: one per disk.
     """
-    state = PartialState()
     barrier()
-    if state.is_local_main_process and not marks:  # the files of another machine
+    if PartialState().is_local_main_process and not marks:  # the files of another machine
         flush(checkpoint)
     barrier()
     if marks:
-        mark_complete(checkpoint, processes=state.num_processes)
+        mark_complete(checkpoint)
     barrier()
 
 

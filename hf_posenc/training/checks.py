@@ -59,25 +59,19 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
                 f"hold the whole model. Use {_CONFIGS}two_cpu_processes.yaml."
             )
         _check_fsdp(arguments)
-    wants_deepspeed = arguments is not None and arguments.deepspeed
-    if (is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
+    if (
+        is_set("ACCELERATE_USE_DEEPSPEED") or (arguments and arguments.deepspeed)
+    ) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
             "hold the whole model. Leave --use_cpu out; a CPU needs DS_ACCELERATOR=cpu and --ddp_backend gloo."
         )
     requested = launched_processes()
-    if requested > state.num_processes and "WORLD_SIZE" in os.environ:
-        cpu = "--use_cpu, or ACCELERATE_USE_CPU=true in front of the command"
-        if is_set("ACCELERATE_USE_DEEPSPEED"):
-            cpu = "DS_ACCELERATOR=cpu in front and --ddp_backend gloo behind"
-        raise PosencError(
-            f"{requested} processes were started without a process group: each would train alone and write into the "
-            f"same folder. Without a GPU, use {cpu}."
-        )
     if requested > state.num_processes:
         raise PosencError(
-            f"{requested} processes were requested, and accelerate started one: several on a CPU need --cpu and "
-            f"MULTI_CPU. Use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {requested}."
+            f"{requested} processes were requested, and accelerate connected {state.num_processes}: each would train "
+            f"alone. Without a GPU, use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {requested}, or "
+            "ACCELERATE_USE_CPU=true in front; with DeepSpeed, DS_ACCELERATOR=cpu and --ddp_backend gloo."
         )
     if kind == "DEEPSPEED":
         _check_deepspeed(arguments)
@@ -246,29 +240,27 @@ def _check_parallelism(
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
-    sizes = {
-        "Context": getattr(config, "cp_size", None) or 1,
-        "Sequence": getattr(config, "sp_size", None) or 1,
-    }
-    for name, size in sizes.items():
+    for name, kind in (("Context", "cp_size"), ("Sequence", "sp_size")):
+        size = getattr(config, kind, None) or 1
         if size < 2:
             continue
+        dropped = ""
         if patch is not None and patch.layers:
+            dropped = (
+                f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence"
+            )
+        elif positions == "packed":
+            dropped = "packed documents would attend to each other"
+        for moving in _moving_tables(model, patch):
+            dropped = (
+                dropped
+                or f"{moving}, which scales with the positions in a part, would differ between processes"
+            )
+        if dropped:
             raise PosencError(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
-                "causal and without any mask: biases, bands and other changes of attention would be dropped in "
-                f"silence; {' + '.join(patch.methods)} computes attention. Use a frequency method (yarn, ...), or "
-                "train without it (FSDP2, ZeRO-3, tensor parallelism, --gradient_checkpointing)."
-            )
-        if positions == "packed":
-            raise PosencError(
-                f"{name} parallelism (size {size}) drops every mask, and packed documents would attend to each other. "
-                "Use positions='contiguous'."
-            )
-        for moving in _moving_tables(model, patch):
-            raise PosencError(
-                f"{name} parallelism (size {size}) passes each process a part of the text, and {moving} scales with "
-                "the positions in that part: each process would use other frequencies. Use a static method (yarn, ...)."
+                f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and positions='contiguous', "
+                "or train without it (FSDP2, ZeRO-3, tensor parallelism, --gradient_checkpointing)."
             )
 
 

@@ -205,19 +205,14 @@ _LEAST_SMOOTHED = 3  # logs
 Points = Sequence[tuple[float, float]]  # steps and values
 
 
-def loss_figure(
-    log_history: History,
-    table: PerplexityResult | None = None,
-    protocol: str = "tail",
-) -> Figure:
-    """Draw the training loss by step and, on the right, held-out perplexities, one line per length.
+def loss_figure(log_history: History, table: PerplexityResult | None = None) -> Figure:
+    """Draw the training loss by step and, on the right, held-out tail perplexities, one line per length.
 
     The dotted line is the perplexity of the unpatched model at its trained length.
 
     Args:
         log_history: The Trainer's (`trainer.state.log_history`), or a list of `{"step": ..., "loss": ...}`.
         table: The rows of `Scores`. Without it, or with fewer than two rows of the training, there is no right half.
-        protocol: The protocol of the right half.
 
     Returns:
         A matplotlib figure.
@@ -233,7 +228,7 @@ def loss_figure(
     losses = loss_points(log_history)
     if not losses:
         raise PosencError("No finite loss was logged, so there is none to draw.")
-    lines = {} if table is None else score_points(table, protocol)
+    lines = {} if table is None else score_points(table)
     wide = any(len(points) > 1 for points in lines.values())
     width, columns = (8.1, 2) if wide else (4.4, 1)
     with plots.styled_panels(width, _HEIGHT, columns) as (figure, panels):
@@ -241,7 +236,7 @@ def loss_figure(
         panels[0].set_xlabel(_step_label(log_history))
         if wide:
             assert table is not None
-            _score_panel(panels[1], table, protocol, lines)
+            _score_panel(panels[1], table, lines)
     return figure
 
 
@@ -251,8 +246,8 @@ def loss_points(log_history: History, key: str = "loss") -> list[tuple[int, floa
     return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
-def score_points(table: PerplexityResult, protocol: str) -> dict[int, list[tuple[int, float]]]:
-    """Return the steps and finite perplexities of each length."""
+def score_points(table: PerplexityResult) -> dict[int, list[tuple[int, float]]]:
+    """Return the steps and finite tail perplexities of each length."""
     rows = rows_of(table)
     if len(rows) > 1 and rows[1][0].step == 0:
         rows = rows[1:]  # the first is of the unpatched model
@@ -260,7 +255,7 @@ def score_points(table: PerplexityResult, protocol: str) -> dict[int, list[tuple
         length: [
             (stage.step, cell.perplexity)
             for stage, row in rows
-            if (cell := table.cell(row.label, protocol, length)) and math.isfinite(cell.perplexity)
+            if (cell := table.cell(row.label, "tail", length)) and math.isfinite(cell.perplexity)
         ]
         for length in table.settings.lengths
     }
@@ -291,15 +286,13 @@ def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
     panel.set_ylabel("nats per token")
 
 
-def _score_panel(
-    panel: Axes, table: PerplexityResult, protocol: str, lines: Mapping[int, Points]
-) -> None:
+def _score_panel(panel: Axes, table: PerplexityResult, lines: Mapping[int, Points]) -> None:
     names = [f"{length:,} tokens" for length in lines]
     for index, points in enumerate(lines.values()):
         if points:
             panel.plot(*zip(*points, strict=True), label=names[index], **_style(index, index))
     first, original = table.candidates[0], table.original
-    unpatched = None if first.method else table.cell(first.label, protocol, original or 0)
+    unpatched = None if first.method else table.cell(first.label, "tail", original or 0)
     if unpatched is not None and math.isfinite(unpatched.perplexity):
         # A line of the data, so that its name is at its end, as for the others.
         names.append(f"{first.label} at {original:,}: {number(unpatched.perplexity)}")
@@ -307,7 +300,7 @@ def _score_panel(
         ends, values = [min(steps), max(steps)], [unpatched.perplexity] * 2
         dotted: dict[str, Any] = {"color": plots.CONTROL_COLOUR, "linestyle": _DOTTED}
         panel.plot(ends, values, label=names[-1], linewidth=1.0, **dotted)
-    panel.set_title(f"held-out perplexity, {protocol}", loc="left")
+    panel.set_title("held-out perplexity, tail", loc="left")
     panel.set_xlabel("step")
     panel.set_ylabel("perplexity")
     plots.value_axis(panel)

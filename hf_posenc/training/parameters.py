@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -86,19 +85,12 @@ def choose_parameters(
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
         return model
-    numbers = (isinstance(n, int | float) for n in (lora_alpha, lora_dropout))
-    whole = isinstance(lora_rank, int) and lora_rank >= 1
-    if not whole or not all(numbers) or not 0 <= lora_dropout < 1 or not 0 < lora_alpha < math.inf:
-        raise PosencError(
-            f"lora_rank={lora_rank!r}, lora_alpha={lora_alpha!r}, lora_dropout={lora_dropout!r}: a rank is at least 1, "
-            "alpha a number above 0, a dropout from 0 to below 1."
-        )
     config = lora_config(model, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, **options)
     from peft import get_peft_model
 
     try:
         adapted: nn.Module = get_peft_model(model, config)
-    except ValueError as error:  # modules that are not there, or that no LoRA can be added to
+    except ValueError as error:  # no such rank, or modules that no LoRA can be added to
         raise PosencError(f"The LoRA cannot be added: {one_line(error)}") from error
     return adapted
 

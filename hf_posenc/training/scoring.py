@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.flags import output_folder, read_whole
 from hf_posenc.evaluation.grid import number
@@ -131,8 +130,6 @@ class Scores:
         lengths: Context lengths in tokens.
         output: Folder of the numbers and records; `None`: they are kept in memory.
         limit: Number of usable documents after which reading stops.
-        max_doc_tokens: Documents are first truncated to this many tokens.
-        bos: `"auto"`, `"always"` or `"never"`.
         device: Device to move an unsharded model to; by default it is measured on its own.
         autocast: The precision that the training computes in beside the weights' own (`precision_of`), so that every
             row is computed alike.
@@ -160,8 +157,6 @@ class Scores:
         lengths: Iterable[int | str] | int | str,
         output: Path | str | None = None,
         limit: int | None = None,
-        max_doc_tokens: int | None = None,
-        bos: str | None = None,
         device: torch.device | None = None,
         autocast: torch.dtype | None = None,
         **settings: Any,
@@ -169,23 +164,18 @@ class Scores:
         self.output = output_folder(output, silent)
         check_tokenizer(tokenizer)
         given = [lengths] if isinstance(lengths, int | str) else lengths
-        if not isinstance(given, Iterable):
-            raise PosencError(f"lengths is a list of whole numbers, not {lengths!r}.")
         lengths = [read_length(length, "lengths") for length in given]
-        if limit is not None:
-            limit = read_whole(limit, "limit")
         self._tokenizer, self._device, self._autocast = tokenizer, device, autocast
         options = {"protocols": PROTOCOLS, **settings, "lengths": tuple(sorted(set(lengths)))}
-        self.settings, self._bos = make_settings(options, None, bos=bos)
+        self.settings, self._bos = make_settings(options, None, bos=None)
         self._special = special_tokens(tokenizer, self._bos)
         self.documents, self._skipped = load_documents(
             as_entries(documents),
             tokenizer,
             min_tokens=max(1, self.settings.shortest_document - len(self._special)),
-            max_tokens=max_doc_tokens,
-            limit=limit,
+            limit=None if limit is None else read_whole(limit, "limit"),
         )
-        self._source = {"kind": "training", "limit": limit, "max_doc_tokens": max_doc_tokens}
+        self._source = {"kind": "training", "limit": limit, "max_doc_tokens": None}
         self._decisive = {
             "kind": "scores",
             "tokenizer": identity.tokenizer_hash(tokenizer),

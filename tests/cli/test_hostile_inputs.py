@@ -209,8 +209,6 @@ CALLS: dict[str, dict[str, str]] = {
         "load_patch(model, torn)": "/torn.json: This is not a patch in JSON: Expecting value",
         "recommend(model, 512, dtype='bfloat16')": "such as torch.bfloat16, not 'bfloat16'.",
         "chunk_loss(nn.Linear(1, 1))": "Linear has no transformers config: give a causal language",
-        "check_dependencies(model, None)": "The collator is a PositionCollator, not NoneType.",
-        "mix_blocks([(None, 1.0)])": "A mixture is a list of pairs, blocks of prepare_blocks and",
         "engines.export('/gone', 'vllm')": "There is no model folder /gone. Give a folder that save",
         "engines.export(model_path(), 'vllm', banana=5)": "banana belong to a method, and none is",
         "engines.check_gguf(None, model_path())": "There is no file None. Give a GGUF file of conv",
@@ -268,26 +266,20 @@ CALLS: dict[str, dict[str, str]] = {
         "haystack=' '": "The haystack is empty. Give text, or None",
     },
     "prepare_blocks({})": {
-        "texts[0], tok, length=16": "The documents are a list or a reader, not str.",
+        "texts[0], tok, length=16": "The documents are a list of texts, not one text: write [text].",
         "[5], tok, length=16": "Document 0 is int, not a text.",
         "texts, tok, length=None": f"length: None {NO_LENGTH}",
         "texts, tok, length=16, workers=None": "workers is a whole number of at least 1, not No",
-        "texts, tok, length=16, cache=5, source={}": "cache: 5 is no folder. Give its path.",
     },
     "choose_parameters(model, 'lora', {})": {
         "modules_to_save=['banana']": "modules_to_save names 'banana', and no module is called",
         "banana=5": "peft.LoraConfig does not take these options: ",
     },
     "Scores(tok, texts, {})": {
-        "lengths=None": "lengths is a list of whole numbers, not None.",
         "lengths=[32], output=5": "output: 5 is no folder. Give its path, or",
     },
     "Collator({})": {
         "None": "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
-        "seed='a'": "seed is a whole number, not 'a'.",
-        ")([]": "A batch is a list of examples, of at least one, not [].",
-        ")([5]": "Example 0 of the batch is int: it needs the column input_ids, a list of numb",
-        ")([{'input_ids': [1.5]}]": "has input_ids [1.5]: give one list of token ids",
         ")([{'input_ids': [1, 2], 'labels': [1]}]": "Example 0 of the batch has 1 labels for 2 tok",
     },
 }

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, unpatch_model
-from scripts import attention_coverage, make_architectures, positions_coverage
+from scripts import coverage, make_architectures
 from tests.support import references, zoo
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late, quick
@@ -557,10 +557,10 @@ OF_THE_PAGE = ("llama", "afmoe", "gemma3_text", "gptj", "qwen2_5_vl", "hunyuan_v
 def test_the_page_of_architectures_is_not_stale(model_type: str) -> None:
     if not PAGE_IS_CURRENT:
         pytest.skip("the page was written with another transformers")
-    refusals = attention_coverage.Refusals()
+    refusals: coverage.Refusals = {}
     assert f"| {' | '.join(make_architectures.row(model_type, refusals))} |\n" in PAGE
     page = re.sub(r"(?<=[^\n])\n> ", " ", PAGE)  # the page wraps its quotations
-    for messages in refusals.found.values():
+    for messages in refusals.values():
         for message in messages:
             assert f"`{model_type}`" in page.partition(f"> {message}\n")[0].split("\n\n")[-2]
     groups = (zoo.decoder_types(), zoo.text_tower_types(), zoo.composite_types())
@@ -570,7 +570,7 @@ def test_the_page_of_architectures_is_not_stale(model_type: str) -> None:
 
 def test_what_the_page_says_of_methods_that_compute_attention() -> None:
     """Not only that it is what the script writes: these cells are known."""
-    columns = list(attention_coverage.GROUPS)
+    columns = list(coverage.GROUPS)
 
     def cells(model_type: str) -> tuple[str, ...]:
         (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {model_type} |"))
@@ -597,5 +597,5 @@ def test_what_the_page_says_of_methods_that_compute_attention() -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", *late(["bloom", "mamba"])])
 def test_the_page_of_architectures_has_models_without_rope(model_type: str) -> None:
     name = text_types()[model_type]
-    cells = positions_coverage.row(model_type, name, build_text_model(model_type))
+    cells = coverage.row(model_type, name, build_text_model(model_type))
     assert f"| {' | '.join(cells)} |\n" in PAGE

@@ -18,7 +18,7 @@ from hf_posenc.model.discovery import tables_of
 from hf_posenc.model.sampled import sample_of
 from hf_posenc.seams import hidden, probes
 from hf_posenc.seams.hidden import refuse_hidden
-from scripts.positions_coverage import rotary_encoders
+from scripts.coverage import rotary_encoders
 from tests.patch.test_sampled import llama
 from tests.support import zoo
 from tests.support.families import build_text_model

@@ -188,10 +188,10 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
     arguments = command(checkpoint, tmp_path)
     with monkeypatch.context() as patch:
 
-        def killed(path: Path, **options: Any) -> None:
+        def killed(path: Path) -> None:
             if path.name == "checkpoint-4":
                 raise KilledError
-            mark_complete(path, **options)
+            mark_complete(path)
 
         patch.setattr("hf_posenc.training.checkpoints.mark_complete", killed)
         with pytest.raises(KilledError):

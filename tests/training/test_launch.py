@@ -217,7 +217,7 @@ def test_one_process_in_the_place_of_two_is_refused(
     script = ["scripts/finetune.py", *command(folder, tmp_path / "run", "full", 1)]
     (done,) = launched(options.format(multi_cpu=tmp_path / "multi.yaml"), script)
     assert done.returncode != 0
-    assert "error: 2 processes were requested, and accelerate started one" in done.stderr
+    assert "error: 2 processes were requested, and accelerate connected 1" in done.stderr
 
 
 @pytest.mark.slow

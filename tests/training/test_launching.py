@@ -44,12 +44,12 @@ def test_processes_that_do_not_know_of_each_other(
     given: TrainingArguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PosencError, match="2 processes were started without a process group"):
+    with pytest.raises(PosencError, match="2 processes were requested, and accelerate connected 1"):
         check_launch(given)
     monkeypatch.delenv("WORLD_SIZE")
     check_launch(given)
     monkeypatch.setattr(launching, "launched_processes", lambda: 2)
-    with pytest.raises(PosencError, match="2 processes were requested, and accelerate started one"):
+    with pytest.raises(PosencError, match="2 processes were requested, and accelerate connected 1"):
         check_launch(given)
 
 

@@ -94,10 +94,10 @@ def test_packing_and_moving_frequencies_in_parts_of_a_text(
     given, model = arguments(tmp_path), patched("yarn", scale=4)
     for positions in ("contiguous", "pose", "random", "cream"):
         check_run(model, positions=positions, arguments=given)
-    refused(model, given, "drops every mask, and packed documents", "packed")
+    refused(model, given, "packed documents would attend", "packed")
     moving = patched(DynamicNTK(scale=2, update="sequence"))
-    refused(moving, given, "dynamic_ntk scales with the positions in that part")
-    refused(native_dynamic(), given, "model's own dynamic RoPE scales with")
+    refused(moving, given, "dynamic_ntk, which scales with the positions")
+    refused(native_dynamic(), given, "model's own dynamic RoPE, which scales with")
 
 
 def test_a_parallelism_config_of_the_arguments_counts_too(tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ def test_losses_are_those_of_the_log_and_the_mean_of_a_straight_line_is_the_line
 
 
 def test_the_right_half_is_the_table(table: PerplexityResult) -> None:
-    lines = score_points(table, "prefix")
+    lines = score_points(table)
     assert list(lines) == [*LENGTHS, 96]
     for length, points in lines.items():
         assert [step for step, _ in points] == [0, 10, 20]
         for (_, value), row in zip(points, table.candidates[1:], strict=True):
-            cell = table.cell(row.label, "prefix", length)
+            cell = table.cell(row.label, "tail", length)
             assert cell is not None
             assert value == cell.perplexity
 
@@ -68,7 +68,7 @@ def test_what_is_drawn(table: PerplexityResult) -> None:
     assert left.get_xlabel() == "step (100 tokens each)"
     assert [line.get_label() for line in left.get_lines()] == ["logged", "mean of 5", "evaluation"]
     drawn = {str(line.get_label()): line.get_xydata().tolist() for line in right.get_lines()}  # type: ignore[union-attr]
-    for length, points in score_points(table, "tail").items():
+    for length, points in score_points(table).items():
         assert drawn.pop(f"{length:,} tokens") == [list(point) for point in points]
     own = table.cell("none", "tail", 64)
     assert own is not None

@@ -13,7 +13,7 @@ import platform
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from glob import glob
@@ -258,18 +258,10 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     """
     from datasets import interleave_datasets
 
-    pairs = list(parts) if isinstance(parts, Iterable) else [parts]
-    for pair in pairs:
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], Blocks):
-            raise PosencError(
-                f"A mixture is a list of pairs, blocks of prepare_blocks and their weight; {type(pair).__name__} is "
-                "none."
-            )
-    sources, weights = [blocks for blocks, _ in pairs], [weight for _, weight in pairs]
+    sources, weights = [blocks for blocks, _ in parts], [weight for _, weight in parts]
     good = (isinstance(w, int | float) and w > 0 and math.isfinite(w) for w in weights)
     if not weights or not all(good):
         raise PosencError(f"A mixture needs positive weights; these are {weights}.")
-    seed = read_whole(seed, "seed", 0)
     kinds = {(each.streamed, each.counts.length, *each.rows.column_names) for each in sources}
     if len(kinds) > 1:
         raise PosencError("A mixture needs blocks of one length and kind, all streamed or none.")
@@ -319,7 +311,6 @@ def prepare_blocks(
     limit: int | None = None,
     cache: Path | str | None = None,
     source: Mapping[str, Any] | None = None,
-    seen: Callable[[str], None] = lambda name: None,
     workers: int = 1,
     stream: bool = False,
 ) -> Blocks:
@@ -340,7 +331,6 @@ def prepare_blocks(
         cache: A folder; created if missing.
         source: Description of the entries, from `source_of` of the command line; part of the cache's key. The sizes
             and modification times of the files in it count too.
-        seen: Called with each document's name, for progress.
         workers: Processes that tokenize; the blocks do not depend on their number. A stream takes none.
         stream: Make the blocks while they are read. Needs a source, and documents that can be read again.
 
@@ -362,8 +352,6 @@ def prepare_blocks(
     length, workers = read_length(length, "length"), read_whole(workers, "workers")
     if limit is not None:
         limit = read_whole(limit, "limit")
-    if not isinstance(entries, Iterable) or isinstance(entries, str):
-        raise PosencError(f"The documents are a list or a reader, not {type(entries).__name__}.")
     check_tokenizer(tokenizer)
     prefix = special_prefix(tokenizer, "auto")
     if length < len(prefix) + 2:
@@ -372,7 +360,7 @@ def prepare_blocks(
         )
     if stream and workers > 1:
         raise PosencError(
-            f"{workers} processes for tokenization: a stream is tokenized where it is read. Leave them out, and give "
+            f"{workers} processes for tokenization: a stream is tokenized where it is read. Give "
             "--dataloader_num_workers 1 to do that in a process beside the training."
         )
     suffix = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
@@ -380,14 +368,11 @@ def prepare_blocks(
 
     def writer() -> Writer:
         cutter = Cutter(length, packed, prefix, suffix)
-        return Writer(entries, tokenizer, cutter, limit, seen, workers)
+        return Writer(entries, tokenizer, cutter, limit, workers)
 
     if not stream and cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
-        with (
-            disk_errors(f"{_UNWRITTEN} {place}"),
-            tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder,
-        ):
+        with disk_errors(f"{_UNWRITTEN} {place}"), tempfile.TemporaryDirectory() as folder:
             writer().write(Path(folder))
             return Blocks.read(Path(folder), in_memory=True)
     if not isinstance(source, Mapping):
@@ -406,8 +391,7 @@ def prepare_blocks(
     }
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
     if not stream:
-        if not isinstance(cache, str | Path) or not str(cache).strip():
-            raise PosencError(f"cache: {cache!r} is no folder. Give its path.")
+        assert cache is not None
         return _read_cached(Path(cache), key[:32], writer())
     if iter(entries) is entries:
         raise PosencError(
@@ -465,13 +449,12 @@ class Writer:
     tokenizer: Any
     cutter: Cutter
     limit: int | None
-    seen: Callable[[str], None]
     workers: int = 1
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("datasets") is None:
             raise PosencError("Training needs datasets: pip install 'hf-posenc[train]'.")
-        self._counts, self._longest = Counts(self.cutter.length), 0
+        self._counts = Counts(self.cutter.length)
 
     def write(self, folder: Path) -> None:
         """Write all blocks and flush them to disk; the counts complete the folder."""
@@ -514,16 +497,13 @@ class Writer:
 
     def _documents(self) -> Iterator[Tokens]:
         if self.workers == 1:
-            for entry in as_entries(self.entries):
-                self.seen(entry.name)
-                yield _tokenize(entry, self.tokenizer)
+            yield from (_tokenize(entry, self.tokenizer) for entry in as_entries(self.entries))
             return
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         pending: deque[Future[Tokens]] = deque()
         with ProcessPoolExecutor(self.workers, context, _keep, (self.tokenizer,)) as pool:
             try:
                 for entry in as_entries(self.entries):
-                    self.seen(entry.name)
                     pending.append(pool.submit(_tokenize, entry))
                     if len(pending) >= 4 * self.workers:
                         yield pending.popleft().result()
@@ -543,7 +523,6 @@ class Writer:
                 raise PosencError(
                     f"{document.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
                 ) from error
-        self._longest = max(self._longest, len(document))
         if len(document) < (least := self.cutter.least):
             reason = f"too short: {len(document):,} tokens, {least:,} are needed"
             return Skipped(document.name, reason)
@@ -556,20 +535,14 @@ class Writer:
             return
         if not counts.skipped and not counts.documents:
             raise PosencError("There is no document to read.")
-        if not counts.skipped:
-            raise PosencError(
-                f"All documents together have {self.cutter.tokens:,} tokens, fewer than a block of {length:,}: give "
-                "more text, or a shorter --block_length."
-            )
-        first = f"{counts.reasons[0].name}: {counts.reasons[0].reason}"
-        others = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
-        advice = ""
-        if self._longest:
-            advice = (
-                f" The longest document has {self._longest:,} tokens, a block has {length:,}: give a shorter "
-                "--block_length, or --positions packed, which puts short documents side by side."
-            )
-        raise PosencError(f"No document can be used for training ({first}{others}).{advice}")
+        why = f"together they have {self.cutter.tokens:,} tokens"
+        if counts.skipped:
+            more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
+            why = f"{counts.reasons[0].name}: {counts.reasons[0].reason}{more}"
+        raise PosencError(
+            f"No document can be used for training ({why}). A block has {length:,} tokens: give more or longer texts, "
+            "a shorter --block_length, or --positions packed, which puts short documents side by side."
+        )
 
 
 def _features(packed: bool) -> Features:

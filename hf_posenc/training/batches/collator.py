@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.lengths import read_length
 
 Numbers = NDArray[np.int64]
@@ -180,11 +178,7 @@ class PositionCollator(TrainerCallback):
                 "give a longer one."
             )
         self.positions, self.target_length, self.curriculum = positions, target, tuple(stages)
-        try:
-            self.seed = operator.index(seed)
-        except TypeError:
-            raise PosencError(f"seed is a whole number, not {seed!r}.") from None
-        self.pad_token_id = read_whole(pad_token_id, "pad_token_id", 0)
+        self.seed, self.pad_token_id = seed, pad_token_id
         self.flatten = flatten and positions == "packed"
         # Shared memory: persistent workers would otherwise keep a copy.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -198,7 +192,7 @@ class PositionCollator(TrainerCallback):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, in every worker too."""
-        self._epoch.fill_(read_whole(epoch, "The epoch", 0))
+        self._epoch.fill_(epoch)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.set_epoch(int(state.epoch or 0))  # a resumed run begins within an epoch
@@ -257,23 +251,16 @@ class PositionCollator(TrainerCallback):
             differ. A document's first token has the label -100: no token of that document precedes it.
 
         Raises:
-            PosencError: Examples without token ids, with labels of another number, packed without document lengths,
-                or of more tokens than the long context, or the first length of the curriculum, has.
+            PosencError: Examples with labels of another number, packed without document lengths, or of more tokens than
+                the long context, or the first length of the curriculum, has.
         """
-        if not isinstance(examples, Sequence) or isinstance(examples, str) or not examples:
-            raise PosencError(
-                f"A batch is a list of examples, of at least one, not {examples!r:.60}."
-            )
         rows, labels, documents = list[Numbers](), list[Numbers](), list[Numbers]()
         for index, example in enumerate(examples):
-            which = f"Example {index} of the batch"
-            row = _numbers(example, "input_ids", which)
-            given = example.get("labels")
-            own = given is None or (hasattr(given, "__len__") and not len(given))
-            label = row.copy() if own else _numbers(example, "labels", which)
+            row, given = _numbers(example["input_ids"]), example.get("labels")
+            label = row.copy() if given is None or not len(given) else _numbers(given)
             if len(label) != len(row):
                 raise PosencError(
-                    f"{which} has {len(label):,} labels for {len(row):,} tokens: give one each, "
+                    f"Example {index} of the batch has {len(label):,} labels for {len(row):,} tokens: give one each, "
                     "-100 where there is no loss."
                 )
             lengths = self._documents(example, len(row))
@@ -309,7 +296,7 @@ class PositionCollator(TrainerCallback):
                 "positions='packed' needs the column document_lengths, which holds the length of each document. The "
                 "Trainer drops it unless TrainingArguments has remove_unused_columns=False."
             )
-        lengths = _numbers(example, "document_lengths")
+        lengths = _numbers(example["document_lengths"])
         if int(lengths.sum()) != length or (lengths < 1).any():
             raise PosencError(
                 f"document_lengths {lengths.tolist()} sum to {int(lengths.sum()):,}; the example has {length:,} "
@@ -328,24 +315,9 @@ class PositionCollator(TrainerCallback):
         return DRAWS[self.positions](len(ids), target, generator(self.seed, self.epoch, ids))
 
 
-def _numbers(example: Any, column: str, which: str = "An example") -> Numbers:
-    """Return a column of an example, whole numbers in one row, as an array of its own."""
-    if not isinstance(example, Mapping) or column not in example:
-        held = type(example).__name__
-        if isinstance(example, Mapping):
-            held = f"the columns {', '.join(map(str, example)) or '(none)'}"
-        raise PosencError(f"{which} is {held}: it needs the column {column}, a list of numbers.")
-    try:
-        values = np.array(example[column])
-    except (ValueError, TypeError):  # rows of different lengths
-        values = np.array(None)
-    numbers = values.dtype.kind in "iu" and values.ndim == 1 and len(values)
-    if not numbers or (column == "input_ids" and values.min() < 0):
-        kind = "token ids" if column == "input_ids" else "whole numbers"
-        raise PosencError(
-            f"{which} has {column} {example[column]!r:.60}: give one list of {kind}, not empty."
-        )
-    return values.astype(np.int64)
+def _numbers(values: Any) -> Numbers:
+    """Return whole numbers in one row as an array of its own."""
+    return np.array(values, dtype=np.int64)
 
 
 def _stack(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:

@@ -49,8 +49,6 @@ def check_dependencies(
         >>> from hf_posenc.training import PositionCollator, check_dependencies
         >>> check_dependencies(model, PositionCollator("pose", target_length=8192))
     """
-    if not hasattr(collator, "positions"):
-        raise PosencError(f"The collator is a PositionCollator, not {type(collator).__name__}.")
     if largest is not None:
         check_vocabulary(model, largest)
     name, positions = _describe(model), collator.positions

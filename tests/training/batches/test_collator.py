@@ -118,10 +118,6 @@ def test_the_input_is_left_alone() -> None:
     assert row["input_ids"].tolist() == before["input_ids"].tolist()
 
 
-def test_a_length_may_be_given_in_thousands() -> None:
-    assert PositionCollator("pose", target_length="32k").target_length == 32768
-
-
 def packed(*lengths: int) -> dict[str, Any]:
     return {**example(6), "document_lengths": lengths}
 
@@ -296,12 +292,6 @@ def test_steps_share_the_lengths_of_a_curriculum_equally(steps: int, expected: l
     assert collator("random").at_step(plain, 0, steps) == plain
     for others in ({}, plain, collator("random", curriculum=[32, 64])(rows)):
         assert made.at_step(others, 0, steps) == others  # not of this collator
-
-
-def test_a_model_that_nobody_chose_the_length_for_refuses_the_batch() -> None:
-    model, made = zoo.build("llama"), PositionCollator("random", curriculum=[16, 64])
-    with pytest.raises(RuntimeError):
-        model(**made(small(2)))
 
 
 def test_positions_are_chosen_by_the_callback_and_its_copies_have_no_model() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_posenc.evaluation.documents import Document
 from hf_posenc.training.batches.blocks import prepare_blocks
 from hf_posenc.training.batches.collator import PositionCollator
 from tests.support.killing import in_two_processes
+from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 from tests.support.zoo_registry import quiet
 
@@ -26,9 +28,6 @@ datasets = pytest.importorskip("datasets")
 EXAMPLES, LENGTH, TARGET = 12, 8, 64
 EPOCHS, BATCH = 2, 2
 STEPS = EXAMPLES // BATCH
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (STEPS + 2, 2))]
-"""Steps of resumed runs, and workers."""
-
 Batch = list[tuple[list[int], list[int]]]
 """Tokens and positions of its rows."""
 
@@ -83,14 +82,19 @@ def trained(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Batch]]:
-    """A run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, trained(folder)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Path, list[Batch]]]:
+    """Runs that nothing happened to, without and with a curriculum."""
+
+    @cache
+    def made(curriculum: bool) -> tuple[Path, list[Batch]]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, trained(folder, curriculum=curriculum)
+
+    return made
 
 
-def test_epochs_give_an_example_other_positions(whole: tuple[Path, list[Batch]]) -> None:
-    seen = whole[1]
+def test_epochs_give_an_example_other_positions(whole: Any) -> None:
+    seen = whole(False)[1]
     assert len(seen) == EPOCHS * STEPS
     epochs = [
         {tuple(ids): positions for batch in part for ids, positions in batch}
@@ -101,13 +105,16 @@ def test_epochs_give_an_example_other_positions(whole: tuple[Path, list[Batch]])
     assert all(epochs[0][ids] != epochs[1][ids] for ids in epochs[0])
 
 
-@pytest.mark.parametrize(("step", "workers"), [(STEPS, 2), *SLOW])
+@pytest.mark.parametrize(
+    ("curriculum", "step", "workers"),
+    [(False, STEPS, 2), (True, 4, 2), *late([False, True], [2], [0]), *late([False, True], [STEPS + 2], [2])],
+)  # fmt: skip
 def test_a_resumed_run_sees_what_it_would_have_seen(
-    whole: tuple[Path, list[Batch]], tmp_path: Path, step: int, workers: int
+    whole: Any, tmp_path: Path, curriculum: bool, step: int, workers: int
 ) -> None:
-    """Between epochs, within the first, within the second."""
-    folder, seen = whole
-    options: Any = {"dataloader_num_workers": workers}
+    """Between epochs, within the first, within the second; also with workers that prepare batches early."""
+    folder, seen = whole(curriculum)
+    options: Any = {"dataloader_num_workers": workers, "curriculum": curriculum}
     options["dataloader_persistent_workers"] = bool(workers)
     assert trained(tmp_path, folder / f"checkpoint-{step}", **options) == seen[step:]
 
@@ -122,22 +129,14 @@ def test_a_resumed_stream_sees_what_it_would_have_seen(tmp_path: Path) -> None:
         assert again == seen[step:]
 
 
-def test_workers_and_accumulation_change_nothing(
-    whole: tuple[Path, list[Batch]], tmp_path: Path
-) -> None:
+def test_workers_and_accumulation_change_nothing(whole: Any, tmp_path: Path) -> None:
     workers: Any = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-    assert trained(tmp_path, gradient_accumulation_steps=2, **workers) == whole[1]
+    assert trained(tmp_path, gradient_accumulation_steps=2, **workers) == whole(False)[1]
 
 
-@pytest.fixture(scope="module")
-def whole_curriculum(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Batch]]:
-    folder = tmp_path_factory.mktemp("curriculum")
-    return folder, trained(folder, curriculum=True)
-
-
-def test_the_range_grows_over_the_run(whole_curriculum: tuple[Path, list[Batch]]) -> None:
+def test_the_range_grows_over_the_run(whole: Any) -> None:
     """Each step has the draws of a collator that knows its length alone: 4 steps of 12 each, across two epochs."""
-    seen = whole_curriculum[1]
+    seen = whole(True)[1]
     assert len(seen) == EPOCHS * STEPS
     for step, (batch, length) in enumerate(zip(seen, [8] * 4 + [16] * 4 + [64] * 4, strict=True)):
         alone = PositionCollator("random", target_length=length, seed=3)
@@ -146,16 +145,6 @@ def test_the_range_grows_over_the_run(whole_curriculum: tuple[Path, list[Batch]]
         assert [positions for _, positions in batch] == expected
     assert seen[3][0][1] == list(range(LENGTH))  # as many positions as tokens
     assert max(p for step in seen[8:] for _, positions in step for p in positions) > 16
-
-
-@pytest.mark.parametrize(("step", "workers"), [(4, 2), *SLOW])
-def test_a_resumed_curriculum_goes_on_at_its_step(
-    whole_curriculum: tuple[Path, list[Batch]], tmp_path: Path, step: int, workers: int
-) -> None:
-    """Also with workers that prepare batches of the next length early."""
-    folder, seen = whole_curriculum
-    options: Any = {"dataloader_num_workers": workers, "curriculum": True}
-    assert trained(tmp_path, folder / f"checkpoint-{step}", **options) == seen[step:]
 
 
 def test_a_curriculum_counts_steps_not_batches(tmp_path: Path) -> None:
@@ -200,12 +189,9 @@ def _in_one_of_two(folder: Path, curriculum: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["whole", "whole_curriculum"])
-def test_two_trainers_see_what_one_sees(
-    run: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    whole: tuple[Path, list[Batch]] = request.getfixturevalue(run)
-    in_two_processes(partial(_in_one_of_two, curriculum=run != "whole"), tmp_path)
+@pytest.mark.parametrize("curriculum", [False, True])
+def test_two_trainers_see_what_one_sees(whole: Any, curriculum: bool, tmp_path: Path) -> None:
+    in_two_processes(partial(_in_one_of_two, curriculum=curriculum), tmp_path)
     shards = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     together = [[tuple(row) for part in step for row in part] for step in zip(*shards, strict=True)]
-    assert together == whole[1]
+    assert together == whole(curriculum)[1]

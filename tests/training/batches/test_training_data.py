@@ -205,7 +205,7 @@ def saved(folder: Path) -> Iterable[Entry]:
     [
         (nameless, r"rows.jsonl:1: no column 'text'; its columns are content. Pass --column\)"),
         (saved, "no column 'text'; its columns are content"),
-        (lambda _: documents(4, 9), "doc0: too short: 4 tokens, 10 are needed; and 1 more.* a block has 10:"),
+        (lambda _: documents(4, 9), "doc0: too short: 4 tokens, 10 are needed; and 1 more.* A block has 10 tokens"),
         (foreign, "rows.jsonl:2: token 50,000 is outside the vocabulary of 257.*--tokenizer"),
         (lambda _: [Document("void", " \n")], r"No document can be used for training \(void: empty\)"),
         (lambda _: [], "There is no document to read"),
@@ -225,7 +225,7 @@ def test_bad_input_says_one_line(
     [
         ({"length": 10, "positions": "pack"}, "Unknown kind of positions 'pack'.*packed"),
         ({"length": 2}, "A block of 2 tokens has none to predict"),
-        ({"length": 200, "positions": "packed"}, "together have 60 tokens, fewer than a block of"),
+        ({"length": 200, "positions": "packed"}, "together they have 60 tokens.*A block has 200"),
         ({"length": 10, "cache": Path("somewhere")}, "A cache or a stream needs source"),
     ],
 )

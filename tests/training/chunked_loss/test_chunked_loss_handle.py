@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.training.chunked_loss.loss import chunk_loss, default_chunk
-from scripts.benchmark_training import CHUNKS, LENGTHS, RESULT, VOCABULARY, WHOLE, _llama, title
+from scripts.benchmark_memory import CHUNKS, SUBJECTS, VOCABULARY, WHOLE, title
 from tests.support import zoo
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
 
@@ -135,12 +135,13 @@ def test_the_default_chunk() -> None:
 
 
 def test_the_committed_measurement_is_of_this_default() -> None:
-    results = json.loads(RESULT.read_text(encoding="utf-8"))["results"]
+    measured = SUBJECTS["training"]
+    results = json.loads(measured.result.read_text(encoding="utf-8"))["results"]
     for situation, cases in results.items():
         vocabulary = int(situation.split()[-1])
         with torch.device("meta"):
-            assert cases[CHUNKS]["chunk"] == default_chunk(_llama(vocabulary)), situation
-    longest = results[title(max(LENGTHS), VOCABULARY)]
+            assert cases[CHUNKS]["chunk"] == default_chunk(measured.model(vocabulary)), situation
+    longest = results[title(max(measured.lengths), VOCABULARY)]
     assert longest[CHUNKS]["peak_mib"] < longest[WHOLE]["peak_mib"] / 10
     assert longest[CHUNKS]["seconds"] < 1.25 * longest[WHOLE]["seconds"]
 
