@@ -76,6 +76,7 @@ def finetune(parsed: options.Arguments) -> None:
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token fails before the training
 
+    documents.check_used(data)
     scores, held_out = None, list[str]()
     if data.score:
         with documents.held_out_text(data) as texts:
@@ -91,6 +92,7 @@ def finetune(parsed: options.Arguments) -> None:
             )
         if documents.holds_out(data):
             held_out = [document.name for document in scores.documents]
+    callbacks.check_best(arguments, scores)
     blocks, source = documents.training_blocks(
         data,
         tokenizer,

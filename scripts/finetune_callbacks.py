@@ -10,6 +10,8 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
+from hf_posenc.training.callbacks import metric_name
+from hf_posenc.training.scoring import Scores
 
 _LINES = 30  # approximate number of progress lines of a run
 
@@ -77,3 +79,25 @@ class RunTime(TrainerCallback):
         entry["train_loss"] = total / last if last else None
         entry["train_steps_per_second"] = state.global_step / seconds
         entry["train_samples_per_second"] = state.global_step * batch / seconds
+
+
+def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
+    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation."""
+    metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
+    if metric is None or arguments.eval_strategy == "no":
+        return
+    if scores is None:
+        raise PosencError(
+            "Without scores there is no metric for the best model: leave --no_score out, or "
+            "--load_best_model_at_end, --metric_for_best_model and reduce_lr_on_plateau."
+        )
+    names = [
+        metric_name(protocol, length)
+        for protocol in reversed(scores.settings.protocols)
+        for length in sorted(scores.settings.lengths, reverse=True)
+    ]
+    if f"eval_{metric.removeprefix('eval_')}" not in names:
+        raise PosencError(
+            f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give "
+            f"--metric_for_best_model {names[0]} --greater_is_better false."
+        )

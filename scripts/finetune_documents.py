@@ -19,7 +19,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
     UnreadableError,
 )
-from hf_posenc.evaluation.documents.source import Source, source_of
+from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.training.batches.blocks import (
     STANDARD_LIBRARY,
@@ -74,6 +74,28 @@ def training_blocks(
     return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
 
 
+def check_used(data: DataArguments) -> None:
+    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
+
+    `split` is of those to train on alone.
+    """
+    sources = [(data.text, data.dataset, data.split)]
+    if data.score_text or data.score_dataset is not None:
+        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
+    errors = []
+    for source in sources:
+        given = _documents(data, *source)
+        for name in ("split", "streaming"):  # whose defaults are others there
+            if getattr(given, name) == getattr(DataArguments, name):
+                given = replace(given, **{name: getattr(DocumentOptions, name)})
+        try:
+            refuse_ignored(given)
+        except PosencError as error:
+            errors.append(error)
+    if len(errors) == len(sources):
+        raise errors[0]
+
+
 def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
     """Return the options of each source and its weight; of a run without a mixture its own, with weight 1."""
     if data.mixture is None:
@@ -84,17 +106,22 @@ def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise PosencError(f"The mixture {data.mixture} is no list of sources with a weight each.")
     parts = list[tuple[DataArguments, float]]()
-    for value in values:
-        options = {name: value[name] for name in value if name != "weight"}
-        unknown = set(options) - set(_SOURCE_OPTIONS)
-        if unknown or not (options.get("text") or options.get("dataset")):
-            raise PosencError(
-                f"The mixture {data.mixture}: each source has a weight, text or dataset, and may have "
-                f"{', '.join(_SOURCE_OPTIONS[2:])}; one has {', '.join(map(str, value)) or 'nothing'}."
-            )
-        if isinstance(options.get("text"), str):
-            options["text"] = [options["text"]]
-        parts.append((replace(data, **options), value.get("weight")))
+    for number, value in enumerate(values, 1):
+        place = f"The mixture {data.mixture}, source {number}"
+        if unknown := sorted(set(value) - {"weight", *_SOURCE_OPTIONS}):
+            names = ", ".join(("weight", *_SOURCE_OPTIONS))
+            raise PosencError(f"{place} sets {unknown[0]}; possible are {names}.")
+        value = {**value}
+        weight: Any = value.pop("weight", None)
+        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
+            raise PosencError(f"{place} has the weight {weight}: give a positive number.")
+        if not value.get("text") and value.get("dataset") is None:
+            raise PosencError(f"{place} names no documents: give text or dataset.")
+        if isinstance(value.get("text"), str):
+            value["text"] = [value["text"]]
+        parts.append((replace(data, **value), float(weight)))
+    if not parts:
+        raise PosencError(f"The mixture {data.mixture} is empty.")
     return parts
 
 
@@ -126,7 +153,13 @@ def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
 
 
 def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
-    options = DocumentOptions(
+    return source_of(_documents(data, text, dataset, split))
+
+
+def _documents(
+    data: DataArguments, text: Sequence[str], dataset: str | None, split: str
+) -> DocumentOptions:
+    return DocumentOptions(
         text=text,
         dataset=dataset,
         config=data.dataset_config,
@@ -135,7 +168,6 @@ def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split
         streaming=data.streaming,
         tokenized=data.tokenized,
     )
-    return source_of(options)
 
 
 # Which documents are held out.

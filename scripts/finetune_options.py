@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
 import multiprocessing
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
-from transformers import HfArgumentParser, SchedulerType, TrainingArguments
+from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments
+from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.lengths import read_length
@@ -21,6 +25,7 @@ from hf_posenc.training.batches.blocks import (
     Blocks,
     Counts,
 )
+from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
@@ -177,6 +182,12 @@ class FinetuneArguments(TrainingArguments):
             raise PosencError(
                 "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
             )
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError without its package
+        except ValueError as error:
+            if "model" not in str(error):  # some are built from the model, which is not loaded yet
+                raise
+        _check_trackers(self.report_to)
 
 
 def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments) -> None:
@@ -193,6 +204,38 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
         )
     if arguments.output_dir == "":
         raise PosencError("--output_dir is empty: give a folder.")
+
+
+def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
+    """Refuse a checkpoint of other parameters: the Trainer would refuse it after everything is read and scored."""
+    checkpoint = Path(arguments.resume_from_checkpoint or "true")
+    if not (checkpoint / "trainer_state.json").is_file():
+        return  # the last one of the folder, or none, which `TrainingFolder` refuses
+    file, adapter = checkpoint / "adapter_config.json", None
+    if file.is_file():
+        adapter = json.loads(file.read_text(encoding="utf-8")).get("r")
+    requested = choice.lora_rank if choice.train == "lora" else None
+    if adapter != requested:
+        held = "the whole weights" if adapter is None else f"a LoRA of rank {adapter}"
+        way = "--train full" if adapter is None else f"--train lora --lora_rank {adapter}"
+        raise PosencError(
+            f"--resume_from_checkpoint {checkpoint}: it holds {held}, which --train {choice.train} cannot resume. "
+            f"Give {way}, or leave --resume_from_checkpoint out."
+        )
+
+
+def _check_trackers(report_to: str | Sequence[str] | None) -> None:
+    """Refuse missing trackers now: the Trainer would refuse them after everything is read and scored."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    names = [name for name in names if name not in ("none", "all")]
+    integration_utils.get_reporting_integration_callbacks(names)  # ValueError if unknown
+    installed = integration_utils.get_available_reporting_integrations()
+    # transformers does not list the first, nor the second beside MLflow.
+    unlisted = ("flyte", "azure_ml")
+    if missing := [name for name in names if name not in (*installed, *unlisted)]:
+        raise PosencError(
+            f"--report_to {missing[0]}: its package is not installed; there are {', '.join(installed) or 'none'}."
+        )
 
 
 class _Parser(HfArgumentParser):
@@ -224,6 +267,7 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
     except (ValueError, ImportError) as error:  # unknown or mutually exclusive options
         raise PosencError(f"{one_line(error).rstrip('.')}. {_HELP}") from error
     _check(*parsed)
+    _check_resumption(parsed[0], parsed[2])
     return cast(Arguments, tuple(parsed))
 
 
@@ -288,13 +332,38 @@ def with_curriculum(lengths: Lengths, curriculum: str | None) -> Lengths:
     """Return lengths with those of a curriculum such as "1,2,4,8", factors on the original length."""
     if curriculum is None:
         return lengths
-    try:
-        stages = tuple(round(float(each) * lengths.original) for each in curriculum.split(","))
-    except (ValueError, OverflowError):
+    given = f"--curriculum {curriculum}"
+    original, target, block = lengths.original, lengths.target, lengths.block
+    if not lengths.drawn:
         raise PosencError(
-            f"--curriculum {curriculum}: give rising factors on the original length, {lengths.original:,} tokens, as "
-            "in 1,2,4,8."
-        ) from None
+            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
+        )
+    try:
+        tokens = [float(factor) * original for factor in curriculum.split(",")]
+        stages = tuple(int(each) for each in tokens if each.is_integer())
+    except (ValueError, OverflowError):
+        stages = ()
+    rises = all(before < after for before, after in itertools.pairwise(stages))
+    if len(stages) != len(curriculum.split(",")) or not rises:
+        raise PosencError(
+            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
+        )
+    if stages[0] < block:
+        raise PosencError(
+            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
+            f"factor, or give --block_length {max(stages[0], 2)}."
+        )
+    if stages[-1] > target:
+        raise PosencError(
+            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
+            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
+        )
+    if stages[-1] < target:
+        warnings.warn(
+            f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
+            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
+            stacklevel=2,
+        )
     return replace(lengths, curriculum=stages)
 
 

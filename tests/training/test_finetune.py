@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
     monkeypatch.setattr(PositionCollator, "_of_stage", recorded)
     given = [*RANDOM[:2], "--no_score", "--patch", "nope:layers=[1,3]", "--target_length", "1024"]
     given += ["--per_device_train_batch_size", "4", "--curriculum"]
-    output = run(tmp_path, texts, *given, "0.5,1")
+    with pytest.warns(UserWarning, match="ends at 256 tokens: .*1,024. End with a factor of 4"):
+        output = run(tmp_path, texts, *given, "0.5,1")
     assert len(reached) == 2
     assert 64 <= reached[0] < 128 <= reached[1] < 256
     data = TrainingLog.read(output).data
@@ -198,21 +200,22 @@ def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str
 
 
 MIXTURES = {
-    "[{text: a.txt}]": r"needs positive weights; these are \[None\]",
-    "[{text: a.txt, weight: -1}]": r"these are \[-1\]",
-    "[{weight: 1}]": "has a weight, text or dataset, .*; one has weight",
-    "[{text: a.txt, weight: 1, wait: 2}]": "one has text, weight, wait",
+    "[{text: a.txt}]": "source 1 has the weight None: give a positive number",
+    "[{text: a.txt, weight: -1}]": "has the weight -1",
+    "[{text: a.txt, weight: .nan}]": "has the weight nan",
+    "[{text: a.txt, weight: true}]": "has the weight True",
+    "[{weight: 1}]": "source 1 names no documents",
+    "[{text: a.txt, weight: 1, wait: 2}]": "sets wait; possible are weight, text, dataset",
+    "[]": "is empty",
     "text: a.txt": "no list of sources",
     "[{": "cannot be read",
 }
 
 
 @pytest.mark.parametrize("content", MIXTURES)
-def test_a_mixture_that_is_none_is_one_line(
-    tmp_path: Path, texts: dict[str, Path], content: str
-) -> None:
+def test_a_mixture_that_is_none_is_one_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "mixture.yaml"
-    file.write_text(content.replace("a.txt", str(texts[NAMES[0]])), encoding="utf-8")
+    file.write_text(content, encoding="utf-8")
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--mixture", str(file), "--no_score"]
     with pytest.raises(PosencError, match=MIXTURES[content]) as raised:
         finetune(parse_arguments(RECIPE, given))
@@ -287,6 +290,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no patch": (("--model", str(model_path())), "carries no patch: give --patch"),
     "no length": (("--patch", "none"), "give --target_length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
+    "no such method": (("--patch", "yarm:scale=4"), "yarm"),
     "no such option": (("--max_stepz", "3"), "max_stepz"),
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
@@ -296,11 +300,19 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "transformers has no rerope",
     ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
-    "a curriculum of whole blocks": (("--curriculum", "1,2"), "bounds positions that are drawn"),
+    "a curriculum of whole blocks": (("--curriculum", "1,2"), "positions that are drawn. Give --positions"),
+    "a curriculum that falls": ((*RANDOM, "2,1"), "--curriculum 2,1: give rising factors on the original length, 256"),
     "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
-    "a curriculum beyond the target": ((*RANDOM, "1,8"), "ends at 2,048 tokens, beyond target_length=1,024"),
+    "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
+    "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
+    "a curriculum beyond the target": (
+        (*RANDOM, "1,2,4,8"),
+        "1,2,4,8 reaches 2,048 tokens, beyond the target of 1,024. Give the patch a scale of 8, or end .* 4",
+    ),
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
-    "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
+    "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
+    "no documents": (("--documents", "0"), "documents is a whole number of at least 1, not 0"),
+    "a column that nothing has": (("--column", "body"), "--column body is for rows"),
     "a rank without a LoRA": (("--lora_rank", "4"), "--lora_rank 4 is for --train lora"),
     "no folder": (("--output_dir", ""), "--output_dir is empty"),
     "a stream in a fresh process": (
@@ -310,16 +322,46 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "a worker that is started by spawn cannot read the documents",
     ),
-    "no rank": (("--train", "lora", "--lora_rank", "0"), "The LoRA cannot be added: .*positive integer"),
+    "no rank": (("--train", "lora", "--lora_rank", "0"), "lora_rank=0.*at least 1"),
+    "no probability": (("--train", "lora", "--lora_dropout", "2"), "lora_dropout=2.*below 1"),
+    "a best model by a loss that is not measured": (
+        BEST,
+        "=loss is not measured; there are eval_tail_perplexity_128.*--greater_is_better false",
+    ),
+    "a best model by another length": (
+        (*BEST, "--metric_for_best_model", "tail_perplexity_256"),
+        "=tail_perplexity_256 is not measured",
+    ),
+    "a best model without scores": ((*BEST, "--no_score"), "no metric for the best model"),
+    "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
+    "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
+    "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
     "half precision on a CPU": (("--fp16",), "fp16 on a CPU computes in float32 silently"),
     "examples by length": (("--train_sampling_strategy", "group_by_length"), "have one length"),
+    "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
+    "an optimizer by its full name": (("--optim", "adamw_bnb_8bit"), "install `bitsandbytes`"),
     "a seed below zero": (("--seed", "-1"), r"--seed -1: at least 0 and below 4\.29497e\+09"),
+    "a data seed below zero": (("--data_seed", "-1"), "--data_seed -1: at least 0"),
+    "a beta of 2": (("--adam_beta2", "2"), "--adam_beta2 2: at least 0 and below 1 is needed"),
     "a beta of 1": (("--adam_beta1", "1"), "--adam_beta1 1: at least 0 and below 1"),
+    "an epsilon below zero": (("--adam_epsilon=-1e-8",), "--adam_epsilon -1e-08: at least 0"),
     "clipping at no number": (("--max_grad_norm", "nan"), "--max_grad_norm nan: at least 0 and a finite"),
+    "clipping at infinity": (("--max_grad_norm", "inf"), "--max_grad_norm inf: at least 0"),
+    "clipping below zero": (("--max_grad_norm", "-1"), "--max_grad_norm -1: at least 0"),
+    "a rate that is no number": (("--learning_rate", "nan"), "--learning_rate nan"),
     "an infinite rate": (("--learning_rate", "inf"), "--learning_rate inf"),
-    "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
-    "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
+    "a decay that is no number": (("--weight_decay", "nan"), "--weight_decay nan"),
+    "a warmup below zero": (("--warmup_steps", "-1"), "--warmup_steps -1: at least 0"),
+    "a warmup that is no number": (("--warmup_steps", "nan"), "--warmup_steps nan"),
+    "infinite epochs": (("--num_train_epochs", "inf"), "--num_train_epochs inf"),
     "no epochs": (("--max_steps", "-1", "--num_train_epochs", "0"), "num_train_epochs 0 gives no step"),
+    "saves that are no number": (("--save_steps", "nan"), "--save_steps nan"),
+    "logs below zero": (("--logging_steps", "-1"), "--logging_steps -1: at least 0"),
+    "smoothing above 1": (("--label_smoothing_factor", "1.5"), "--label_smoothing_factor 1.5"),
+    "workers below zero": (("--dataloader_num_workers", "-1"), "--dataloader_num_workers -1"),
+    "no accumulation": (("--gradient_accumulation_steps", "0"), "gradient_accumulation_steps 0: at least 1"),
+    "no such tracker": (("--report_to", "paper"), "paper is not supported"),
+    "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
     "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
     "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
@@ -330,9 +372,24 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: dict[str, Path], case: str) -> None:
     given, message = WRONG[case]
+    if "optimizer" in case and find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
     with pytest.raises(PosencError, match=message) as raised:
         run(tmp_path, texts, *given)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("held", "train"), [(None, "lora"), (16, "full"), (8, "lora")])
+def test_a_checkpoint_of_other_parameters_is_refused(
+    tmp_path: Path, held: int | None, train: str
+) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    if held is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": held}), encoding="utf-8")
+    given = ["--resume_from_checkpoint", str(tmp_path), "--train", train]
+    way = "--train full" if held is None else f"--train lora --lora_rank {held}"
+    with pytest.raises(PosencError, match=f"cannot resume. Give {way}"):
+        parse_arguments(RECIPE, given)
 
 
 def test_what_is_scored_is_held_out_of_the_texts(
@@ -404,7 +461,7 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         _, data, arguments = parsed(f"text: {text}\nreport_to: none\n")
         assert (data.text, arguments.report_to) == (["books"], [])
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
-    wrong["patch:"] = "sets patch, which is given no value"
+    wrong["no_score: true"] = "no_score: write `score: false`"
     for content, message in wrong.items():
         with pytest.raises(PosencError, match=message):
             parsed(content)
