@@ -240,8 +240,8 @@ def live_model(options: CheckpointOptions, *, whole: bool) -> Any:
 def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     """Return what `open_session` returns, of a model without weights, whose cost alone is computed.
 
-    A saved patch is in force, an adapter is added, code of the folder is run: on the meta device. A saved patch that
-    adds parameters is the exception: that model is loaded.
+    A saved patch is in force, an adapter is added, code of the folder is run: on the meta device. A saved patch whose
+    seam is found by reading the weights is the exception: that model is loaded.
     """
     import torch
 
