@@ -21,7 +21,7 @@ from hf_posenc.cli.console import (
     print_note,
     print_warning,
 )
-from hf_posenc.cli.loading import default_device, open_session, open_sizes
+from hf_posenc.cli.loading import open_session, open_sizes
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
 from hf_posenc.files import disk_errors
@@ -88,12 +88,13 @@ class Frame:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from rich.markup import escape
 
+        from hf_posenc.evaluation.device.clock import device_of
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
         source = None if documents is None else source_of(documents)
         loaded, tokenizer, name = (open_sizes if self._dry_run else open_session)(model)
-        self.device = default_device(model.device)
+        self.device = device_of(model.device)
         # A model with a patch is measured as it is.
         if self.methods and not options.methods and get_patch(loaded) is None:
             options = dataclasses.replace(options, methods=self.methods)
