@@ -105,7 +105,7 @@ COMMANDS = {
     "recommend": "inspection",
     "report": "measure",
     "export": "export",
-    "selftest": "checking",
+    "selftest": "measure",
     "fetch": "inspection",
     **dict.fromkeys(("methods", "show"), "methods"),
     **dict.fromkeys(("models", "recipes", "inspect"), "inspection"),

@@ -10,13 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.loading import (
-    ADAPTER,
-    base_of,
-    check_name,
-    lacks_tokenizer,
-    no_tokenizer,
-)
+from hf_posenc.cli.loading import ADAPTER, base_of, check_name, check_tokenizer
 from hf_posenc.diagnosis import check_folder, read_json, unreadable
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import (
@@ -62,9 +56,7 @@ def check_model(options: ModelOptions, *, weights: bool = False) -> None:
         check_name(options.tokenizer, given="tokenizer")
     source = options.tokenizer or options.model
     if source is not None and not options.trust_remote_code:
-        folder = Path(source).expanduser()
-        if lacks_tokenizer(folder) and not (folder / ADAPTER).exists():
-            raise no_tokenizer(source)
+        check_tokenizer(source)
     if not weights or options.model is None or options.trust_remote_code:
         return
     folder = Path(options.model).expanduser()

@@ -136,29 +136,30 @@ def _print_methods(name: str, engine: str) -> None:
 
 
 def _check_words(options: ExportOptions) -> None:
-    """Refuse what excludes each other or would not be used, before anything is written."""
+    """Refuse what excludes each other or is not there, before anything is written."""
     to, output, gguf, packages = options.to, options.output, options.gguf, options.packages
+    wrong = ""
     if output is not None and output.is_file():
-        raise PosencError(f"The export cannot be written to {output}, a file: give a folder.")
-    if options.methods and options.patch is not None:
-        raise PosencError("--methods tries every method: leave --patch out.")
-    if options.verify and not to.startswith("transformers"):
-        raise PosencError(f"--verify loads in transformers; {to} cannot be tried here.")
-    if options.verify and options.dry_run:
-        raise PosencError(
-            "--verify loads what was written, and --dry-run writes nothing: give one."
-        )
-    if gguf is not None and to != "llama.cpp":
-        raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {to}.")
-    if gguf is not None and not gguf.is_file():
-        raise PosencError(f"There is no file {gguf}. Give a GGUF file of convert_hf_to_gguf.")
-    if packages is not None and not options.verify:
-        raise PosencError("Only --verify reads --packages: add --verify, or leave it out.")
-    if packages is not None and not (packages / "transformers").is_dir():
-        raise PosencError(
+        wrong = f"The export cannot be written to {output}, a file: give a folder."
+    elif options.methods and options.patch is not None:
+        wrong = "--methods tries every method: leave --patch out."
+    elif options.verify and not to.startswith("transformers"):
+        wrong = f"--verify loads in transformers; {to} cannot be tried here."
+    elif options.verify and options.dry_run:
+        wrong = "--verify loads what was written, and --dry-run writes nothing: give one."
+    elif gguf is not None and to != "llama.cpp":
+        wrong = f"--gguf goes with --to llama.cpp, not with --to {to}."
+    elif gguf is not None and not gguf.is_file():
+        wrong = f"There is no file {gguf}. Give a GGUF file of convert_hf_to_gguf."
+    elif packages is not None and not options.verify:
+        wrong = "Only --verify reads --packages: add --verify, or leave it out."
+    elif packages is not None and not (packages / "transformers").is_dir():
+        wrong = (
             f"There is no transformers in {packages}, the folder of --packages. Install one there: pip install "
             f"--target {packages} transformers==4.57.1"
         )
+    if wrong:
+        raise PosencError(wrong)
 
 
 def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> None:

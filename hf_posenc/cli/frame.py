@@ -21,7 +21,7 @@ from hf_posenc.cli.console import (
     print_note,
     print_warning,
 )
-from hf_posenc.cli.loading import default_device, open_session, open_sizes
+from hf_posenc.cli.loading import open_session, open_sizes
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
 from hf_posenc.files import disk_errors
@@ -88,13 +88,13 @@ class Frame:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from rich.markup import escape
 
+        from hf_posenc.evaluation.device.clock import device_of
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
         source = None if documents is None else source_of(documents)
-        sizes_suffice = self._dry_run and not _adds_parameters(getattr(options, "methods", None))
-        loaded, tokenizer, name = (open_sizes if sizes_suffice else open_session)(model)
-        self.device = default_device(model.device)
+        loaded, tokenizer, name = (open_sizes if self._dry_run else open_session)(model)
+        self.device = device_of(model.device)
         # A model with a patch is measured as it is.
         if self.methods and not options.methods and get_patch(loaded) is None:
             options = dataclasses.replace(options, methods=self.methods)
@@ -192,15 +192,6 @@ class Frame:
             track(result, name, self.output)
         if not available():
             print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
-
-
-def _adds_parameters(specs: Sequence[str] | None) -> bool:
-    """Return whether a method adds parameters, which are made for loaded weights only."""
-    from hf_posenc.evaluation.measuring.candidates import parse_candidates
-    from hf_posenc.methods import get_method
-
-    parts = (part for candidate in parse_candidates(specs or ()) for part in candidate.parts)
-    return any(get_method(part.method).trainable for part in parts)
 
 
 def _print_dim(line: str) -> None:

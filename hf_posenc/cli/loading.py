@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from hf_posenc.diagnosis import (
     taken_warnings,
     unreadable,
 )
-from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
+from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.options import CheckpointOptions, ModelOptions
 from hf_posenc.gguf_file import find_gguf, loading_gguf, require_gguf
 
@@ -136,7 +135,7 @@ def load_tokenizer(
     quiet_transformers()
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    folder, gguf = Path(name), find_gguf(name)
+    gguf = find_gguf(name)
     if gguf is not None:
         require_gguf()
         options["gguf_file"] = str(gguf.resolve())
@@ -146,11 +145,10 @@ def load_tokenizer(
         # transformers makes an empty tokenizer from a config.json alone.
         tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
-        if lacks_tokenizer(folder):
-            raise no_tokenizer(name) from error
+        check_tokenizer(name)
         cause = reason_of(error)
         try:  # a file that is no JSON explains it better
-            for file in sorted(folder.glob("*token*.json")):
+            for file in sorted(Path(name).glob("*token*.json")):
                 read_json(file, name)
         except PosencError as damaged:
             cause = str(damaged)
@@ -167,15 +165,11 @@ def load_tokenizer(
     return tokenizer
 
 
-def lacks_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has neither the files of a tokenizer nor a GGUF file."""
-    kinds = ("*token*", "*vocab*", "*.model", "*.gguf")
-    return folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind))
-
-
-def no_tokenizer(name: str) -> PosencError:
-    """Return the error for a folder without a tokenizer."""
-    return PosencError(f"{name} has no tokenizer files. {_TOKENIZER}")
+def check_tokenizer(name: str) -> None:
+    """Raise for a folder that has no files of a tokenizer, and is neither a GGUF model nor an adapter."""
+    folder, kinds = Path(name).expanduser(), ("*token*", "*vocab*", "*.model", "*.gguf", ADAPTER)
+    if folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind)):
+        raise PosencError(f"{name} has no tokenizer files. {_TOKENIZER}")
 
 
 def load_model(model: str | Path | None, **options: Any) -> Any:
@@ -186,11 +180,12 @@ def load_model(model: str | Path | None, **options: Any) -> Any:
     """
     import torch
 
+    from hf_posenc.evaluation.device.clock import device_of
     from hf_posenc.saving import from_pretrained
 
     quiet_transformers()
     chosen = ModelOptions(model=None if model is None else str(model), **options)
-    target, mapped = default_device(chosen.device), chosen.device_map is not None
+    target, mapped = device_of(chosen.device), chosen.device_map is not None
     on_cpu = target.type == "cpu" and not mapped
     given = {
         "attn_implementation": chosen.attn,
@@ -240,11 +235,12 @@ def live_model(options: CheckpointOptions, *, whole: bool) -> Any:
 def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     """Return what `open_session` returns, of a model without weights, whose cost alone is computed.
 
-    A saved patch is in force, an adapter is added, code of the folder is run: on the meta device. A saved patch that
-    adds parameters is the exception: that model is loaded.
+    A saved patch is in force, an adapter is added, code of the folder is run: on the meta device. A saved patch whose
+    seam is found by reading the weights is the exception: that model is loaded.
     """
     import torch
 
+    from hf_posenc.evaluation.device.clock import device_of
     from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
     from hf_posenc.model.discovery import rotary_tables
     from hf_posenc.saving import take_patch
@@ -252,7 +248,7 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     config = load_config(name, revision=options.revision, trust_remote_code=trust)
-    device, model = default_device(options.device), None
+    device, model = device_of(options.device), None
     dtype = "float32" if options.dtype == "auto" and device.type == "cpu" else options.dtype
     if not (Path(name) / ADAPTER).exists() and take_patch(copy.deepcopy(config), name) is None:
         if dtype != "auto":
@@ -274,27 +270,6 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
             model.set_submodule(table.name, table.built())
     model = mark_sizes_alone(model.eval(), device)
     return model, _tokenizer_of(options, name), options.model or EMBEDDED
-
-
-def default_device(name: str | None) -> Any:
-    """Return the device of a name, by default the first accelerator, or the CPU."""
-    import torch
-
-    if name is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = one_line(error).partition(". ")[0].partition("device type at start")[0]
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise PosencError(
-            f"The device {name!r} cannot be used ({reason:.120}). PyTorch {torch.__version__} sees cpu and {count} "
-            "CUDA devices: give cpu, cuda or cuda:1."
-        ) from error
-    return device
 
 
 EMBEDDED = "hf_posenc's embedded model"

@@ -1,4 +1,4 @@
-"""`hf-posenc perplexity`, `retrieval`, `bench`, `sweep`, `search`, `extend`: a function each; `report`, their page."""
+"""The commands that measure, a function each, from `hf-posenc perplexity` to `selftest`; `report`, their page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli import early
-from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
+from hf_posenc.cli.console import (
+    in_words,
+    print_error,
+    print_items,
+    print_json,
+    print_note,
+    print_warning,
+)
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
-from hf_posenc.cli.loading import check_name, load_config, open_session
+from hf_posenc.cli.loading import load_config, open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.options import (
@@ -30,11 +37,13 @@ from hf_posenc.evaluation.options import (
     RetrievalOptions,
     RunOptions,
     SearchSettings,
+    SelftestOptions,
     SweepOptions,
     TailOptions,
 )
 
 if TYPE_CHECKING:
+    from hf_posenc.evaluation.device.result import GpuResult
     from hf_posenc.evaluation.device.run import GpuRun
     from hf_posenc.evaluation.tuning import TailJob
 
@@ -186,19 +195,16 @@ def _bench_gpu(
     options: BenchOptions,
 ) -> None:
     early.check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
-    if model.model is not None:
-        early.check_checkpoint(model.model, model.revision)
+    folder = model.model and early.check_checkpoint(model.model, model.revision)
     early.check_methods(options.methods)
     refuse_others(documents, ())
     refuse_others(model, ("model", "revision", "device", "dtype"))
     frame = Frame(context, output)
     from hf_posenc.evaluation.device.run import GpuRun
 
-    config, name = None, model.model
-    if name is not None:
-        config = load_config(check_name(name, model.revision), revision=model.revision)
-    given: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
-    run = GpuRun(options, config, **given, name=name, command=frame.command)
+    config = load_config(folder, revision=model.revision) if folder else None
+    about: dict[str, Any] = {"name": model.model, "command": frame.command}
+    run = GpuRun(options, config, device=model.device, dtype=model.dtype, **about)
     result = frame.measure(run, lambda: _print_preview(run))
     if result is not None:
         frame.present(result, result.model)
@@ -385,6 +391,44 @@ def _train(command: str, output: Path, texts: Sequence[str]) -> None:
     done = subprocess.run([sys.executable, str(script), *words[3:]], check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)
+
+
+def selftest(
+    options: SelftestOptions,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Write all findings there as JSON.")
+    ] = None,
+) -> None:
+    """Check every attention backend on a device against float64, and time every method beside plain attention.
+
+    The last lines say which methods are fast in a prefill, in a step and in training, which are right but slow, and
+    which backends failed their check. The exit status is 1 if one did.
+    `--json FILE` is what a bug report needs.
+    """
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")
+    early.check_device(options.device)
+    from hf_posenc.evaluation.selftest import selftest as run
+
+    result = run(options)
+    if file is not None:
+        result.write_json(file)
+    if file is not None or not print_json(result.to_dict()):
+        with in_words():
+            _print_findings(result)
+            if file is not None:
+                print_note(f"Wrote {file}.")
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _print_findings(result: GpuResult) -> None:
+    versions = (f"{name}: {value or 'none'}" for name, value in result.environment.items())
+    print_items(*versions, *result.tables(), *result.notes())
+    if result.device == "cpu":
+        print_items("Host waits, graphs and memory are not measured on a CPU.")
+    print_items(*(f"failed: {line}" for line in result.problems()), style="red", wrap=False)
+    print_items(f"{result.seconds:.0f} s", result.summary, wrap=False)
 
 
 def report(

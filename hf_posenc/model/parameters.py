@@ -91,7 +91,8 @@ class MethodParameters(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
         def moved(tensor: Tensor) -> Tensor:
             target: Tensor = fn(tensor)
-            return tensor.to(target.device) if target.dtype != torch.float32 else target
+            # a cast would round the values, and `to_empty` of a model without weights leave them behind
+            return target.float() if tensor.is_meta else tensor.to(target.device)
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self

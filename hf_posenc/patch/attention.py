@@ -148,7 +148,7 @@ def install_attention(
 
 def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
     """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
-    lacking = next((f"{m.name} has parameters" for m in state.in_attention if m.trainable), "")
+    lacking = ""
     if any(table.scaled or isinstance(table, SinCosTable) for table in tables):
         lacking = "its rotation is scaled already, or a table"
     wrappers = {id(each.base): each for each in model.modules() if isinstance(each, PosencRotary)}

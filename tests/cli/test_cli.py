@@ -115,22 +115,6 @@ def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_pa
     assert "2 documents" in result.stdout
 
 
-def test_unusable_documents_are_named_and_skipped(model: Path, texts: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad"
-    bad.mkdir()
-    (bad / "latin.txt").write_bytes("naïve".encode("latin-1") * 100)
-    (bad / "empty.txt").write_text("")
-    (bad / "short.txt").write_text("short")
-    given = ("--text", texts / "0.txt", bad, bad / "absent.txt", "--patch", "none")
-    options = ("--lengths", "32,64", "--output", tmp_path / "out", "--no-plot")
-    result = invoke("perplexity", model, *given, *options)
-    assert result.exit_code == 0, result.output
-    assert "1 document, 4 skipped" in result.stdout
-    lines = "\n".join(x for x in result.stderr.splitlines() if x.startswith("warning: skipped"))
-    named = ("latin.txt: not UTF-8", "empty.txt: empty", "short.txt: too short: 5 tokens")
-    assert all(reason in lines for reason in (*named, "absent.txt: no such"))
-
-
 def test_the_limit_and_the_settings_reach_the_result(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -207,17 +191,10 @@ def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
     assert "--patch yarn: this model carries a saved patch (ntk_mixed(scale=4))" in error
 
 
-def test_documents_models_and_tokenizers_that_are_refused(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
-    lengths = ("--lengths", "32,64")
-    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe" * 100)
-    assert "not UTF-8" in refused("perplexity", model, "--text", tmp_path / "latin.txt", *lengths)
+def test_models_and_tokenizers_that_are_refused(model: Path, texts: Path, tmp_path: Path) -> None:
     assert "is a model's folder" in refused("perplexity", "--text", texts, model)
     wordless = tiny_checkpoint(tmp_path / "wordless", tokenizer=False)
-    assert "Pass --tokenizer" in refused("perplexity", wordless, "--text", texts)
-    options = ("--tokenizer", model, "--text", texts, "--patch", "none", *lengths)
-    with_words = invoke("perplexity", wordless, *options, "--output", tmp_path, "--no-plot")
+    with_words = run(wordless, texts, tmp_path, "--tokenizer", model, "--patch", "none")
     assert with_words.exit_code == 0, with_words.output
     Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(
         str(tmp_path / "tokenizer.json")
@@ -227,8 +204,6 @@ def test_documents_models_and_tokenizers_that_are_refused(
     ).save_pretrained(wordless)
     error = refused("perplexity", wordless, "--text", texts)
     assert f"The tokenizer of {wordless} turns text into nothing. Pass --tokenizer." in error
-    small = tiny_checkpoint(tmp_path / "small", vocab_size=100)
-    assert "does not belong to the model" in refused("perplexity", small, "--text", texts, *lengths)
 
 
 def test_a_dataset(model: Path, tmp_path: Path) -> None:
@@ -276,12 +251,6 @@ def test_methods_lists_every_method() -> None:
     place = {name: text.index(f" {name} ") for name in ("yarn", "rerope", "alibi", "xpos")}
     assert list(place) == sorted(place, key=lambda name: place[name])
     assert f"Also {', '.join(next(m for m in METHODS if m.name == 'pi').aliases)}." in text
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_methods_fits_the_terminal(width: int) -> None:
-    result = RUNNER.invoke(app, ["methods"], env={"COLUMNS": str(width), "TERM": "dumb"})
-    assert max(map(len, result.stdout.splitlines())) <= width
 
 
 @pytest.mark.parametrize("name", [method.name for method in METHODS])

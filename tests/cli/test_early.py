@@ -76,6 +76,7 @@ WRONG = [
     ("bench --lengths 1k --target-length 2k", "Lengths and a target length exclude each other"),
     ("bench --suite gpu --patch yarm", "Unknown method 'yarm'"),
     ("bench --suite gpu --text empty.txt", "--text has no meaning for --suite gpu"),
+    ("bench --suite gpu --attn eager", "--attn has no meaning for --suite gpu"),
     ("bench --suite gpu --device cudaa", "The device 'cudaa' cannot be used"),
     ("sweep --patch yarm", "Unknown method 'yarm'"),
     ("sweep --patch none", "There is nothing to compare"),

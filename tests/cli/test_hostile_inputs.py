@@ -64,67 +64,42 @@ AT_32 = f"{RUN} --lengths 32"
 REFUSED: list[tuple[str, str]] = [
     # words
     ('""', f"error: The value after hf-posenc {EMPTY}"),
-    ('perplexity "  "', f"error: The value after perplexity {EMPTY}"),
     (f'{RUN} --patch ""', f"error: The value after --patch {EMPTY}"),
     ("perplexity {model} --text {texts} --output=", f"error: The value --output {EMPTY}"),
     (f"{AT_32} --chunk=1 --chunk 2", "error: --chunk is given twice, and takes one value: give it"),
-    (f"{AT_32} --limit 0", "Invalid value for '--limit'"),
     (f"{AT_32} --patch", "requires an argument. Try: hf-posenc perplexity --help"),
     ("--banana", "error: No such option: --banana Try: hf-posenc --help"),
-    ("selftest --length 16", "Input should be greater than or equal to 32"),
     # documents
     (f"{AT_32} --split train", "error: --split train is for a --dataset, and nothing"),
-    (f"{AT_32} --no-streaming", "--no-streaming is for a --dataset on the hub, and"),
     (f"{AT_32} --column body", "--column body is for rows (a --dataset, JSON lines or"),
-    (f"{AT_32} --token-dtype int32", "--token-dtype int32 is for a .bin file in --text"),
-    (f"{AT_32} --tokenized input_ids", "and --tokenized names one: leave it out"),
-    (f"{RUN} --text {{rows}} --column body --tokenized ids", "without --tokenized, and nothing"),
     ("bench {model} --output {out} --column body", "and nothing here would use it: leave it out."),
     # methods
     (f"{RUN} --patch yarn:scale=8,scale=4", "scale is given twice; give it once."),
-    (f"{RUN} --patch yarn:scale=2,", "'' is not option=value, as in scale=8,beta_fast=16."),
     (f"{RUN} --patch yarn:factor=8", "option of yarn 'factor'. It is called scale here."),
-    (f"{RUN} --patch yarn:scale=2+rerpe", "Unknown method 'rerpe'. Did you mean 'rerope'"),
-    (f"{RUN} --patch yarn:scale=2,compose=no", "compose is True or False, not 'no'."),
-    (f"{RUN} --patch dynamic_ntk:update=rows", "Did you mean 'row'? Available: request, row, "),
     (f"{RUN} --patch none+log_n", "'none' is the model as it was loaded, and not a method"),
     (f"{AT_32} --patch self_extend:window=64", "is below the original context of 64 tokens"),
     (f"{AT_32} --patch yarn:scale=1e300", "extends 64 tokens to 6.4e+301: give a sm"),
-    (f"{AT_32} --patch rerope:window={'9' * 20}", "rerope: window is at most 2,147,483,647, not"),
-    (f"{AT_32} --patch yarn:scale={'[' * 9000}", "scale is a number of at least 1"),
     # lengths
     (f'{RUN} --lengths "32 64"', "--lengths 32 64: separate lengths by commas, as in 512,"),
     (f"{RUN} --lengths 0", "--lengths 0: '0' is no length; give a whole number of tokens"),
     (f"{RUN} --lengths 64:32:8", "'64:32:8' ends before it begins."),
     (f"{RUN} --lengths 8:1000000000000:1", "is 999,999,999,993 lengths, and at most 1,000 are"),
-    (f"{RUN} --lengths {'9' * 5000}", "is no length"),
-    (f"{RUN} --lengths ²5", "'²5' is no length; give a whole number of tokens"),
     (f"{RUN} --lengths 64,4k", "No document can be used"),
     ("bench {model} --target-length 32 --output {out}", "the model was trained at 64 tokens alre"),
-    ("recommend {model} --target-length 4k --original x", "--original: 'x' is no length; give"),
     # protocols and tasks
     (f"{AT_32} --protocol sliding --stride 33", "--stride 33 is more than the sh"),
-    (f"{AT_32} --protocol sliding --bos always --stride 32", "Give --stride 31 or"),
-    (f"{AT_32} --protocol tail --buckets 4", "--buckets 4 is for --protocol prefix"),
-    (f"{AT_32} --longppl-short 8", "--longppl-short 8 is for --longppl, and this"),
     (f"{AT_32} --longppl @rerope", "--longppl @rerope: give a name or self, and a"),
     ("retrieval {model} --decode generate --distractors 5", "--distractors 5 is for --decode tea"),
-    ("retrieval {model} --depths 100000000", "at most 1,000 depths are measured"),
     ("retrieval {model} --samples 1000000 --lengths 256", "and at most 100,000 are measured."),
-    ("bench {model} --text {texts} --rounds 99999 --output {out}", "rounds is at most 1,000, not"),
     ("sweep {model} --text {texts} --patch rerope --scales 4", "--scales 4 is for methods without"),
-    ("recommend {model} --target-length 999999999999", "advice is for at most 33,554,432 tokens"),
     # devices
     (f"{AT_32} --device cpu --device-map cpu", "--device and --device-map exclude"),
     (f"{AT_32} --device mps", f"PyTorch {torch.__version__} sees cpu and"),
     (f"{AT_32} --device-map meta", "weights of the model are on the device meta, which"),
     # exports and pages
     ("export {model} --to vllm --verify", "--verify loads in transformers; vllm cannot be tried"),
-    ("export {model} --to vllm --packages {out}", "Only --verify reads --packages: add"),
     ("export {model} --to vllm --gguf {rows}", "--gguf goes with --to llama.cpp, not with --to vl"),
     ("export {model} --to transformers4 --verify --packages {texts}", "Install one there: pip ins"),
-    ("export {model} --to transformers5 --verify --dry-run", "and --dry-run writes nothing: giv"),
-    ("export {model} --to vllm --methods --patch yarn:scale=2", "every method: leave --patch o"),
     ("export {model} --to vllm --output {model}", "is where the model is. Give another folder"),
     ("report {texts} --output {rows}", "is there and no page: give another name, as report.html."),
 ]
@@ -132,11 +107,9 @@ ACCEPTED = [
     f'{RUN} --lengths "32, 64" --patch none --dry-run',
     f"{RUN} --patch yarn:target_length=1k --lengths 32,64 --dry-run",
     f"{RUN} --text {{rows}} --column body --lengths 32 --patch none --dry-run",
-    f"{RUN} --protocol sliding --lengths 32,64 --patch none --dry-run",
     f"{AT_32} --patch none --longppl self --longppl-short 8 --dry-run",
     f"{AT_32} --text {{texts}}/../table.csv --dry-run",
     "inspect {model} --patch yarn:original_max_position_embeddings=32.0,scale=2",
-    "recommend {model} --target-length 4k --original 1k",
 ]
 
 
@@ -190,15 +163,10 @@ CALLS: dict[str, dict[str, str]] = {
         "model, ['yarn', 5], scale=2": NOT_A_METHOD,
         "model, {'method': 'yarn'}": "has no method layers. Its layers are full_attention",
         "model, []": "An empty list of methods: name at least one.",
-        "model, YaRN": "YaRN is a class: give an object, as in YaRN(...), or the name",
         "model, 'yarn:scale=8'": "as in patch_model(model, 'yarn', scale=8)",
         "model, 'yarn+log_n'": "several methods are a list, as in [YaRN(",
-        "model, 'rerope', factor=8": "Unknown option of rerope 'factor'. Available: ",
         "model, 'yarn', max_position_embeddings=512": "It is called target_length here.",
-        "model, 'yarn', scale=True": "scale is a number of at least 1, not True.",
         "model, 'yarn', target_length=math.inf": f"target_length: inf {NO_LENGTH}",
-        "model, 'yarn', scale=2, layers=0": 'layers is "full", "all" or a list',
-        "model.config, 'yarn', scale=2": "LlamaConfig is not a model: give a transformers",
         "pipe, 'yarn', scale=2": "Pipe is not a model: give the model that it holds",
         "'gpt2', 'yarn', scale=2": "'gpt2' is a name, not a model: load it first, as in",
     },
@@ -207,27 +175,19 @@ CALLS: dict[str, dict[str, str]] = {
         "save_patch(patch_model(type(model)(model.config), 'yarn', scale=2), '')": "'' is no folder",
         "load_patch(model, {'method': 'yarn'})": "A patch is a recipe's name, a JSON file or a dir",
         "load_patch(model, torn)": "/torn.json: This is not a patch in JSON: Expecting value",
-        "recommend(model, 512, dtype='bfloat16')": "such as torch.bfloat16, not 'bfloat16'.",
         "chunk_loss(nn.Linear(1, 1))": "Linear has no transformers config: give a causal language",
         "engines.export('/gone', 'vllm')": "There is no model folder /gone. Give a folder that save",
         "engines.export(model_path(), 'vllm', banana=5)": "banana belong to a method, and none is",
-        "engines.check_gguf(None, model_path())": "There is no file None. Give a GGUF file of conv",
-        "engines.write_export(engines.export(model_path(), 'vllm'), '')": "'' is no folder to write",
-        "bench(model, tok, texts, progress='bar')": "progress is a function of a label, the tokens",
     },
     "hf_posenc.from_pretrained({})": {
         "model": "by its folder or hub name, not by LlamaForCausalLM",
         "''": "There is no model folder ''. Give a folder that save_pr",
         "'no-such-model'": "no folder has this name, and it is not cached.",
         "'a b'": "There is no model a b: no folder has this name, and it is no hub",
-        "model_path(), config=5": "config is one of transformers, not 5.",
-        "model_path(), auto_class='AutoModel'": "auto_class is a class of transformers, such as Auto",
     },
     "TokenScorer({})": {
         "nn.Linear(1, 1), ids": "Linear has no token embeddings: give a causal language model",
-        "model, ids[:1]": "The probe is a list of at least 2 token ids, not one of shape (1,).",
         "model, ids)([1, 9999]": "Token 9,999: the model has embeddings for 0 to 127.",
-        "model, ids)(ids, '1'": "A window of 9 tokens cannot be scored from token '1'.",
     },
     "measure_perplexity({})": {
         "'gpt2', tok, texts": "'gpt2' is a name, not a model: load it first",
@@ -236,16 +196,11 @@ CALLS: dict[str, dict[str, str]] = {
         "model, 'gpt2', texts": "'gpt2' is no tokenizer: give the model's, as",
         "model, tok, texts, lengths=32": "The tokenizer does not belong to the mod",
         "model, tok, texts[0]": "a list of texts, not one text: write [text].",
-        "model, tok, ['a', b'b'], lengths=32": "Document 1 is bytes, not a text.",
-        "model, tok, read_dataset(None)": "its hub name or folder, not by None.",
         "model, tok, texts, {'lengths': [8]}": "a PerplexityOptions, not dict: its",
     },
     "PerplexityOptions({})": {
-        "longppl=''": "longppl is a text, not ''.",
-        "base=1": "base is a number above 0 and not 1, not 1.",
         "methods='yarn:scale=2'": "not one text: write methods=['yarn:scale=2'].",
         "methods=[YaRN(scale=2)]": "methods is a list of texts as --patch takes them",
-        "lengths=b'32'": "lengths is a list of whole numbers, not b'32'.",
         "lengths=[512, '1q']": f"lengths: '1q' {NO_LENGTH}",
         "lengths=[]": "lengths is empty: give at least one, or None for",
         "stride='8'": "stride is a whole number of at least 1, not '8'.",
@@ -257,29 +212,40 @@ CALLS: dict[str, dict[str, str]] = {
     "SelftestOptions({})": {
         "dtypes=[]": "dtypes is empty: name at least one, or None for all.",
         "head_dims=[0]": "head_dims is a whole number of at least 1, not 0.",
-        "length=5": "length is a whole number of at least 32, not 5.",
     },
     "measure_retrieval(model, tok, lengths=256, {})": {
-        "depths=['a']": "depths is a list of numbers, not ['a'].",
         "tasks=['vt', 'vt']": "Give at least one of the tasks, each once, not ['vt', 'vt'].",
         "samples=None": "samples is a whole number of at least 1, not None.",
-        "haystack=' '": "The haystack is empty. Give text, or None",
     },
     "prepare_blocks({})": {
+<<<<<<< HEAD
         "texts[0], tok, length=16": "The documents are a list of texts, not one text: write [text].",
         "[5], tok, length=16": "Document 0 is int, not a text.",
         "texts, tok, length=None": f"length: None {NO_LENGTH}",
         "texts, tok, length=16, workers=None": "workers is a whole number of at least 1, not No",
+=======
+        "texts[0], tok, length=16": "The documents are a list or a reader, not str.",
+        "texts, tok, length=None": f"length: None {NO_LENGTH}",
+>>>>>>> house-cli
     },
     "choose_parameters(model, 'lora', {})": {
         "modules_to_save=['banana']": "modules_to_save names 'banana', and no module is called",
         "banana=5": "peft.LoraConfig does not take these options: ",
     },
     "Scores(tok, texts, {})": {
+<<<<<<< HEAD
         "lengths=[32], output=5": "output: 5 is no folder. Give its path, or",
     },
     "Collator({})": {
         "None": "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
+=======
+        "lengths=None": "lengths is a list of whole numbers, not None.",
+    },
+    "Collator({})": {
+        "None": "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
+        ")([]": "A batch is a list of examples, of at least one, not [].",
+        ")([5]": "Example 0 of the batch is int: it needs the column input_ids, a list of numb",
+>>>>>>> house-cli
         ")([{'input_ids': [1, 2], 'labels': [1]}]": "Example 0 of the batch has 1 labels for 2 tok",
     },
 }
@@ -406,7 +372,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "empty.txt": (b"", "empty"),
     "only-bom.txt": (b"\xef\xbb\xbf", "empty"),
     "utf16.txt": (GOOD.encode("utf-16"), "UTF-16 (or UTF-32), not UTF-8: convert it with iconv"),
-    "utf16-bare.txt": (GOOD.encode("utf-16-le"), "not text: a NUL byte at offset 1"),
     "paper.txt": (b"%PDF-1.4\n" + GOOD.encode(), "a PDF, not text: extract its text first"),
     "zip.txt": (b"PK\x03\x04" + GOOD.encode(), "a zip archive, as are .docx and .xlsx"),
     "latin1.txt": (b"x" * 70_000 + b"na\xefve", "not UTF-8 (byte 0xef at offset 70002)"),
@@ -420,29 +385,14 @@ FILES: dict[str, tuple[bytes, str]] = {
     "array.jsonl": (b"[1, 2]\n", "a JSON list, not an object with columns"),
     "torn.jsonl": (b'{"text": "it ends he', "; the file ends within this line"),
     "no-column.jsonl": (b'{"body": "x"}\n', "no column 'text'; its columns are body. Pass --col"),
-    "null.jsonl": (b'{"text": null}\n', "column 'text' holds null, not text"),
     "surrogate.jsonl": (b'{"text": "half \\ud83d of it"}\n', "half of a surrogate pair (\\ud83d)"),
-    "deep.jsonl": (b"[" * 100_000 + b"\n", "JSON beyond the limits of Python's parser"),
     "text.parquet": (GOOD.encode(), "not a parquet file, or damaged"),
-    "rows.parquet.gz": (gzip.compress(b"PAR1"), "decompress it first"),
     "object.npy": (npy(np.array([Evil()]), allow_pickle=True), "not a .npy file of numbers"),
     "float.npy": (npy(np.ones(9)), "holds an array of float64, 1 dimension, not a list of tok"),
-    "cube.npy": (npy(np.ones((2, 2, 2), int)), "3 dimensions, not a list of token ids"),
-    "archive.npy": (npz(), "not a .npy file but a .npz archive"),
     "negative.npy": (npy(np.array([1, -2, 3])), "token -2 is negative"),
-    "outside.npy": (npy(np.array([1, 257])), "token 257 is outside the vocabulary of 257"),
     "odd.bin": (b"\1\0\2", "3 bytes are not a whole number of uint16 ids; set --token-dtype"),
+    "text.zst": (GOOD.encode(), "not zstd data, or damaged"),
     "outside.bin": (b"\xff\xff" * 9, "token 65,535 is outside the vocabulary of 257"),
-}
-
-
-ZSTD: dict[str, tuple[Callable[[], bytes], str]] = {
-    "text.zst": (lambda: GOOD.encode(), "not zstd data, or damaged"),
-    "torn.txt.zst": (
-        lambda: zstd(os.urandom(5000).hex().encode())[:3000],
-        "truncated: its zstd data",
-    ),
-    "zstd.txt": (lambda: zstd(b"abc"), "zstd data: its name must end in .zst"),
 }
 
 
@@ -450,7 +400,7 @@ ZSTD: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_each_is_refused_with_its_reason(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name.endswith(".parquet"):
+    if name.endswith((".parquet", ".zst")):
         pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     content, reason = FILES[name]
@@ -461,13 +411,6 @@ def test_each_is_refused_with_its_reason(
     assert "\n" not in message
     # nothing was executed, nothing is left
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("name", ZSTD)
-def test_zstd_garbage(name: str, tmp_path: Path) -> None:
-    content, reason = ZSTD[name]
-    (tmp_path / name).write_bytes(content())
-    assert reason in refusal(tmp_path / name)
 
 
 def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,9 +513,13 @@ def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     arguments = ["perplexity", model, "--text", folder, "--lengths", "32,64", "--patch", "none"]
     result = invoke(*arguments, "--no-plot", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
+    assert f"1 document, {len(FILES) + 3} skipped" in result.stdout
     known = json.loads((tmp_path / "out" / "perplexity.json").read_text())
     assert [Path(document["name"]).name for document in known["documents"]] == ["good.txt"]
     assert len(known["skipped"]) == len(FILES) + 3
+    warned = lines_of(result, "warning: skipped")
+    assert len(warned) == 6  # the last one counts the others
+    assert warned[0].endswith(r"[red]\n[: empty")
 
 
 Damage = Callable[[Path], object]
@@ -627,12 +574,6 @@ def _index(**values: Any) -> Damage:
     return _write("model.safetensors.index.json", json.dumps(values))
 
 
-def _infinite(name: str, tensor: Any) -> Any:
-    if name == "model.layers.1.mlp.up_proj.weight":
-        tensor[-1, -1] = math.inf
-    return tensor
-
-
 _no_layer = _weights(lambda name, value: None if "layers.1." in name else value)
 _DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 _EIGHT, _LISTS = [1.0] * 8, {"factor": 2.0, "original_max_position_embeddings": 32}
@@ -650,28 +591,20 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "no config": (_remove("config.json"), "has no config.json (it has generation_config.json, "),
     "nothing": (_remove("*"), "has no config.json (it is empty). Give the folder that save_"),
     "a folder for a config": (_write("config.json", None), "is a folder or a link that leads no"),
-    "a list": (_write("config.json", "[1]"), "is a JSON list, not an object."),
-    "a byte order mark": (_write("config.json", "\ufeff{}"), "is not JSON: Unexpected UTF-8 BOM"),
     "a deep config": (_write("config.json", _DEEP), "is not JSON: maximum recursion depth exceede"),
     "a wrong type": (_config(hidden_size="abc"), "Field 'hidden_size' expected int, got str (val"),
-    "no layers": (_config(num_hidden_layers=0), "has num_hidden_layers 0: a model needs at least"),
     "many layers": (_config(num_hidden_layers=10**6), "which is more layers than any model has. C"),
-    "no heads": (_config(num_attention_heads=0), "= 0, which is not a whole number above 0. Corr"),
     "no length": (_config(max_position_embeddings=-1), "config names a context length of -1: corr"),
     "no dtype": (_config(dtype="float7"), "has dtype = 'float7', which is no dtype of torch, such"),
     "unknown type": (_config(model_type="banana"), "you are trying to load has model type `banan"),
     "not causal": (_config(model_type="clip"), "is a clip model, which is not a causal language"),
     "unknown activation": (_config(hidden_act="banana"), "hidden_act: 'banana' is unknown to tra"),
     "custom code": (_config(**_CODE), "Read that code, and pass --trust-remote-code"),
-    "code that is no object": (_config(auto_map=5), "has auto_map = 5, which is not an object."),
     "another shape": (_config(vocab_size=300), "lm_head.weight is (257, 64) in the checkpoint and"),
     "a patch that is none": (_config(hf_posenc="banana"), 'The block "hf_posenc" in the config.j'),
     "an unknown patch": (_config(hf_posenc=_OTHER_PATCH), "The patch in the config.json of "),
-    "a deep patch": (_write("posenc_config.json", _DEEP), "This is not a patch in JSON: maximum "),
-    "half of a config": (_write("generation_config.json", "{"), "The generation_config.json of "),
     "no tokenizer": (_remove("token*"), "has no tokenizer files. Pass --tokenizer with a "),
     "broken tokenizer": (_write("tokenizer.json", "{"), "The tokenizer of "),
-    "a list for a tokenizer": (_write("tokenizer.json", "[]"), "The tokenizer.json of "),
     "a length in words": (
         _config("tokenizer_config.json", model_max_length="x"),
         "The tokenizer of ",
@@ -689,13 +622,10 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
         _write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
         "Git LFS",
     ),
-    "a folder for weights": (_write("model.safetensors", None), "is a folder or a link that leads"),
     "damaged torch weights": (_write("pytorch_model.bin", "x"), "incomplete (not what torch.save"),
-    "an index of nothing": (_index(), "model.safetensors.index.json is not the index of its weig"),
     "no shard": (_index(weight_map={"model.norm.weight": "a.safetensors"}), "which is not there"),
     "a shard elsewhere": (_index(weight_map={"a": "/etc/passwd"}), "which is no file beside it"),
     "not finite": (_weights(lambda _, value: value * math.nan), "weights of the model are not fi"),
-    "one infinity": (_weights(_infinite), "model.layers.1.mlp.up_proj.weight has NaN or infinity"),
     "all zero": (_weights(lambda _, value: value * 0), "The weights of the model are all zero"),
     "whole numbers": (_weights(lambda _, value: (9 * value).int()), " as I32, which is no floati"),
     # Rotary values of which transformers only logs that they are odd, or computes with another number in silence.
@@ -703,16 +633,9 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "a factor in words": (_rope("linear", factor="four"), "= 'four', which is not a number above"),
     "unknown rope type": (_rope("banana"), "rope_parameters.rope_type: 'banana' is unknown to tr"),
     "no factor": (_rope("linear"), "for 'rope_type'='linear': {'factor'}"),
-    "a negative ramp": (_rope("yarn", factor=2.0, beta_fast=-1), "beta_fast = -1, which is not a"),
-    "no in words": (_rope("yarn", factor=2.0, truncate="no"), "= 'no', which is not true or fals"),
-    "twice the head": (_rope("default", partial_rotary_factor=2.0), "not a number from 0 to 1."),
     "a short list": (
         _rope("longrope", short_factor=[4.0], long_factor=_EIGHT, **_LISTS),
         "cannot be used: rope_parameters: short_factor field must have length 8, got 1. Restore",
-    ),
-    "a list with a zero": (
-        _rope("longrope", short_factor=[0.0, *_EIGHT[1:]], long_factor=_EIGHT, **_LISTS),
-        "which is not a list of numbers above 0. Correct it there.",
     ),
 }
 # These are used, with a warning.
@@ -737,8 +660,8 @@ def _perplexity(model: Path, output: Path, *more: object) -> Any:
 
 # What is wrong with a tokenizer, with values or for a measurement.
 _ONLY_IN_COMMANDS = (
-    *("not causal", "no tokenizer", "broken tokenizer", "a list for a tokenizer"),
-    *("not finite", "one infinity", "all zero", "no length", "a length in words"),
+    *("not causal", "no tokenizer", "broken tokenizer"),
+    *("not finite", "all zero", "no length", "a length in words"),
 )
 
 
@@ -822,10 +745,9 @@ def test_a_damaged_result_is_named(places: dict[str, Path], tmp_path: Path) -> N
     assert not page.exists()
 
 
-@pytest.mark.parametrize("module", ["no.such.module", "json", ".relative"])
-def test_a_module_without_backends_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_POSENC_EXTRA_BACKENDS", module)
-    with pytest.raises(PosencError, match=f"={module!r} names no module with a tuple BACKENDS"):
+def test_a_module_without_backends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_POSENC_EXTRA_BACKENDS", "json")
+    with pytest.raises(PosencError, match="='json' names no module with a tuple BACKENDS"):
         engine._extra()
 
 

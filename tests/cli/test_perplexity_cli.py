@@ -98,6 +98,7 @@ def test_a_dry_run_says_what_it_costs_and_measures_nothing(
     [
         "perplexity {model} --text {texts} --lengths 32,64 --patch none --patch yarn --patch rerope",
         "retrieval {model} --tasks passkey --lengths 256 --patch none --patch yarn",
+        "perplexity {model} --text {texts} --lengths 32,64 --patch fire --patch yarn:scale=2+t5:keep_rope=true",
         "bench {model} --text {texts} --suite smoke --lengths 64,128",
         "sweep {model} --text {texts} --target-length 128 --patch pi --patch self_extend",
         "search {model} --text {texts} --target-length 128 --budget 8",
@@ -123,7 +124,13 @@ def test_a_dry_run_reads_no_weights_and_runs_no_window(
     assert "the rate measured for one thread" in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("kind", quick(["yarn", "rerope", "adapter"], ["rerope", "adapter"]))
+@pytest.mark.parametrize(
+    "kind",
+    quick(
+        ["yarn", "rerope", "adapter", "fire", "t5", "shaw", "rope_bias"],
+        ["rerope", "adapter", "t5"],
+    ),
+)
 def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
     kind: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,8 +141,8 @@ def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
         patch_model(whole, "yarn", scale=4)
         whole = peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"]))
     else:
-        knobs: dict[str, Any] = {"yarn": {"scale": 4}, "rerope": {"window": 16}}[kind]
-        patch_model(whole, kind, **knobs)
+        knobs: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 16}}
+        patch_model(whole, kind, **knobs.get(kind, {}))
     whole.save_pretrained(saved)
     options = f"--text {texts} --tokenizer {folder} --lengths 32,64 --dry-run --json"
     said = []

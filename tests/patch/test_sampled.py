@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
 from hf_posenc.errors import PosencError, UntrainedWarning
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.sampled import sample_of
 from tests.support import zoo
 from tests.support.selection import covering
@@ -217,21 +218,27 @@ def test_positions_beside_the_rotation_are_found_on_the_meta_device() -> None:
     assert all(each.is_meta for each in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "words"),
-    [
-        ("fire", {}, "has parameters"),
-        ("rerope", {"window": 16, "verify": "full"}, "needs the weights"),
-    ],
-)
-def test_what_needs_weights_is_refused_on_the_meta_device(
-    method: str, options: dict[str, Any], words: str
-) -> None:
+def test_what_needs_weights_is_refused_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = llama()
-        with pytest.raises(UnsupportedModelError, match=f"meta device.*{words}"):
-            patch_model(model, method, **options)
+        with pytest.raises(UnsupportedModelError, match="needs the weights"):
+            patch_model(model, "rerope", window=16, verify="full")
     assert get_patch(model) is None
+
+
+@pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
+@pytest.mark.parametrize("method", ["fire", "kerple_log"])
+def test_parameters_have_their_first_values_before_the_weights(method: str) -> None:
+    whole = llama()
+    with torch.device("meta"):
+        empty = llama()
+    for model in (whole, empty):
+        torch.manual_seed(0)
+        patch_model(model, method)
+    expected = trained_parameters(whole)
+    found = trained_parameters(empty.to_empty(device="cpu").half())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_of_offloaded_blocks_one_is_run() -> None:

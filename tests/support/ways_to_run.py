@@ -492,7 +492,6 @@ UNPATCHED: dict[tuple[str, str], str] = {
 REFUSED: dict[tuple[str, str], str] = {
     **{(f"{way} offload", kind): "are offloaded" for way in ("CPU", "disk") for kind in _NATIVE},
     **{("meta device", kind): "without weights to try" for kind in _NATIVE},
-    ("meta device", "trained bias"): "kerple_log has parameters",
     ("torch.export", "dynamic by row"): "cannot trace dynamic_ntk",
     **{
         ("DataParallel", kind): "does not run this patch"
@@ -513,7 +512,6 @@ LENGTHS_DIFFER = {
 REASONS = {
     "are offloaded": "Positions are found by reading the weights of this model. Patch it before that.",
     "without weights to try": "Positions are found by reading the weights of this model. Load them before the patch.",
-    "kerple_log has parameters": "Nothing would set first values of the parameters. Load the weights before the patch.",
     "cannot trace dynamic_ntk": (
         'Tokens are computed in groups that depend on their positions. Export `update="sequence"` or `"request"`.'
     ),

@@ -64,9 +64,10 @@ def check_all(every: Sequence[Case], device: torch.device, seconds: float) -> Fi
             elsewhere.append(case)
         elif backend.may_crash:
             found[case] = None
+    count = min(PROCESSES, os.cpu_count() or 1, len(elsewhere))
     threads = [
-        threading.Thread(target=_elsewhere, args=(share, device, end, found))
-        for share in _shares(elsewhere)
+        threading.Thread(target=_elsewhere, args=(elsewhere[first::count], device, end, found))
+        for first in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -81,11 +82,6 @@ def check_all(every: Sequence[Case], device: torch.device, seconds: float) -> Fi
     for thread in threads:
         thread.join()
     return found
-
-
-def _shares(pending: Sequence[Case]) -> list[list[Case]]:
-    count = min(PROCESSES, os.cpu_count() or 1, len(pending))
-    return [list(pending[first::count]) for first in range(count)]
 
 
 def _elsewhere(pending: list[Case], device: torch.device, end: float, found: Findings) -> None:

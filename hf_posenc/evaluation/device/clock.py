@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 
 ON_GPU = "allocated by PyTorch on the GPU at the peak, weights included"
 ON_CPU = (
@@ -91,18 +92,16 @@ def _entry(path: Path, name: str) -> str | None:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of this name, by default the GPU if there is one; refuse one that is not there."""
+    """Return the device of a name, by default this process's GPU, or the CPU; refuse one that is not there."""
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise PosencError(f"{name!r} is no device: give cpu, cuda or cuda:1.") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda" or (device.index or 0) >= count:
+        device = torch.empty(0, device=torch.device(name)).device  # "cuda" has a number then
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = one_line(error).partition(". ")[0].partition("device type at start")[0]
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise PosencError(
-            f"The device {name} is not here: PyTorch {torch.__version__} sees cpu and {count} CUDA devices."
-        )
-    return torch.device("cuda", device.index or 0)
+            f"The device {name!r} cannot be used ({reason:.120}). PyTorch {torch.__version__} sees cpu and {count} "
+            "CUDA devices: give cpu, cuda or cuda:1."
+        ) from error
+    return torch.device("cpu") if device.type == "cpu" else device

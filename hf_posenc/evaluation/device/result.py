@@ -220,8 +220,7 @@ class GpuResult(Result):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
-        """Read the values of `to_dict`, also those of a self-test before it shared this form."""
-        values = _of_old_selftest(values) if "methods" in values else values
+        """Read the values of `to_dict`."""
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
         names = [f.name for f in dataclasses.fields(Case)]
@@ -434,30 +433,3 @@ def _values(row: Row) -> dict[str, Any]:
     values = dataclasses.asdict(row)
     unmeasured = [name for name in ("waits", "captured") if values[name] is None]
     return {name: value for name, value in values.items() if name not in unmeasured}
-
-
-def _of_old_selftest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a self-test that was written before its times were rows."""
-    plain, environment, records = values["plain"], values["environment"], []
-    for phase in PHASES:
-        base, place = plain[phase]["seconds"], {"phase": phase, "length": plain["length"]}
-        times: dict[str, Any] = {PLAIN: {**plain[phase], "ratio": 1.0}}
-        times |= {name: found["phases"].get(phase) for name, found in values["methods"].items()}
-        for name, timing in times.items():
-            if timing is None:
-                failed = values["methods"][name]["errors"].get(phase)
-                records.append({**place, "method": name, "failed": failed})
-                continue
-            rest = {x: value for x, value in timing.items() if x not in ("seconds", "ratio")}
-            seconds = {"seconds": [timing["seconds"]], "plain": [base]}
-            records.append({**place, "method": name, **rest, **seconds})
-    return {
-        **values,
-        "records": records,
-        "model": {"name": "layers alone", "dtype": plain["dtype"], "device": values["device"]},
-        "sizes": {name: plain[name] for name in ("heads", "key_heads", "head_dim")},
-        "machine": {"device": environment["device"], "threads": None},
-        "memory": None,
-        "rounds": 1,
-        "environment": {**environment, "hf-posenc": environment["hf_posenc"]},
-    }

@@ -25,7 +25,7 @@ from hf_posenc.attention import engine
 from hf_posenc.attention.checks.samples import SCALE, methods
 from hf_posenc.embedded import model_path
 from hf_posenc.engines.source import empty_model
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench.suites import GPU
 from hf_posenc.evaluation.device.clock import Clock, device_of
 from hf_posenc.evaluation.device.layer import Formulation, Layers
@@ -72,7 +72,6 @@ LLAMA_8B: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 """Sizes of Llama 3 8B."""
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 _SHORT = 64  # tokens of the layers that show the backends of a run
 T = TypeVar("T")
 
@@ -109,7 +108,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         peers: By method, how others publish it: a name, and the function that computes it in a layer.
 
     Raises:
-        PosencError: Options of other suites, an unknown device or dtype, or a CPU without lengths.
+        PosencError: Options of other suites, an unknown device, or a CPU without lengths.
     """
 
     def __init__(
@@ -133,8 +132,6 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             )
         if options.rounds == 0:
             raise PosencError("The suite gpu times every method: give --rounds 1 or more.")
-        if dtype not in DTYPES:
-            raise unknown("dtype", dtype, DTYPES)
         if config is None:
             config = (
                 LlamaConfig(**LLAMA_8B) if on_gpu else LlamaConfig.from_pretrained(model_path())

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -182,14 +181,6 @@ def test_docs_gpu_shows_what_was_sent(
     written["machine"] |= dict.fromkeys(("triton", "cudnn", "flash-attn-4"), "1")
     (tmp_path / "other.json").write_text(json.dumps(written))
     assert "| `rerope`, window 4,096 | 64 | 2 | 1.50 | 2.50 |" in gpu_table.measured()
-
-
-def test_the_form_asks_for_the_json() -> None:
-    forms = Path(__file__).parents[3] / ".github" / "ISSUE_TEMPLATE"
-    form = yaml.safe_load((forms / "gpu.yml").read_text())
-    asked = next(part for part in form["body"] if part.get("id") == "json")
-    assert "hf-posenc bench --suite gpu" in asked["attributes"]["description"]
-    assert asked["validations"]["required"]
 
 
 def test_a_dry_run_names_the_backends_and_measures_nothing(
@@ -363,15 +354,7 @@ def test_what_it_refuses(options: dict[str, Any], said: str) -> None:
         work(**options)
 
 
-def test_arguments_that_it_refuses(command: tuple[Path, Callable[..., Any]]) -> None:
-    for given, said in (
-        (("--text", "books/"), "--text has no meaning for --suite gpu"),
-        (("--attn", "eager"), "--attn has no meaning for --suite gpu"),
-        (("--dtype", "float64"), "Unknown dtype 'float64'"),
-    ):
-        result = command[1](*given)
-        assert result.exit_code == 2
-        assert said in result.stderr
+def test_in_python_it_takes_no_model() -> None:
     with pytest.raises(PosencError, match="takes no model"):
         bench(None, None, suite="gpu")  # type: ignore[arg-type]
 

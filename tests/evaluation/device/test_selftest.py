@@ -131,40 +131,6 @@ def test_json_has_everything_and_report_shows_it(result: SelftestResult, tmp_pat
     assert "Prefill: one layer" in page
 
 
-def test_a_file_of_an_older_version_is_read() -> None:
-    timing = {"backend": "few", "seconds": 2e-3, "ratio": 2.0, "waits": 1, "captured": True}
-    plain = {phase: {"seconds": 1e-3, "backend": "math"} for phase in PHASES}
-    sizes = {"dtype": "float32", "head_dim": 16, "heads": 8, "key_heads": 2, "length": 64}
-    versions = dict.fromkeys(("hf_posenc", "torch", "transformers", "python", "system"), "1")
-    alibi = {
-        "kind": "alibi",
-        "phases": {"prefill": timing, "step": timing},
-        "errors": {"training": "no"},
-    }
-    check = {
-        **vars(Case("few", "alibi", "float32", 16)),
-        **vars(Comparison({"output": 1e-7}, 1e-5)),
-    }
-    old = {
-        "device": "cuda:0",
-        "environment": {**versions, "device": "a GPU"},
-        "passed": True,
-        "summary": "",
-        "checks": [check],
-        "not_reached": [],
-        "probes": {},
-        "plain": {**sizes, **plain},
-        "methods": {"alibi": alibi},
-        "seconds": 3.0,
-    }
-    result = SelftestResult.from_dict(old)
-    assert [timed(result, "alibi", phase).ratio for phase in PHASES] == [2.0, 2.0, None]
-    assert result.verdicts["training"]["not possible"] == ["alibi"]
-    assert result.verdicts["step"]["fast"] == ["alibi"]
-    assert "host<br>waits" in result._repr_markdown_()
-    assert result.checks[Case("few", "alibi", "float32", 16)].bound == 1e-5
-
-
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No case has time for its check."""
@@ -270,8 +236,8 @@ def test_an_operator_with_another_contract_is_named(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"device": "gpu"}, "'gpu' is no device"),
-        ({"device": "cuda:63"}, "cuda:63 is not here"),
+        ({"device": "gpu"}, "The device 'gpu' cannot be used"),
+        ({"device": "cuda:63"}, "The device 'cuda:63' cannot be used"),
         ({**SMALL, "dtypes": ["float64"]}, "Unknown dtype 'float64'"),
         ({**SMALL, "methods": ["yarn"]}, "Unknown method of the engine 'yarn'"),
     ],
@@ -281,11 +247,18 @@ def test_what_cannot_be_tested_is_refused(options: dict[str, Any], said: str) ->
         selftest(**options)
 
 
-def test_the_bug_form_asks_for_it() -> None:
-    root = Path(__file__).parents[3]
-    form = yaml.safe_load((root / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
-    asked = next(part for part in form["body"] if part.get("id") == "selftest")
-    assert "hf-posenc selftest --json selftest.json" in asked["attributes"]["description"]
+@pytest.mark.parametrize(
+    ("name", "field", "command"),
+    [
+        ("bug", "selftest", "hf-posenc selftest --json selftest.json"),
+        ("gpu", "json", "hf-posenc bench --suite gpu"),
+    ],
+)
+def test_the_forms_ask_for_it(name: str, field: str, command: str) -> None:
+    forms = Path(__file__).parents[3] / ".github" / "ISSUE_TEMPLATE"
+    form = yaml.safe_load((forms / f"{name}.yml").read_text())
+    asked = next(part for part in form["body"] if part.get("id") == field)
+    assert command in asked["attributes"]["description"]
     assert asked["validations"]["required"]
 
 
