@@ -42,7 +42,7 @@ def toeplitz(
 ) -> Tensor:
     """Compute causal attention over the scores `query . key * scaling + table[h, m - n]`, exact.
 
-    Shapes and `offset` are those of `banded`. The table, (H, at least offset + Q), float32 or float64, gets a gradient
+    Shapes and `offset` are those of `prefill`. The table, (H, at least offset + Q), float32 or float64, gets a gradient
     too where it requires one. `windows`, (H,), integers, are distances beyond which keys may be left out (not: must).
     """
     heads, rows = query.shape[1:3]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_posenc.attention import banded, toeplitz
+from hf_posenc.attention import prefill, toeplitz
 from hf_posenc.attention import toeplitz as table_gradient
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.errors import PosencError
@@ -36,7 +36,7 @@ from tests.support.attention_cases import (
 def small_blocks() -> Iterator[None]:
     """Block sizes that put several borders into short texts; `test_blocks_of_the_real_size` has the real ones."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(banded, "NEAR_ROWS", (8, 16))
+    patch.setattr(prefill, "NEAR_ROWS", (8, 16))
     patch.setattr(toeplitz, "BLOCK", 32)
     patch.setattr(toeplitz, "STEP", 16)
     patch.setattr(toeplitz, "TILE_ROWS", 8)
@@ -89,7 +89,7 @@ def test_halves(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_the_real_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, constant, size in (
-        (banded, "NEAR_ROWS", (64, 256)),
+        (prefill, "NEAR_ROWS", (64, 256)),
         (toeplitz, "BLOCK", 1024),
         (toeplitz, "STEP", 256),
         (toeplitz, "TILE_ROWS", 128),

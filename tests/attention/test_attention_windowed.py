@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.fused import cuda
-from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
 from hf_posenc.errors import PosencError
@@ -181,7 +180,7 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
 
 
 def test_no_other_device_has_the_operator() -> None:
-    assert not cuda.serves(torch.device("cpu"), torch.bfloat16)
+    assert not serves(torch.device("cpu"), torch.bfloat16)
     assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
 
 

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from hf_posenc import available_methods, get_method, patch_model
 from hf_posenc.attention.call import Call, Mask
-from hf_posenc.attention.checks.samples import encoding_of
+from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend, backend_of, case_of, forced
 from hf_posenc.attention.exact import exact

@@ -14,8 +14,7 @@ from torch import Tensor
 from hf_posenc import set_backend
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.checks.comparison import ROWS
-from hf_posenc.attention.checks.samples import call_of, encoding_of
+from hf_posenc.attention.checks.comparison import ROWS, call_of, encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.errors import PosencError

@@ -15,10 +15,16 @@ import pytest
 import torch
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.checks import isolation, verdicts
-from hf_posenc.attention.checks.backend import Case
-from hf_posenc.attention.checks.comparison import ROWS, Comparison, problem
-from hf_posenc.attention.checks.samples import call_of, encoding_of, kinds, methods
+from hf_posenc.attention.checks import Case, isolation, verdicts
+from hf_posenc.attention.checks.comparison import (
+    ROWS,
+    Comparison,
+    call_of,
+    encoding_of,
+    kinds,
+    methods,
+    problem,
+)
 from hf_posenc.attention.exact import exact
 from hf_posenc.files import cache_folder
 from hf_posenc.methods import seam_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_posenc.attention.checks.backend import Case
+from hf_posenc.attention.checks import Case
 from hf_posenc.errors import PosencError
 from hf_posenc.files import cache_folder, to_json, write_atomically
 

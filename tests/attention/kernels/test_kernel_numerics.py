@@ -26,10 +26,9 @@ from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.checks.comparison import compare
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
-from hf_posenc.attention.fused.protocol import EMPTY
-from hf_posenc.attention.kernels import biased, decode, parts
+from hf_posenc.attention.fused import EMPTY
+from hf_posenc.attention.kernels import biased, decode, parts, strided
 from hf_posenc.attention.kernels.biases import operands_of
-from hf_posenc.attention.kernels.device import strided
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.methods import DistanceBias
