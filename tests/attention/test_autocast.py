@@ -203,24 +203,6 @@ def test_a_compiled_model() -> None:
     assert_precise("rerope", prefill, torch.bfloat16, compiled)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_gradient_scaler(name: str) -> None:
-    """Small gradients survive in float16, and scaled back they are those of float64."""
-    model = build(name)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with region(torch.float16):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    error = zoo_error(gradients(model), truth(name, training))
-    assert error <= MOST * unpatched(training, torch.float16)
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.step(optimizer)  # which it skips where a gradient is not finite
-    moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
-    assert all(moved)
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     [

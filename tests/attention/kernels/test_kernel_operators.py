@@ -159,6 +159,21 @@ def test_launches_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(launches.names) == TRAINING[name], launches.names
 
 
+def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    module = "hf_posenc.attention.kernels.decode_triton"
+    monkeypatch.setitem(sys.modules, module, Noted(launched))
+    call, encoding = on_meta(Case("alibi", queries=2))
+    decode.decode._init_fn(
+        *(call.query, call.key, call.value, call.query_position, call.key_position),
+        *(call.mask.rows(0, 2), None, None),
+        *(operands_of(encoding, 2, 70, torch.device("meta")) or ()),
+        *(decode.prepared(encoding.plan), call.scaling, None),
+    )
+    assert launched == ["decode_share", "merge_shares"]
+    assert len(launched) == decode.LAUNCHES
+
+
 class Noted:
     """A module of kernels whose launches are noted and compute nothing, and each of its kernels."""
 
