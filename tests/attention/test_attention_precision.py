@@ -30,15 +30,17 @@ SPREADS = pytest.mark.parametrize("spread", [1, 4, 9])
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def inputs(queries: int, keys: int, spread: float, dtype: torch.dtype) -> Inputs:
+def inputs(
+    queries: int, keys: int, spread: float, dtype: torch.dtype, key_heads: int = KEY_HEADS
+) -> Inputs:
     """Random numbers whose scores have this standard deviation."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(heads: int, length: int) -> Tensor:
         return torch.randn(1, heads, length, FEATURES, generator=generator)
 
-    query, key = drawn(HEADS, queries) * spread**0.5, drawn(KEY_HEADS, keys) * spread**0.5
-    return query.to(dtype), key.to(dtype), drawn(KEY_HEADS, keys).to(dtype)
+    query, key = drawn(HEADS, queries) * spread**0.5, drawn(key_heads, keys) * spread**0.5
+    return query.to(dtype), key.to(dtype), drawn(key_heads, keys).to(dtype)
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor) -> Call:
@@ -139,7 +141,6 @@ def test_a_factor_on_queries_is_not_rounded(dtype: torch.dtype) -> None:
     assert torch.equal(got, (third[0, 0, :, 0].float() * factor[0].float()).to(dtype))
 
 
-# ------------------------------------------------------------------------------------------
 # Memory
 
 

@@ -29,7 +29,6 @@ OPERATORS = EMULATED, EmulatedCudnn()
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
 
-# ------------------------------------------------------------------------------------------
 # The parts, against naive attention over every pair
 
 Sequences = list[tuple[int, int]]
@@ -122,7 +121,6 @@ def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
     check(plan, naive, sequences, gap, 3)
 
 
-# ------------------------------------------------------------------------------------------
 # The contract of the operator
 
 
@@ -171,7 +169,6 @@ def test_no_other_device_has_the_operator() -> None:
     assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
 
 
-# ------------------------------------------------------------------------------------------
 # Whole models
 
 
@@ -190,7 +187,6 @@ def test_layers_that_are_not_patched_and_sliding_windows(path: str) -> None:
         assert_close(got, zoo.logits(mistral, ids))
 
 
-# ------------------------------------------------------------------------------------------
 # The table
 
 

@@ -220,7 +220,6 @@ def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
     return [(name, type(module).__qualname__) for name, module in model.named_modules()]
 
 
-# ------------------------------------------------------------------------------------------
 # The matrix
 
 
@@ -377,7 +376,6 @@ def test_plain_transformers_loads_what_is_saved(
     )
 
 
-# ------------------------------------------------------------------------------------------
 # Which layers, which towers
 
 
@@ -470,7 +468,6 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
         assert torch.equal(model.get_buffer(name), buffer)
 
 
-# ------------------------------------------------------------------------------------------
 # Refusals
 
 

@@ -180,7 +180,6 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------
 # Refusals
 
 SPARSE = "chooses the keys of a query by a"
@@ -268,7 +267,6 @@ def test_refused_types_exist() -> None:
     assert {*REFUSED, *GAINS, *ENCODERS} <= {*DECODERS, *zoo.seq2seq_types()}
 
 
-# ------------------------------------------------------------------------------------------
 # The numbers
 
 OWN_ROTARY = (
