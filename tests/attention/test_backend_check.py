@@ -362,7 +362,6 @@ def test_verdicts_are_kept_by_versions(cache: Path, monkeypatch: pytest.MonkeyPa
     [
         *(b"", b"{", b"\xff\xfe", b"[]", b'{"verdicts": {}}', b'{"verdicts": [1]}'),
         b'{"verdicts": [{"backend": "a", "reason": null}]}',
-        b'{"verdicts": [{"backend": "a", "kind": "bands", "dtype": "float32", "head_dim": "64", "reason": null}]}',
     ],
 )
 def test_a_damaged_file_is_written_again(cache: Path, damage: bytes) -> None:
