@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_posenc.attention.banded import two_bands
 from hf_posenc.attention.decode import decode
+from hf_posenc.attention.prefill import two_bands
 from hf_posenc.attention.toeplitz import provable_windows, toeplitz
 from scripts.peers import two_matrices
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.checks import verdicts
-from hf_posenc.attention.checks.samples import encoding_of
+from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.evaluation.device.layer import Layer

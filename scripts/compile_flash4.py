@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_posenc.attention.fused import Saved, Segments, Shape
 from hf_posenc.attention.fused.flash4 import Flash4
-from hf_posenc.attention.fused.protocol import Saved, Segments, Shape
-from hf_posenc.attention.kernels.biased_flash4 import tabled
+from hf_posenc.attention.kernels.biased import tabled
 
 TARGET = {
     "FLASH_ATTENTION_ARCH": "sm_90",

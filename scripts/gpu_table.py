@@ -15,7 +15,7 @@ import torch
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, Mask, Run
-from hf_posenc.attention.checks.samples import HEADS, KEY_HEADS, encoding_of, methods
+from hf_posenc.attention.checks.comparison import HEADS, KEY_HEADS, encoding_of, methods
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.bench import GpuResult
 from hf_posenc.evaluation.grid import markdown_table
@@ -88,7 +88,7 @@ def backends(method: Method) -> tuple[str, ...]:
             stack.enter_context(patch(name, lambda device: True))
         stack.enter_context(
             patch(
-                "hf_posenc.attention.fused.cuda.serves",
+                "hf_posenc.attention.fused.pytorch.serves",
                 lambda device, dtype: dtype != torch.float32,
             )
         )

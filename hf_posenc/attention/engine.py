@@ -20,22 +20,20 @@ import torch
 
 from hf_posenc.attention import decode, prefill, windowed
 from hf_posenc.attention.call import Call, outside_autocast, product_dtype
+from hf_posenc.attention.checks import Backend as Backend
+from hf_posenc.attention.checks import Case as Case
+from hf_posenc.attention.checks import Result as Result
+from hf_posenc.attention.checks import case_of as case_of
 from hf_posenc.attention.checks import isolation, verdicts
-from hf_posenc.attention.checks.backend import Backend as Backend
-from hf_posenc.attention.checks.backend import Case as Case
-from hf_posenc.attention.checks.backend import Result as Result
-from hf_posenc.attention.checks.backend import case_of as case_of
-from hf_posenc.attention.checks.comparison import compare
-from hf_posenc.attention.checks.samples import DTYPES, HEAD_DIMS, kinds
+from hf_posenc.attention.checks.comparison import DTYPES, HEAD_DIMS, compare, kinds
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
-from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.cudnn import CudnnAttention
+from hf_posenc.attention.fused import Fused
 from hf_posenc.attention.fused.flash4 import Flash4
-from hf_posenc.attention.fused.protocol import Fused
+from hf_posenc.attention.fused.pytorch import CudaFlash, CudnnAttention
 from hf_posenc.attention.kernels import biased as triton_biased
-from hf_posenc.attention.kernels import biased_flash4, parts
 from hf_posenc.attention.kernels import decode as triton_decode
+from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
@@ -50,16 +48,11 @@ def windowed_backend(name: str, fused: Fused, *, kernel: bool = False, **options
 
 
 _UNPROVEN = {"proven": False, "may_crash": True}
-
-
-def _kernels(name: str, module: Any) -> Backend:
-    return Backend(name, module.accepts, module.run, fused=True, **_UNPROVEN)
-
-
+_kernels = functools.partial(Backend, fused=True, proven=False, may_crash=True)
 BACKENDS: tuple[Backend, ...] = (
-    _kernels("triton decode", triton_decode),
-    _kernels("flash attention 4, table", biased_flash4),
-    _kernels("triton biased", triton_biased),
+    _kernels("triton decode", triton_decode.accepts, triton_decode.run),
+    _kernels("flash attention 4, table", triton_biased.accepts_table, triton_biased.run_table),
+    _kernels("triton biased", triton_biased.accepts, triton_biased.run),
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("moving", decode.accepts_moving, decode.moving),
     windowed_backend("flash attention 4", Flash4(parts.merge), kernel=True, **_UNPROVEN),

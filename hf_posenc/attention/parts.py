@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.attention.fused.cpu import CpuFlash
-from hf_posenc.attention.fused.protocol import Fused, Saved, Segments, Shape
+from hf_posenc.attention.fused import Fused, Saved, Segments, Shape
+from hf_posenc.attention.fused.pytorch import CpuFlash
 from hf_posenc.attention.softmax import accumulation_dtype
 
 CPU = CpuFlash()

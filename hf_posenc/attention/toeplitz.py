@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.softmax import accumulation_dtype
-from hf_posenc.errors import PosencError
 
 BLOCK = 1024
 """Rows that read the keys before them in one call."""
@@ -42,17 +41,12 @@ def toeplitz(
 ) -> Tensor:
     """Compute causal attention over the scores `query . key * scaling + table[h, m - n]`, exact.
 
-    Shapes and `offset` are those of `banded`. The table, (H, at least offset + Q), float32 or float64, gets a gradient
+    Shapes and `offset` are those of `prefill`. The table, (H, at least offset + Q), float32 or float64, gets a gradient
     too where it requires one. `windows`, (H,), integers, are distances beyond which keys may be left out (not: must).
     """
     heads, rows = query.shape[1:3]
     key_count = offset + rows
     key, value = key[:, :, :key_count], value[:, :, :key_count]
-    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < key_count:
-        raise PosencError(
-            f"A bias table of shape {tuple(table.shape)} does not serve {heads} heads and {key_count} keys; "
-            f"give one of shape ({heads}, {key_count}) or longer."
-        )
     reaches = [key_count] * heads
     if windows is not None:
         reaches = [max(0, min(key_count, int(window))) for window in windows.tolist()]

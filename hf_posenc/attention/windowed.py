@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding, MovingPlan
-from hf_posenc.attention.fused.protocol import Fused, Segments
+from hf_posenc.attention.fused import Fused, Segments
 from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.rotation import Rotation
 
@@ -182,7 +182,7 @@ def causal(rows: int, offset: int) -> Rectangles:
 
 
 def two_bands(rows: int, offset: int, window: int, *, far_keys: int | None = None) -> Rectangles:
-    """Return the parts of two bands, as `banded.two_bands`; queries and keys 0 are near, 1 far.
+    """Return the parts of two bands, as `prefill.two_bands`; queries and keys 0 are near, 1 far.
 
     Row t has the position i = offset + t. Near: the keys i - window + 1 to i. Far: the keys up to i - window, for the
     rows from `first` on. The last of them sees the keys below `keys - window`, so with these keys the call is
@@ -208,7 +208,7 @@ def two_bands(rows: int, offset: int, window: int, *, far_keys: int | None = Non
 
 
 def three_chunks(rows: int, offset: int, chunk: int) -> Rectangles:
-    """Return the parts of dual chunk attention, as `banded.three_chunks`; all of them read key 0."""
+    """Return the parts of dual chunk attention, as `prefill.three_chunks`; all of them read key 0."""
     parts: dict[Label, Part] = {}
     first = 0
     while first < rows:

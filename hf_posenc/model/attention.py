@@ -73,6 +73,11 @@ class Layer:
     """Turns queries and keys, at positions m and n, from the model's rotation to that of the encoding."""
     beside: str | None = None  # the argument with the states of another text, whose keys come last
 
+    @property
+    def untouched(self) -> bool:
+        """True if it computes what the model's own attention does."""
+        return self.encoding.bidirectional and self.encoding.plain and self.turn is None
+
     def attach(self, module: nn.Module) -> None:
         """Let a module compute attention so."""
         self.causal = getattr(module, "is_causal", None)
@@ -232,13 +237,10 @@ def posenc_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
-    untouched = layer is not None and layer.encoding.bidirectional and layer.encoding.plain
-    untouched = untouched and layer is not None and layer.turn is None
-    if (
-        layer is None or untouched
-    ):  # another model with the same config, one in pieces, a local layer of an encoder
-        rest = {"scaling": scaling, "dropout": dropout, **kwargs}
-        return _unpatched(module, query, key, value, attention_mask, **rest)
+    kwargs |= {"scaling": scaling, "dropout": dropout}
+    # Another model with the same config, one in pieces, a local layer of an encoder.
+    if layer is None or layer.untouched:
+        return _unpatched(module, query, key, value, attention_mask, **kwargs)
     if getattr(module, "is_causal", None) != layer.causal:
         raise PosencError(
             f"{type(module).__name__}.is_causal was {layer.causal} when the model was patched, and is "
@@ -284,22 +286,27 @@ def posenc_attention(
             lengths = longest.expand(len(query))
     if layer.turn is not None:
         query, key = layer.turn(query, key, query_position, key_position)
-    call = Call(
-        query=query,
-        key=key,
-        value=value,
-        query_position=query_position,
-        key_position=key_position,
-        mask=mask if indices is None else ChosenMask(mask, indices, keys),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        dropout=dropout if module.training else 0.0,
-        weights=bool(kwargs.get("output_attentions")),
-        lengths=lengths,
-        rotated=None if layer.index is None else forward.rotated.get(layer.index),
-        beside=beside,
-    )
+    mask = mask if indices is None else ChosenMask(mask, indices, keys)
+    rotated = None if layer.index is None else forward.rotated.get(layer.index)
+    options = _options(module, query, kwargs)
+    options |= {"lengths": lengths, "rotated": rotated, "beside": beside}
+    call = Call(query, key, value, query_position, key_position, mask, **options)
+    return _attended(call, encoding)
+
+
+def _options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a call that transformers' arguments name."""
+    scaling = kwargs["scaling"]
+    return {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+        "dropout": kwargs["dropout"] if module.training else 0.0,
+        "weights": bool(kwargs.get("output_attentions")),
+    }
+
+
+def _attended(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     out, weights = attend(call, encoding)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -329,21 +336,9 @@ def _unpatched(
         place = torch.arange(keys, device=key.device)[None]
         if capped or positions is None:
             positions = place[:, -1:] - torch.arange(queries, device=key.device).flip(0)
-        call = Call(
-            query=query,
-            key=key,
-            value=value,
-            query_position=text_positions(positions),
-            key_position=place,
-            mask=read,
-            scaling=kwargs["scaling"] or query.shape[-1] ** -0.5,
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            dropout=kwargs["dropout"] if module.training else 0.0,
-            weights=bool(kwargs.get("output_attentions")),
-        )
-        out, weights = attend(call, _PLAIN)
-        return out.transpose(1, 2).contiguous(), weights
+        options = _options(module, query, kwargs)
+        call = Call(query, key, value, text_positions(positions), place, read, **options)
+        return _attended(call, _PLAIN)
     if lazy is not None:
         mask = lazy.rows(0, queries)
     native: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](

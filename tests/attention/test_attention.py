@@ -79,7 +79,6 @@ def assert_close(got: Tensor, want: Tensor, what: str = "", tolerance: float = 1
     assert difference < tolerance, f"{what}: relative difference {difference:.1e}"
 
 
-# ------------------------------------------------------------------------------------------
 # The numbers
 
 
@@ -162,7 +161,6 @@ def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, p
     assert_close(got, reference(model, CASES[name], ids), tolerance=3 * native)
 
 
-# ------------------------------------------------------------------------------------------
 # The ways to run a text
 
 
@@ -246,7 +244,6 @@ def test_the_length_of_a_request_is_that_of_its_tokens(
         assert_close(stepped[row : row + 1, part], alone, f"row {row} in steps")
 
 
-# ------------------------------------------------------------------------------------------
 # Masks without positions
 
 ABSOLUTE = ("dual_chunk", "attention_sinks", "log_n", "dynamic_ntk_row", "rerope")
@@ -321,7 +318,6 @@ def test_masks_of_four_dimensions() -> None:
         model(input_ids=ids[:, 20:21], **step)
 
 
-# ------------------------------------------------------------------------------------------
 # Where a method does nothing
 
 NEUTRAL: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ copy from it. Nothing here says how long a launch takes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_posenc.attention import engine, windowed
 from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.fused.pytorch import CudaFlash
 from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import Method, get_method
 from hf_posenc.model.masks import CausalMask
 from hf_posenc.rope import RopeSpec
+from scripts.gpu_table import PHASES, backends
 from tests.support.emulated import EmulatedFlash
 
 HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 640
@@ -226,3 +229,51 @@ def test_the_meter_sees_waits() -> None:
         bool(torch.ones(2).any())
         torch.ones(2).to("meta")
     assert meter.waits.total() == 2
+
+
+# Further claims of docs/gpu.md
+
+
+BATCH, COUNT, QUERIES, KEYS, WIDTH = 2, 4, 24, 40, 16
+OPERATORS: Any = torch.ops.aten
+
+
+def test_the_table_is_what_the_backends_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = dict(zip(PHASES, backends(get_method("rerope").from_options()), strict=True))
+    assert phases["prefill"] == phases["training"] == "cuDNN"
+    assert phases["step"] == "Triton"
+    assert phases["prefill, float32"] == "PyTorch, in blocks"
+    monkeypatch.setattr(CudaFlash, "largest", 8)  # another declaration gives another table
+    changed = dict(zip(PHASES, backends(get_method("rerope").from_options()), strict=True))
+    assert changed["prefill"] == "PyTorch, in blocks"
+    assert changed["step"] == "Triton"
+
+
+def test_log_sum_exps_of_library_kernels() -> None:
+    """Their shapes, on tensors without values."""
+    sizes = ((BATCH, COUNT, length, WIDTH) for length in (QUERIES, KEYS, KEYS))
+    tensors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+    rounded = math.ceil(QUERIES / 32) * 32
+    found = OPERATORS._scaled_dot_product_cudnn_attention(*tensors, None, True)[1]
+    assert (found.shape, found.dtype) == ((BATCH, COUNT, QUERIES, 1), torch.float32)
+    found = OPERATORS._scaled_dot_product_efficient_attention(*tensors, None, True)[1]
+    assert (found.shape, found.dtype) == ((BATCH, COUNT, rounded), torch.float32)
+    rows = [x.transpose(1, 2) for x in tensors]
+    none = (None,) * 5
+    found = OPERATORS._efficient_attention_forward(*rows, *none, 0.0, 2, True, window_size=7)[1]
+    assert (found.shape, found.dtype) == ((BATCH, COUNT, rounded), torch.float32)
+
+
+def test_windows_of_library_kernels() -> None:
+    names = {
+        name: {argument.name for argument in getattr(OPERATORS, name).default._schema.arguments}
+        for name in (
+            "_flash_attention_forward",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_efficient_attention_forward",
+        )
+    }
+    windows = [sorted(n for n in every if "window" in n) for every in names.values()]
+    assert windows == [["window_size_left", "window_size_right"], [], [], ["window_size"]]
+    assert "custom_mask_type" in names["_efficient_attention_forward"]

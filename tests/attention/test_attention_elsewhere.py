@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine
-from hf_posenc.attention.fused.protocol import one_segment
+from hf_posenc.attention.fused import one_segment
 from tests.attention.test_attention import apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES

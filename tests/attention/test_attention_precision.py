@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 from hf_posenc.attention import decode, exact, softmax
 from hf_posenc.attention.call import Call, Mask
+from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import toeplitz
-from hf_posenc.methods import LogN, Method, get_method
+from hf_posenc.methods import LogN, get_method
 from hf_posenc.model.masks import CausalMask
-from hf_posenc.rope import RopeSpec
+from tests.support.live_bytes import LiveBytes
 
 HEADS, KEY_HEADS, FEATURES = 4, 2, 64
 SCALING = FEATURES**-0.5
@@ -32,15 +30,17 @@ SPREADS = pytest.mark.parametrize("spread", [1, 4, 9])
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def inputs(queries: int, keys: int, spread: float, dtype: torch.dtype) -> Inputs:
+def inputs(
+    queries: int, keys: int, spread: float, dtype: torch.dtype, key_heads: int = KEY_HEADS
+) -> Inputs:
     """Random numbers whose scores have this standard deviation."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(heads: int, length: int) -> Tensor:
         return torch.randn(1, heads, length, FEATURES, generator=generator)
 
-    query, key = drawn(HEADS, queries) * spread**0.5, drawn(KEY_HEADS, keys) * spread**0.5
-    return query.to(dtype), key.to(dtype), drawn(KEY_HEADS, keys).to(dtype)
+    query, key = drawn(HEADS, queries) * spread**0.5, drawn(key_heads, keys) * spread**0.5
+    return query.to(dtype), key.to(dtype), drawn(key_heads, keys).to(dtype)
 
 
 def call_of(query: Tensor, key: Tensor, value: Tensor) -> Call:
@@ -67,23 +67,19 @@ def assert_precise(run: Callable[..., Tensor], given: Inputs) -> None:
     assert mine <= MOST * theirs, f"{mine:.2e} beside {theirs:.2e}: {mine / theirs:.2f} times"
 
 
-def moving() -> Encoding:
-    """Frequencies that follow the length, for a text that is still short: those of the model."""
-    table = 10_000.0 ** -(torch.arange(0, FEATURES, 2, dtype=torch.float64) / FEATURES)
-    spec = RopeSpec(FEATURES, 10_000.0, 1 << 20)
-    method: Method = get_method("dynamic_ntk").from_options(scale=2.0, update="row")
-    rotation = Rotation(table.float(), Layout(0, FEATURES, interleaved=False))
-    return Encoding(1 << 20, HEADS, rotation, method=method, spec=spec)
-
-
 @SPREADS
 @HALVES
 @pytest.mark.parametrize("path", ["general", "a step", "moving frequencies"])
 def test_scores_and_values(path: str, spread: float, dtype: torch.dtype) -> None:
+    # Frequencies that follow the length, for a text that is still short: those of the model.
+    method = get_method("dynamic_ntk").from_options(scale=2.0, update="row")
     run, encoding = {
         "general": (exact.exact, Encoding(1, HEADS)),
         "a step": (decode.few, Encoding(1, HEADS)),
-        "moving frequencies": (decode.moving, moving()),
+        "moving frequencies": (
+            decode.moving,
+            encoding_of(method, FEATURES, torch.device("cpu"), 1 << 20, (HEADS, KEY_HEADS)),
+        ),
     }[path]
     sizes = (512, 512) if path == "general" else (1, 4096)
     assert_precise(lambda *given: run(call_of(*given), encoding)[0], inputs(*sizes, spread, dtype))
@@ -145,36 +141,7 @@ def test_a_factor_on_queries_is_not_rounded(dtype: torch.dtype) -> None:
     assert torch.equal(got, (third[0, 0, :, 0].float() * factor[0].float()).to(dtype))
 
 
-# ------------------------------------------------------------------------------------------
 # Memory
-
-_DispatchMode: Any = TorchDispatchMode
-
-
-class Peak(_DispatchMode):  # type: ignore[misc]
-    """The most bytes that tensors made under it had at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            storage = value.untyped_storage() if isinstance(value, Tensor) else None
-            given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
-            if storage is None or storage._cdata in self.known or storage._cdata in given:
-                continue
-            self.known.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-        return out
-
-    def freed(self, storage: int, size: int) -> None:
-        self.known.discard(storage)
-        self.now -= size
 
 
 def rounded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -198,9 +165,10 @@ def test_float32_scores_need_no_more_memory(
     peaks = []
     for run in (precise, rounded):
         gc.collect()
-        with Peak() as peak, torch.no_grad():
+        live: Any = LiveBytes(nn.ParameterList(given))
+        with live, torch.no_grad():
             run(*given)
-        peaks.append(peak.most)
+        peaks.append(live.peak)
     assert peaks[0] <= peaks[1]
 
 

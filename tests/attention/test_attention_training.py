@@ -243,7 +243,6 @@ def test_initial_values_are_those_of_the_method(model: PreTrainedModel, name: st
     assert zoo.relative_difference(zoo.logits(model, ids), fresh) > 0.01
 
 
-# ------------------------------------------------------------------------------------------
 # One set of parameters for all layers
 
 SHARED = {"kerple_log": "r1", "kerple_power": "r2", "t5": "table", "transformer_xl": "u"}

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.fused import cuda
-from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.protocol import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
-from hf_posenc.errors import PosencError
 from tests.attention.test_attention import FLASH, apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
@@ -31,7 +29,6 @@ OPERATORS = EMULATED, EmulatedCudnn()
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
 
-# ------------------------------------------------------------------------------------------
 # The parts, against naive attention over every pair
 
 Sequences = list[tuple[int, int]]
@@ -124,19 +121,6 @@ def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
     check(plan, naive, sequences, gap, 3)
 
 
-def test_the_number_of_calls() -> None:
-    """One call per band for all sequences, and per chunk for the oldest keys alone."""
-    whole = Place(0, 0, 90, 90, None)
-    assert len(joined([(whole, windowed.two_bands(90, 0, 20))], 90, 90)) == 2
-    assert len(joined([(whole, windowed.two_bands(90, 0, 20, far_keys=4))], 90, 90)) == 3
-    assert len(joined([(whole, windowed.two_bands(90, 0, 20, far_keys=0))], 90, 90)) == 1
-    assert len(joined([(whole, windowed.three_chunks(90, 0, 30))], 90, 90)) == 3
-    places = [Place(90 * i, 90 * i, 90, 90, None) for i in range(3)]
-    plans = [(place, windowed.two_bands(90, 0, 20)) for place in places]
-    assert len(joined(plans, 270, 270)) == 2
-
-
-# ------------------------------------------------------------------------------------------
 # The contract of the operator
 
 
@@ -181,11 +165,10 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
 
 
 def test_no_other_device_has_the_operator() -> None:
-    assert not cuda.serves(torch.device("cpu"), torch.bfloat16)
+    assert not serves(torch.device("cpu"), torch.bfloat16)
     assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
 
 
-# ------------------------------------------------------------------------------------------
 # Whole models
 
 
@@ -204,41 +187,24 @@ def test_layers_that_are_not_patched_and_sliding_windows(path: str) -> None:
         assert_close(got, zoo.logits(mistral, ids))
 
 
-# ------------------------------------------------------------------------------------------
 # The table
 
 
-def test_backends_are_forced_and_struck_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply(build(), "rerope")
-    ids, names = zoo.tokens(80), []
-    choose = engine.choose
-
-    def noted(call: Any, encoding: Any) -> engine.Backend:
-        cases.append(engine.case_of(engine.backend_of("prefill"), call, encoding))
-        names.append(choose(call, encoding).name)
-        return choose(call, encoding)
-
-    cases: list[engine.Case] = []
-    monkeypatch.setattr(engine, "choose", noted)
+def test_backends_are_forced_and_struck_by_name(used: list[str]) -> None:
+    model, ids = apply(build(), "rerope"), zoo.tokens(80)
     expected = zoo.logits(model, ids)
-    for name in ("exact", EmulatedFlash.name, "prefill"):
-        names.clear()
-        with engine.forced(name):
-            assert_close(zoo.logits(model, ids), expected)
-        assert set(names) == {name}
-    assert cases[0] == engine.Case("prefill", "bands", "float32", 16)
-    try:
-        engine.strike(cases[0], torch.device("cpu"))
-        names.clear()
+
+    def computed_by() -> set[str]:
+        used.clear()
         assert_close(zoo.logits(model, ids), expected)
-        assert set(names) == {"exact"}
+        return set(used)
+
+    for name in ("exact", EmulatedFlash.name, "prefill"):
+        with engine.forced(name):
+            assert computed_by() == {name}
+    try:
+        engine.strike(engine.Case("prefill", "bands", "float32", 16), torch.device("cpu"))
+        assert computed_by() == {"exact"}
     finally:
         engine.restore()
-    names.clear()
-    zoo.logits(model, ids)
-    assert set(names) == {"prefill"}
-
-
-def test_unknown_backends_are_refused() -> None:
-    with pytest.raises(PosencError, match=r"cuda flsh.*cuda flash"):
-        engine.set_backend("cuda flsh")
+    assert computed_by() == {"prefill"}

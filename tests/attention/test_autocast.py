@@ -21,19 +21,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_posenc import available_methods, get_method, patch_model
-from hf_posenc.attention.call import Call, Mask
-from hf_posenc.attention.checks.samples import encoding_of
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend, backend_of, case_of, forced
 from hf_posenc.attention.exact import exact
 from hf_posenc.model.masks import CausalMask
+from tests.attention.test_attention_precision import FEATURES, HALVES, HEADS, inputs
+from tests.attention.test_attention_precision import call_of as of_inputs
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
 from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 IDS = zoo.tokens(80, batch=2, seed=3)
 """Of more tokens than the fused paths need."""
 PIECES = (66, 1, 1, 6, 3, 1, 1, 1)
@@ -203,24 +204,6 @@ def test_a_compiled_model() -> None:
     assert_precise("rerope", prefill, torch.bfloat16, compiled)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_gradient_scaler(name: str) -> None:
-    """Small gradients survive in float16, and scaled back they are those of float64."""
-    model = build(name)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with region(torch.float16):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    error = zoo_error(gradients(model), truth(name, training))
-    assert error <= MOST * unpatched(training, torch.float16)
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.step(optimizer)  # which it skips where a gradient is not finite
-    moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
-    assert all(moved)
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
@@ -280,10 +263,8 @@ def test_a_patch_after_accelerate_has_prepared_the_model_is_the_same(name: str) 
     assert zoo_error(first, prefill(shared(name), None)) > 1e-4  # the region is in force again
 
 
-# ------------------------------------------------------------------------------------------
 # Single calls
 
-HEADS, FEATURES = 4, 64
 NEVER_ROUNDED_TWICE = 1.2
 """An error beside that of PyTorch's fused attention under autocast, at most: rounding queries and keys before and
 after they are turned is 1.4 times as much."""
@@ -291,15 +272,8 @@ after they are turned is 1.4 times as much."""
 
 def call_of(queries: int, spread: float, **more: Any) -> Call:
     """A call in float32, whose scores have this standard deviation."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(length: int, factor: float = 1.0) -> Tensor:
-        return torch.randn(1, HEADS, length, FEATURES, generator=generator) * factor
-
-    root, n = spread**0.5, torch.arange(512)[None]
-    tensors = drawn(queries, root), drawn(512, root), drawn(512)
-    mask: Mask = CausalMask(queries, 512, n.device)
-    return Call(*tensors, n[:, 512 - queries :], n, mask, FEATURES**-0.5, **more)
+    given = inputs(queries, 512, spread, torch.float32, HEADS)
+    return dataclasses.replace(of_inputs(*given), **more)
 
 
 def in_float64(call: Call) -> Call:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_posenc import unpatch_model
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import comparison
-from hf_posenc.attention.checks.samples import call_of, encoding_of
+from hf_posenc.attention.checks.comparison import call_of, encoding_of
 from hf_posenc.methods import get_method
 from hf_posenc.model import masks
 from tests.attention.test_attention import apply, assert_close, build

@@ -1,4 +1,4 @@
-"""LaMPE: positions that depend on the length of the text, pinned for a request."""
+"""LaMPE, whose positions follow the length of the text of a request; DPE, whose positions differ by pair."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 import hf_posenc
 from hf_posenc import PosencError, patch_model, unpatch_model
-from hf_posenc.methods import LaMPE, LogN, YaRN
+from hf_posenc.methods import DPE, LaMPE, LogN, YaRN
 from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import ORIGINAL, Case, reference
 from tests.support.attention_ways import left_masked, left_padded, right_padded
+from tests.support.families import build_text_model
+from tests.support.selection import late
 
 IDS = zoo.tokens(50)
 KNOBS: dict[str, Any] = {
@@ -98,3 +100,43 @@ def zoo_encoder() -> Any:
     from tests.support.families import build_text_model
 
     return build_text_model("eurobert")
+
+
+# DPE, whose positions differ by pair: with equal group sizes it is SelfExtend, in every layout of the pairs
+
+
+IDS = zoo.tokens(50)
+LAYOUTS = ("llama", "cohere", "glm", "deepseek_v3", "gptj", "eurobert")
+MORE = ("gpt_neox", "gemma3_text", "roformer", "falcon", "hunyuan_v1_dense")
+
+
+@pytest.mark.parametrize("model_type", [*LAYOUTS, *late(MORE)])
+def test_equal_sizes_are_self_extend(model_type: str) -> None:
+    known = model_type in zoo.decoder_types()
+    model = zoo.build(model_type) if known else build_text_model(model_type)
+    knobs: dict[str, Any] = {"window": 8, "original_max_position_embeddings": 16, "layers": "all"}
+    patch_model(model, "self_extend", group=3, **knobs)
+    want = zoo.logits(model, IDS)
+    unpatch_model(model)
+    patch_model(model, "dpe", factors=[3, 3], **knobs)
+    assert zoo.relative_difference(zoo.logits(model, IDS), want) < 1e-5
+    unpatch_model(model)
+    patch_model(model, "dpe", factors=[3, 2], **knobs)
+    assert zoo.relative_difference(zoo.logits(model, IDS), want) > 1e-5
+
+
+def test_the_parts_are_those_of_the_frequencies_below() -> None:
+    """Beside YaRN, whose rotary module is another; the last position of a forward may be 0."""
+    model = zoo.build("cohere")
+    methods = [YaRN(scale=4), DPE(factors=[1, 4], window=8)]
+    patch_model(model, methods, original_max_position_embeddings=16)
+    full = zoo.logits(model, IDS)
+    positions = torch.cat((torch.arange(50), torch.arange(1)))[None]
+    ids = torch.cat((IDS, IDS[:, :1]), 1)
+    packed = zoo.logits(model, ids, position_ids=positions)[:, :50]
+    assert zoo.relative_difference(packed, full) < 1e-5
+
+
+def test_factors_that_do_not_divide_the_pairs() -> None:
+    with pytest.raises(PosencError, match="3 factors, which do not divide the 8 pairs"):
+        patch_model(zoo.build("llama"), "dpe", factors=[2, 2, 3])

@@ -220,7 +220,6 @@ def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
     return [(name, type(module).__qualname__) for name, module in model.named_modules()]
 
 
-# ------------------------------------------------------------------------------------------
 # The matrix
 
 
@@ -377,7 +376,6 @@ def test_plain_transformers_loads_what_is_saved(
     )
 
 
-# ------------------------------------------------------------------------------------------
 # Which layers, which towers
 
 
@@ -450,17 +448,9 @@ def test_parts_of_different_lengths_have_no_common_one() -> None:
 
 
 FEW_COMPOSITES = ("qwen2_5_vl", "evolla", "gemma3")
-COMPOSITES = [
-    *(name for name in FEW_COMPOSITES if name in KNOWN),
-    *(
-        pytest.param(n, marks=pytest.mark.slow)
-        for n in zoo.composite_types()
-        if n not in FEW_COMPOSITES
-    ),
-]
 
 
-@pytest.mark.parametrize("model_type", COMPOSITES)
+@pytest.mark.parametrize("model_type", quick(zoo.composite_types(), FEW_COMPOSITES))
 def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: str) -> None:
     """Vision towers, audio codecs and protein encoders have rotaries of their own, which stay."""
     tokens = zoo.tokens(LENGTH)
@@ -478,7 +468,6 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
         assert torch.equal(model.get_buffer(name), buffer)
 
 
-# ------------------------------------------------------------------------------------------
 # Refusals
 
 

@@ -1,4 +1,4 @@
-"""Attention-path methods in every rotary architecture of transformers.
+"""Attention-path methods in every rotary architecture of transformers, and in models of several towers.
 
 Each either computes what a pair-by-pair reference does, in every way to run a text, or is refused with a reason. The
 representative types run always, all others with `-m slow`.
@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc import UnsupportedModelError, get_method, inspect_rope, patch_model, unpatch_model
+from hf_posenc import (
+    PosencError,
+    UnsupportedModelError,
+    get_method,
+    inspect_rope,
+    patch_model,
+    unpatch_model,
+)
 from hf_posenc.attention.engine import forced
 from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.attention_native import KEEPING, RULES, reference
 from tests.support.emulated import EmulatedFlash
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
@@ -173,7 +180,6 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------
 # Refusals
 
 SPARSE = "chooses the keys of a query by a"
@@ -261,7 +267,6 @@ def test_refused_types_exist() -> None:
     assert {*REFUSED, *GAINS, *ENCODERS} <= {*DECODERS, *zoo.seq2seq_types()}
 
 
-# ------------------------------------------------------------------------------------------
 # The numbers
 
 OWN_ROTARY = (
@@ -433,3 +438,88 @@ def test_moving_frequencies_that_replace_a_scaling_start_from_the_plain_rotation
 def layer_inputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     out: Any = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     return [state.double() for state in out.hidden_states]
+
+
+# Models of several towers, and tokens that see what follows them
+
+
+@pytest.mark.parametrize("method", ["rerope", "string", "sliding_window"])
+def test_tokens_that_see_what_follows_are_computed_or_refused(method: str) -> None:
+    """Image tokens of Gemma 3 see each other in both directions."""
+    model, ids = zoo.build("gemma3"), zoo.tokens(LENGTH)
+    kinds = torch.zeros_like(ids)
+    kinds[:, 4:9] = 1
+    before = zoo.logits(model, ids, token_type_ids=kinds)
+    assert zoo.relative_difference(zoo.logits(model, ids), before) > 1e-2
+    options: dict[str, Any] = {"shift": 40} if method == "string" else {"window": 40}
+    patch_model(model, method, layers="all", **options)
+    try:
+        got = zoo.logits(model, ids, token_type_ids=kinds)
+    except PosencError:
+        return
+    assert zoo.relative_difference(got, before) < 2e-6
+
+
+@pytest.mark.parametrize("dense", [1, 1 << 18])
+@pytest.mark.parametrize("name", ["dual_chunk", "log_n", "dynamic_ntk_row"])
+def test_padding_that_the_decoder_gets_as_masks_by_layer_type(
+    name: str, dense: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3 makes the masks, written or not, around the decoder that it hands them to."""
+    model, ids = zoo.build("gemma3"), zoo.tokens(LENGTH)
+    monkeypatch.setattr(masks, "DENSE", dense)
+    patch(model, name)
+    full = zoo.logits(model, ids)
+    for way in (left_masked, left_masked_cached):
+        assert zoo.relative_difference(way(model, ids), full) < 1e-4
+
+
+FEW_COMPOSITES = ("qwen2_5_vl", "paligemma", "diffusion_gemma")
+
+
+@pytest.mark.parametrize("model_type", quick(zoo.composite_types(), FEW_COMPOSITES))
+def test_composite_models_are_as_before_with_a_window_longer_than_the_text(model_type: str) -> None:
+    """Though their keys are cached elsewhere; and a short window acts."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    before = zoo.logits(model, ids)
+    kwargs: dict[str, Any] = {"layers": "all", "original_max_position_embeddings": 64}
+    try:
+        patch_model(model, "rerope", window=500, **kwargs)
+    except UnsupportedModelError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert zoo.relative_difference(zoo.logits(model, ids), before) < 1e-5
+        unpatch_model(model)
+        patch_model(model, "rerope", window=5, **kwargs)
+        assert zoo.relative_difference(zoo.logits(model, ids), before) > 1e-3
+        unpatch_model(model)
+    assert bool(refusal) == (model_type in REFUSED_COMPOSITES), refusal
+    assert re.search(REFUSED_COMPOSITES.get(model_type, ""), refusal)
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
+REFUSED_COMPOSITES = {"mistral_large4": SPARSE, "diffusion_gemma": "besides attention"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("method", ["rerope", "log_n"])
+def test_an_image_with_positions_on_three_axes_is_refused(model_type: str, method: str) -> None:
+    """Layers of Qwen3-VL get no positions beside an image, those of Qwen2-VL get all three axes."""
+    model: Any = zoo.build(model_type)
+    config, vision = model.config, model.config.vision_config
+    merge, features = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]])
+    image = [config.vision_start_token_id, *[config.image_token_id] * 4]
+    ids = torch.tensor([[10, 11, *image, 12, 13, 14]])
+    given: dict[str, Any] = {
+        "pixel_values": torch.randn(int(grid.prod()), 3 * features),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+    }
+    before = zoo.logits(model, ids, **given)
+    patch_model(model, method)
+    with pytest.raises(PosencError, match=r"on three axes.* Use a frequency method"):
+        zoo.logits(model, ids, **given)
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids, **given), before)

@@ -160,7 +160,6 @@ def test_layers_with_a_sliding_window(model_type: str, name: str) -> None:
         check_padded_batch(model, cache)
 
 
-# ------------------------------------------------------------------------------------------
 # torch.compile
 
 
@@ -274,7 +273,6 @@ def test_compiled_before_the_patch(layer: PreTrainedModel) -> None:
     assert torch.equal(zoo.logits(compiled, ids), before)
 
 
-# ------------------------------------------------------------------------------------------
 # Attention weights, and the implementation the user had chosen
 
 

@@ -20,9 +20,9 @@ from hf_posenc.methods import LogN, YaRN
 from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
-from tests.support.families import build_text_model, text_types
+from tests.support.families import text_types
 from tests.support.selection import late
-from tests.support.ways_to_run import at_once
+from tests.support.ways_to_run import Kind, at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -112,26 +112,16 @@ def built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
 
 def _built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
     try:
-        model = zoo.build(kind) if kind in zoo.decoder_types() else build_text_model(kind)
+        model: PreTrainedModel = Kind(kind, name, options, "").build()
     except Exception as error:  # it needs another library, or sizes that no rule finds
         if name:
             raise
         pytest.skip(f"{kind} is not built: {error}")
-    for part in model.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
     if name:
         return patch_model(model, name, **options)
-    others: tuple[tuple[str, dict[str, Any]], ...] = (
-        *(
-            ("rerope", {}),
-            ("alibi", {}),
-            ("nope", {}),
-            ("t5", {"scale": 2}),
-            ("yarn", {"scale": 2}),
-        ),
-    )
-    for name, options in others:
+    scaled = {"scale": 2}
+    others: dict[str, Any] = {"rerope": {}, "alibi": {}, "nope": {}, "t5": scaled, "yarn": scaled}
+    for name, options in others.items():
         with contextlib.suppress(PosencError):
             return patch_model(model, name, **options)
     pytest.skip(f"{kind} takes no patch")
@@ -145,14 +135,9 @@ def arguments(model: PreTrainedModel, length: int) -> dict[str, Any]:
 
 
 def output(model: Any, given: dict[str, Any]) -> Tensor:
-    logits: Tensor = (
-        model(**given, use_cache=False).logits if decodes(model) else model(**given).logits
-    )
+    decodes = getattr(model.config, "use_cache", None) is not None
+    logits: Tensor = model(**given, **({"use_cache": False} if decodes else {})).logits
     return logits
-
-
-def decodes(model: PreTrainedModel) -> bool:
-    return getattr(model.config, "use_cache", None) is not None
 
 
 # Nothing is written.

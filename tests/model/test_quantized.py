@@ -20,11 +20,13 @@ import hf_posenc
 from hf_posenc import get_patch, inspect_rope, load_patch, patch_model, save_patch, unpatch_model
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.measuring.identity import check_weights, weights_hash
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.model.weights import damaged_weights, is_quantized, plain_parts
 from hf_posenc.verification import verify_export
 from tests.support import zoo
 from tests.support.selection import covering, quick
+from tests.support.ways_to_run import offloaded, on_disk
 
 METHODS: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 16}, "fire": {}}
 IDS = zoo.tokens(40)
@@ -141,16 +143,6 @@ def dispatched(*on_disk: str) -> Change:
     return change
 
 
-def offloaded(model: Any, folder: Path) -> Any:
-    accelerate.cpu_offload(model, torch.device("cpu"))
-    return model
-
-
-def on_disk(model: Any, folder: Path) -> Any:
-    accelerate.disk_offload(model, str(folder / "disk"), torch.device("cpu"))
-    return model
-
-
 def dynamic(model: Any, folder: Path) -> Any:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
@@ -261,8 +253,18 @@ def test_where_weights_are_changes_no_logits(
     if kind == "DTensor":
         request.getfixturevalue("group")
     models = LlamaForCausalLM.from_pretrained(checkpoint), load(kind, checkpoint, tmp_path)
+    scorers = [TokenScorer(model, IDS[0], prefill=16) for model in models]
+    assert all(scorer.exact for scorer in scorers)
+    assert torch.equal(*(scorer(IDS[0]) for scorer in scorers))
     whole, elsewhere = (logits(patch_model(model, method, **METHODS[method])) for model in models)
     assert torch.equal(whole, elsewhere)
+    scorers = [TokenScorer(model, IDS[0], prefill=16) for model in models]
+    assert torch.equal(*(scorer(IDS[0]) for scorer in scorers))
+    hashes = [weights_hash(unpatch_model(model)) for model in models]
+    assert hashes[0] == hashes[1]
+    with torch.no_grad():
+        models[0].model.layers[0].mlp.up_proj.weight[0, 0] += 1e-6
+    assert weights_hash(models[0]) != hashes[1]
 
 
 @pytest.mark.parametrize(("kind", "method"), covering(LOADED, ["yarn", "rerope"]))

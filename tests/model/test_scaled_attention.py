@@ -253,21 +253,6 @@ def test_models_that_do_not_scale_their_queries_are_not_taken_for_such(model_typ
     patch_model(zoo.build(model_type), "log_n", original_max_position_embeddings=ORIGINAL)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"law": "lamma4"}, "llama4"),
-        ({"law": "constant"}, "needs factor="),
-        ({"law": "log_n", "beta": 0.1}, "the law log_n reads no beta. It has no knob"),
-        ({"law": "llama4", "scale": 4}, "the law llama4 reads no scale. Its knob is beta"),
-        ({"law": "yarn", "scale": 0.5}, "scale is a number of at least 1"),
-    ],
-)
-def test_options_of_a_law(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PosencError, match=message):
-        Temperature(**options)
-
-
 def test_a_scale_alone_chooses_yarn() -> None:
     assert Temperature().law_in_force == "log_n"
     assert Temperature(scale=4).law_in_force == "yarn"

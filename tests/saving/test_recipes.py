@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_posenc import (
     available_recipes,
@@ -28,6 +27,7 @@ from hf_posenc import (
 )
 from hf_posenc.methods import LaMPE, RotaryBands
 from hf_posenc.patch.config import PatchConfig
+from tests.support import zoo
 from tests.support.selection import quick
 
 FOLDER = Path(__file__).parents[2] / "patches" / "recipes"
@@ -122,7 +122,12 @@ PUBLISHED = {
         rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384},
     ),
     "mistral-large-4-1m": Published(
-        "mistral_large4_text", 64, 1e4, 1048576, _yarn(2048.0, 512, attention_factor=1.0)
+        "mistral_large4_text",
+        64,
+        1e4,
+        1048576,
+        _yarn(2048.0, 512, attention_factor=1.0),
+        more={"index_head_dim": 64},
     ),
     "mistral-small-4-1m": Published(
         "mistral4",
@@ -130,6 +135,7 @@ PUBLISHED = {
         1e4,
         1048576,
         _yarn(128.0, 8192, **_DEEPSEEK_YARN),
+        more={"qk_nope_head_dim": 64},
         rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192},
     ),
     "mistral-yarn-128k": Published("mistral", 128, 1e4, 32768, _yarn(16.0, 8192)),
@@ -138,7 +144,12 @@ PUBLISHED = {
         "olmo3", 128, 5e5, 65536, _yarn(8.0, 8192, attention_factor=1.2079441541679836)
     ),
     "phi-3.5-mini-128k": Published(
-        "phi3", 96, 1e4, 131072, _phi_factors(), more={"original_max_position_embeddings": 4096}
+        "phi3",
+        96,
+        1e4,
+        131072,
+        _phi_factors(),
+        more={"original_max_position_embeddings": 4096, "hidden_size": 384},
     ),
     "prolong-512k": Published("llama", 128, 128e6, 524288, base_theta=5e5),
     "qwen2.5-yarn-128k": Published("qwen2", 128, 1e6, 32768, _yarn(4.0, 32768)),
@@ -179,148 +190,35 @@ OF_DPE = {
 }
 """Recipes that no class of transformers computes; each has a test of its own."""
 
-# Everything that is not about positions, small; the rotary dimension stays the published one.
-_SMALL = {
-    "vocab_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "partial_rotary_factor": 64 / 128,
-        "q_lora_rank": 16,
-        "o_lora_rank": 16,
-        "o_groups": 2,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 2,
-        "index_head_dim": 64,
-        "sliding_window": 16,
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-        "layer_types": [
-            "sliding_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
-            "compressed_sparse_attention",
-        ],
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 16,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-    },
-    "gemma3_text": {"num_hidden_layers": 6, "hidden_size": 64},  # five sliding layers, one full
-    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 64},
-    "hunyuan_v1_moe": {"num_experts": 2, "moe_topk": 1},
-    "mistral": {"sliding_window": None},
-    "mistral4": {
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "head_dim": 128,  # rotated and not rotated
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 16,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
-    "mistral_large4_text": {
-        "num_hidden_layers": 4,  # the fourth does not rotate
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "v_head_dim": 16,
-        "kv_lora_rank": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "index_n_heads": 2,
-        "index_topk": 64,
-    },
-    "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},  # three sliding layers, one full
-    "qwen3_5_text": {
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
-    "smollm3": {"num_hidden_layers": 4},  # the fourth does not rotate
-}
-# The classes that AutoModelForCausalLM does not know; the text part of Qwen3-VL has no head of its own.
-_CLASSES = {
-    "mistral4": "Mistral4ForCausalLM",
-    "qwen3_vl_text": "Qwen3VLTextModel",
-    "mistral_large4_text": "MistralLarge4TextModel",
-}
-
 
 def _recipe(name: str) -> dict[str, Any]:
     recipe: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return recipe
 
 
-def _config(
+def _model(
     published: Published, theta: float, length: int, scaling: dict[str, Any] | None
-) -> PretrainedConfig:
-    sizes = {"hidden_size": 2 * published.head_dim, "head_dim": published.head_dim}
-    sizes |= _SMALL | _SMALL_OF_TYPE.get(published.model_type, {}) | published.more
+) -> PreTrainedModel:
+    """A tiny model with the published rotary dimension; all that is not about positions is small."""
+    sizes: dict[str, Any] = {"initializer_range": 0.2, "max_position_embeddings": length}
+    sizes |= {"head_dim": published.head_dim, **published.more}
+    if published.model_type in ("deepseek_v3", "mistral4", "mistral_large4_text"):
+        sizes["qk_rope_head_dim"] = published.head_dim
+    if published.model_type == "mistral4" and scaling is not None:
+        sizes["head_dim"] *= 2  # rotated and not; transformers' unscaled table covers head_dim
     rope = {"rope_theta": theta, **published.rope, **(scaling or {"rope_type": "default"})}
-    if published.model_type == "mistral4" and scaling is None:
-        sizes["head_dim"] = published.head_dim  # transformers' unscaled table covers head_dim
-    if published.model_type == "olmo3":
-        rope = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        }
-    if published.model_type == "gemma3_text":  # its rope_parameters are kept by layer type
-        rope = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }
-    return AutoConfig.for_model(
-        published.model_type, **sizes, max_position_embeddings=length, rope_parameters=rope
-    )
-
-
-def _model(config: PretrainedConfig) -> PreTrainedModel:
-    name = _CLASSES.get(config.model_type)
-    if name is None:
-        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
-        return model
-    model = getattr(transformers, name)(config)
-    return model
+    if published.model_type in ("olmo3", "gemma3_text"):  # kept by layer type
+        local = theta if published.model_type == "olmo3" else 1e4
+        plain = {"rope_type": "default", "rope_theta": local}
+        rope = {"full_attention": rope, "sliding_attention": plain}
+    return zoo.build(published.model_type, **sizes, rope_parameters=rope)
 
 
 def _native(name: str) -> PreTrainedModel:
     """The checkpoint's architecture and published scaling, as transformers reads them; tiny random weights."""
     published = PUBLISHED[name]
-    torch.manual_seed(0)
-    config = _config(
-        published, published.theta, published.max_position_embeddings, published.scaling
-    )
-    return _model(config).eval()
+    length = published.max_position_embeddings
+    return _model(published, published.theta, length, published.scaling)
 
 
 def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
@@ -328,9 +226,9 @@ def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
     published = PUBLISHED[name]
     theta = published.base_theta or published.theta
     length = published.base_length or _recipe(name)["original_max_position_embeddings"]
-    model = _model(_config(published, theta, length, None))
+    model = _model(published, theta, length, None)
     model.load_state_dict(weights.state_dict())
-    return model.eval()
+    return model
 
 
 @torch.no_grad()
@@ -495,7 +393,7 @@ def test_hunyuans_alpha_is_a_base() -> None:
 def test_a_recipe_for_another_base_warns() -> None:
     theta = PUBLISHED["qwen2.5-yarn-128k"].theta
     for own, warns in ((1e7, True), (theta, False)):
-        model = _model(_config(PUBLISHED["qwen2.5-yarn-128k"], own, 32768, None))
+        model = _model(PUBLISHED["qwen2.5-yarn-128k"], own, 32768, None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load_patch(model, "qwen2.5-yarn-128k")

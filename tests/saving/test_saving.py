@@ -84,15 +84,6 @@ def plain(path: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-@pytest.mark.parametrize("method", quick([*STATIC, "longrope", "dynamic_ntk"], DIFFERENT))
-def test_plain_transformers_loads_what_save_pretrained_wrote(
-    model: PreTrainedModel, method: str, tmp_path: Path
-) -> None:
-    patch_model(model, method, **OPTIONS[method])
-    saved(model, tmp_path)
-    assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
-
-
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [
@@ -255,9 +246,7 @@ class TestOnlyWithHfPosenc:
         (tmp_path / "config.json").write_text(json.dumps(kept))
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
 
-    @pytest.mark.parametrize(
-        "family", [pytest.param(t, marks=() if t in FEW else pytest.mark.slow) for t in EVERY]
-    )
+    @pytest.mark.parametrize("family", quick(EVERY, FEW))
     def test_every_type_is_loaded_with_its_patch_or_not_at_all(
         self, family: str, tmp_path: Path
     ) -> None:
@@ -348,12 +337,14 @@ def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", quick(zoo.frequency_methods(), DIFFERENT))
-def test_from_pretrained_gives_the_patched_model_and_its_undo(
+def test_what_save_pretrained_wrote_loads_in_plain_transformers_and_with_its_undo(
     model: PreTrainedModel, method: str, tmp_path: Path
 ) -> None:
     before = logits(model)
     patch_model(model, method, **OPTIONS[method])
     saved(model, tmp_path)
+    if method in (*STATIC, "longrope", "dynamic_ntk"):
+        assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
     loaded = from_pretrained(tmp_path)
     assert zoo.in_force(model).config == zoo.in_force(loaded).config
     assert torch.equal(logits(loaded), logits(model))
@@ -611,27 +602,6 @@ class TestShortForm:
     def test_refuses(self, text: str) -> None:
         with pytest.raises(PosencError):
             parse_method(text)
-
-
-class TestTablesInTheWeights:
-    """GPT-J and RoFormer read sines and cosines from a table: a buffer in the one, a weight in the other."""
-
-    def test_gptj_reaches_further_and_comes_back(self, tmp_path: Path) -> None:
-        model = zoo.build("gptj")
-        before = logits(model, 60)
-        patch_model(model, "yarn", scale=4)
-        assert logits(model, 250).isfinite().all()
-        saved(model, tmp_path)
-        loaded = from_pretrained(tmp_path)
-        assert torch.equal(logits(loaded, 250), logits(model, 250))
-        assert torch.equal(logits(unpatch_model(loaded), 60), before)
-
-    def test_roformer_carries_its_table_in_the_checkpoint(self, tmp_path: Path) -> None:
-        model = zoo.build("roformer")
-        patch_model(model, "yarn", scale=4)
-        assert zoo.in_force(model).export == "weights"
-        saved(model, tmp_path)
-        assert torch.equal(logits(plain(tmp_path), 250), logits(model, 250))
 
 
 class TestMethodsOfOnesOwn:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_posenc.attention.banded import causal, three_chunks, two_bands
+from hf_posenc.attention.prefill import causal, three_chunks, two_bands
 from hf_posenc.attention.toeplitz import toeplitz
 
 SCALING = 0.4

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.checks.backend import Backend, Result
+from hf_posenc.attention.checks import Backend, Result
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 

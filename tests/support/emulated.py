@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.cudnn import CudnnAttention
-from hf_posenc.attention.fused.protocol import Attended, Gradients, Merge, Saved, Shape, merge
+from hf_posenc.attention.fused import Attended, Gradients, Merge, Saved, Shape, merge
+from hf_posenc.attention.fused.pytorch import CudaFlash, CudnnAttention
 from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.softmax import accumulation_dtype
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_posenc.attention.checks.backend import Backend, Case
+from hf_posenc.attention.checks import Backend, Case
 from hf_posenc.attention.checks.comparison import Comparison, check
 
 STARTING, HANGING = 120.0, 180.0

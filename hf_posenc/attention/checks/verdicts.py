@@ -11,15 +11,13 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hf_posenc.attention.checks.backend import Case
+from hf_posenc.attention.checks import Case
 from hf_posenc.errors import PosencError
 from hf_posenc.files import cache_folder, to_json, write_atomically
 
@@ -76,20 +74,11 @@ def path_of(device: torch.device) -> Path:
 
 def read(device: torch.device) -> Verdicts:
     """Return the verdicts that are known of a device; none where the file is absent or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        values = json.loads(path_of(device).read_text(encoding="utf-8"))
-        return dict(_verdict(entry) for entry in values["verdicts"])
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        entries = json.loads(path_of(device).read_text(encoding="utf-8"))["verdicts"]
+        reasons = [entry.pop("reason") for entry in entries]
+        return {Case(**case): reason for case, reason in zip(entries, reasons, strict=True)}
     return {}
-
-
-def _verdict(entry: Mapping[str, Any]) -> tuple[Case, str | None]:
-    fields = {**entry}
-    reason = fields.pop("reason")
-    case = Case(**fields)
-    types = {name: type(value).__name__ for name, value in asdict(case).items()}
-    if types != Case.__annotations__ or not isinstance(reason, str | None):
-        raise ValueError("damaged")
-    return case, reason
 
 
 def write(device: torch.device, verdicts: Verdicts, *, anew: bool = False) -> None:

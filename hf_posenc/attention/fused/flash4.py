@@ -15,22 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.cuda import CudaFlash
-from hf_posenc.attention.fused.protocol import Attended, Gradients, Saved, Segments, Shape
+from hf_posenc.attention.fused import Attended, Gradients, Saved, Segments, Shape
+from hf_posenc.attention.fused.pytorch import CudaFlash
 from hf_posenc.files import cache_folder
-
-LARGEST = 128
-"""The most features of a head, on both generations of GPUs."""
 
 
 class Flash4(CudaFlash):
     """`Fused` by FlashAttention-4."""
 
     name = "flash attention 4"
+    largest = 128  # on both generations of GPUs
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         half = dtype in (torch.float16, torch.bfloat16)
-        return features <= LARGEST and half and device.type == "cuda" and _installed(device)
+        return features <= self.largest and half and device.type == "cuda" and _installed(device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         tensors, options = _given((query, key, value), shape.sequences(query, key), shape)

@@ -44,3 +44,90 @@ itself would turn them again in every block of queries.
 and compiles them for three generations of GPUs, whose registers, spills and shared memory may only fall. What this
 cannot show is a miscompilation, a race, and any speed.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.encoding import Encoding
+
+FEATURES = 256
+"""Most features of a head: a tile of keys and one of values have to fit into registers."""
+
+
+@functools.lru_cache(maxsize=1)
+def _installed() -> bool:
+    """True if there is a Triton; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def available(device: torch.device) -> bool:
+    """True if kernels run on a device: NVIDIA's, and Triton is installed."""
+    return device.type == "cuda" and torch.version.hip is None and _installed()
+
+
+def takes(call: Call, encoding: Encoding) -> bool:
+    """True if the tensors of a call are such as kernels read, and no weights or dropout are requested."""
+    tensors = (call.query, call.key, call.value)
+    if call.dropout or call.weights or not encoding.plan.shares_keys or encoding.bidirectional:
+        return False
+    if any(x.stride(-1) != 1 for x in tensors):
+        return False
+    if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    return max(call.query.shape[-1], call.value.shape[-1]) <= FEATURES
+
+
+def trains_bias(encoding: Encoding) -> bool:
+    """True if parameters of the encoding get gradients."""
+    parameters = encoding.parameters or {}  # a module in a model
+    return torch.is_grad_enabled() and any(parameters[name].requires_grad for name in parameters)
+
+
+def trains(call: Call, encoding: Encoding) -> bool:
+    """True if a tensor of the call, or a parameter of the encoding, gets gradients."""
+    tensors = (call.query, call.key, call.value)
+    given = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return given or trains_bias(encoding)
+
+
+def unwatched(x: Tensor) -> bool:
+    """True if no compiler, mode or gradient has to see an operator on a tensor of a GPU.
+
+    Its function is then called as it is: PyTorch's wrapper of an operator that is written in Python costs the host
+    about as much as the function.
+    """
+    return (
+        x.is_cuda
+        and not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and _get_current_dispatch_mode() is None
+    )
+
+
+def output_like(query: Tensor, value: Tensor) -> Tensor:
+    """Return an empty output (batch, heads, queries, value_dim) in the memory layout of transformers."""
+    batch, heads, rows, _ = query.shape
+    return query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+
+
+def strided(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
+    """Return a tensor and its strides, as kernels take them."""
+    return x, None if x is None else x.stride()
+
+
+def padded(count: int) -> int:
+    """Return the size of a tile for that many features or rows: a power of two, at least 16 for a product; 0 for 0."""
+    return max(16, 1 << (count - 1).bit_length()) if count else 0
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return the precision of products: that of float32 is not lowered to TF32."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""Whole texts and pieces of them under a bias by distance: the operator, and its row for the engine's table."""
+"""Whole texts and pieces of them under a bias by distance: an operator, and FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels import decode
-from hf_posenc.attention.kernels.biases import Operands, has_table, operands_of
-from hf_posenc.attention.kernels.device import (
+from hf_posenc.attention.fused.flash4 import Flash4, interface
+from hf_posenc.attention.kernels import (
     available,
+    decode,
     output_like,
     padded,
     precision,
@@ -23,7 +23,9 @@ from hf_posenc.attention.kernels.device import (
     trains,
     trains_bias,
 )
-from hf_posenc.methods import T5
+from hf_posenc.attention.kernels.biases import Operands, has_table, operands_of
+from hf_posenc.attention.toeplitz import LEAST
+from hf_posenc.methods import T5, ALiBi, DistanceBias, KerplePower
 
 DROPPED = 1e-8
 """Share of the softmax that keys beyond a provable window may have, together, at most."""
@@ -134,7 +136,7 @@ def biased_backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, 
     With `trained`, that of the bias is the fourth: (2, heads), of both parameters of KERPLE, or of the table. Its sums
     have a fixed order, without atomic additions.
     """
-    from hf_posenc.attention.kernels import biased_backward_triton as kernels
+    from hf_posenc.attention.kernels import biased_triton as kernels
 
     query, key, value, m, n, bias, first, second, scaling, *results = given
     out, lse, windows, trained = results
@@ -278,3 +280,65 @@ def by_runs(call: Call, encoding: Encoding, attend: Callable[..., Tensor]) -> Te
     for part, result in zip(runs, results, strict=True):
         out[part.batch, :, part.queries] = result
     return out
+
+
+# A bias from a table, by FlashAttention-4; for inference.
+
+
+def accepts_table(call: Call, encoding: Encoding) -> bool:
+    """True if FlashAttention-4 computes this call.
+
+    ALiBi and KERPLE's power stay with the kernel whose windows leave keys out: it is faster in long texts.
+    """
+    features = max(call.query.shape[-1], call.value.shape[-1])
+    return (
+        Flash4().serves(call.query.device, call.dtype, features)
+        and isinstance(encoding.bias, DistanceBias)
+        and not isinstance(encoding.bias, ALiBi | KerplePower)
+        and not trains(call, encoding)
+        and not torch.compiler.is_compiling()
+        and accepts(call, encoding)
+        and call.count_up(from_zero=False)
+    )
+
+
+def run_table(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
+    """Compute a call that is accepted."""
+    table = table_of(encoding, call.key.shape[2], call.query.device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *positions: Tensor) -> Tensor:
+        return tabled(query, key, value, table, call.scaling)
+
+    return by_runs(call, encoding, attend), None
+
+
+def table_of(encoding: Encoding, keys: int, device: torch.device) -> Tensor:
+    """Return the bias of every head and distance, (heads, keys or more), float32."""
+    method = encoding.bias
+    assert isinstance(method, DistanceBias)
+    if not encoding.parameters:  # kept for all layers and forwards
+        kept = operands_of(encoding, 0, keys, device)
+        assert kept is not None
+        assert kept.first is not None
+        return kept.first
+    distance = torch.arange(keys, device=device, dtype=torch.float32)
+    bias = encoding.own(method.bias(distance, encoding.all_heads, encoding.parameters or {}))
+    return bias.float().clamp_min(LEAST).contiguous()
+
+
+def tabled(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scaling: float) -> Tensor:
+    """Compute causal attention, aligned to the bottom right, with `table[head, distance]` added to the scores.
+
+    Shapes: queries (B, H, R, D), keys and values (B, HK, N, D), the table (H, N), and the result (B, H, R, D).
+    """
+    from hf_posenc.attention.kernels import biased_cute
+
+    out: Tensor = interface()._flash_attn_fwd(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        softmax_scale=scaling,
+        causal=True,
+        score_mod=biased_cute.by_distance,
+        aux_tensors=[table],
+        pack_gqa=False,
+    )[0]
+    return out.transpose(1, 2)

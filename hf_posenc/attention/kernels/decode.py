@@ -12,9 +12,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding, Plan
-from hf_posenc.attention.kernels.bands import UNTURNED, scheme_of
-from hf_posenc.attention.kernels.biases import Operands, operands_of
-from hf_posenc.attention.kernels.device import (
+from hf_posenc.attention.kernels import (
     available,
     output_like,
     padded,
@@ -24,6 +22,8 @@ from hf_posenc.attention.kernels.device import (
     trains,
     unwatched,
 )
+from hf_posenc.attention.kernels.bands import UNTURNED, scheme_of
+from hf_posenc.attention.kernels.biases import Operands, operands_of
 
 QUERIES = 8
 """More queries than this are left to other paths."""

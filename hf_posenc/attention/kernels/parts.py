@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels.device import available, padded, strided, unwatched
+from hf_posenc.attention.kernels import available, padded, strided, unwatched
 from hf_posenc.attention.rotation import Rotation
 
 _ROWS = 32
@@ -126,5 +126,5 @@ def merge(
     reverse: bool = False,
     last: bool = False,
 ) -> None:
-    """Merge by the operator, as `fused.protocol.merge`; the log-sum-exp is written in any case."""
+    """Merge by the operator, as `fused.merge`; the log-sum-exp is written in any case."""
     (_merge if unwatched(out) else _merge_operator)(out, lse, part_out, part_lse, reverse)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hf_posenc.attention.fused.protocol import EMPTY
+from hf_posenc.attention.fused import EMPTY
 from hf_posenc.attention.kernels.common_triton import rows_of
 
 _EMPTY = tl.constexpr(EMPTY)

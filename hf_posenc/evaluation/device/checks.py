@@ -12,13 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.checks import isolation
-from hf_posenc.attention.checks.backend import Case
-from hf_posenc.attention.checks.comparison import Comparison, check, offers
-from hf_posenc.attention.checks.samples import kinds
-from hf_posenc.attention.fused.cuda import CudaFlash
+from hf_posenc.attention.checks import Case, isolation
+from hf_posenc.attention.checks.comparison import Comparison, check, kinds, offers
+from hf_posenc.attention.fused import Fused, Segments, Shape
 from hf_posenc.attention.fused.flash4 import Flash4
-from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
+from hf_posenc.attention.fused.pytorch import CudaFlash
 from hf_posenc.attention.parts import CPU
 
 PROCESSES = 4

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, RotatedKeys
-from hf_posenc.attention.checks.samples import HEADS, KEY_HEADS, SCALE, encoding_of
+from hf_posenc.attention.checks.comparison import HEADS, KEY_HEADS, SCALE, encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.device.clock import Clock
 from hf_posenc.methods import Method

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_posenc.attention.checks.backend import Case
+from hf_posenc.attention.checks import Case
 from hf_posenc.attention.checks.comparison import Comparison
 from hf_posenc.evaluation.grid import (
     Field,

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.checks.samples import SCALE, methods
+from hf_posenc.attention.checks.comparison import SCALE, methods
 from hf_posenc.embedded import model_path
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError

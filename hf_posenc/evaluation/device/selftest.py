@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import verdicts
-from hf_posenc.attention.checks.samples import DTYPES, HEADS, KEY_HEADS, methods
+from hf_posenc.attention.checks.comparison import DTYPES, HEADS, KEY_HEADS, methods
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.device.checks import cases, check_all, operators, probes
 from hf_posenc.evaluation.device.clock import Clock, device_of

@@ -26,10 +26,9 @@ from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.checks.comparison import compare
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
-from hf_posenc.attention.fused.protocol import EMPTY
-from hf_posenc.attention.kernels import biased, decode, parts
+from hf_posenc.attention.fused import EMPTY
+from hf_posenc.attention.kernels import biased, decode, parts, strided
 from hf_posenc.attention.kernels.biases import operands_of
-from hf_posenc.attention.kernels.device import strided
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.methods import DistanceBias
@@ -369,32 +368,6 @@ def test_a_turn_keeps_its_schema_and_its_fake() -> None:
     torch.library.opcheck(parts.turn, (x, cos, sin, 0, False), test_utils=checks)
 
 
-def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.attention.kernels import biased_triton, decode_triton
-
-    launched: list[str] = []
-    modules: dict[str, Any] = {
-        **dict.fromkeys(("decode_share", "merge_shares"), decode_triton),
-        **dict.fromkeys(("provable_windows", "biased_forward"), biased_triton),
-    }
-    names = [*modules]
-    for name, module in modules.items():
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, _Noted(name, kernel, launched))
-    case = Case("alibi", queries=2)
-    call, encoding = case.made()
-    decode.run(call, encoding)
-    assert launched == names[:2]
-    assert decode.LAUNCHES == 2
-    launched.clear()
-    bias = operands_of(encoding, 0, case.length, call.query.device)
-    assert bias is not None
-    tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
-    biased.biased(*tensors, *bias, call.scaling, False)
-    assert launched == names[2:]
-    assert biased.LAUNCHES == 2
-
-
 @pytest.mark.parametrize("case", [STEPS[9], STEPS[30], TEXTS[0], TEXTS[4]], ids=str)
 def test_operators_keep_their_schema_and_their_fakes(case: Case) -> None:
     """By `torch.library.opcheck`: nothing is written or aliased, and a trace sees the shapes that a call gives."""
@@ -419,15 +392,6 @@ def test_operators_keep_their_schema_and_their_fakes(case: Case) -> None:
     visible = call.mask.rows(0, case.queries)
     more = (visible, encoding.rotation.inv_freq, call.sinks, *bias, scheme, call.scaling, None)
     torch.library.opcheck(decode.decode, (*tensors, *more), test_utils=checks)
-
-
-class _Noted:
-    def __init__(self, name: str, kernel: Any, launched: list[str]) -> None:
-        self.name, self.kernel, self.launched = name, kernel, launched
-
-    def __getitem__(self, grid: Any) -> Any:
-        self.launched.append(self.name)
-        return self.kernel[grid]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, BF16])

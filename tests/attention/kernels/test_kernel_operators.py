@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.checks.comparison import ROWS, compare
-from hf_posenc.attention.checks.samples import call_of, encoding_of
+from hf_posenc.attention.checks.comparison import ROWS, call_of, compare, encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.fused.flash4 import Flash4
-from hf_posenc.attention.kernels import biased, biased_flash4, decode
+from hf_posenc.attention.kernels import biased, decode
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import get_method
@@ -140,9 +139,8 @@ TRAINING = {"alibi": 4, "sandwich": 3, "kerple_log": 5, "kerple_power": 5, "t5":
 def test_launches_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of both operators, one by one: their own code runs, on tensors without values and with noted kernels."""
     with Launches() as launches:
-        for module in ("biased_triton", "biased_backward_triton"):
-            noted = Noted(launches.names)
-            monkeypatch.setitem(sys.modules, f"hf_posenc.attention.kernels.{module}", noted)
+        noted = Noted(launches.names)
+        monkeypatch.setitem(sys.modules, "hf_posenc.attention.kernels.biased_triton", noted)
         call, encoding, leaves = in_training(name)
         operands = operands_of(encoding, 0, 70, torch.device("meta"))
         assert operands is not None
@@ -159,6 +157,21 @@ def test_launches_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         kernels.append("gradients_of_distances")
     assert [each for each in launches.names if "::" not in each] == kernels
     assert len(launches.names) == TRAINING[name], launches.names
+
+
+def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    module = "hf_posenc.attention.kernels.decode_triton"
+    monkeypatch.setitem(sys.modules, module, Noted(launched))
+    call, encoding = on_meta(Case("alibi", queries=2))
+    decode.decode._init_fn(
+        *(call.query, call.key, call.value, call.query_position, call.key_position),
+        *(call.mask.rows(0, 2), None, None),
+        *(operands_of(encoding, 2, 70, torch.device("meta")) or ()),
+        *(decode.prepared(encoding.plan), call.scaling, None),
+    )
+    assert launched == ["decode_share", "merge_shares"]
+    assert len(launched) == decode.LAUNCHES
 
 
 class Noted:
@@ -277,13 +290,13 @@ def test_a_mask_that_adds_to_the_scores_is_not_accepted(monkeypatch: pytest.Monk
 
 
 def test_without_triton_or_off_cuda_nothing_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.attention.kernels import device
+    from hf_posenc.attention import kernels
 
-    assert not device.available(torch.device("cpu"))
-    monkeypatch.setattr(device, "_installed", lambda: True)
-    assert device.available(torch.device("cuda"))
-    monkeypatch.setattr(device, "_installed", lambda: False)
-    assert not device.available(torch.device("cuda"))
+    assert not kernels.available(torch.device("cpu"))
+    monkeypatch.setattr(kernels, "_installed", lambda: True)
+    assert kernels.available(torch.device("cuda"))
+    monkeypatch.setattr(kernels, "_installed", lambda: False)
+    assert not kernels.available(torch.device("cuda"))
 
 
 @pytest.mark.slow
@@ -346,7 +359,7 @@ def test_a_table_for_flash_attention_4(name: str, monkeypatch: pytest.MonkeyPatc
         scores = grouped_scores(query, key, scaling) + table[:, distance.clamp(min=0)]
         return weighted_values(scores, value, distance >= 0)[0]
 
-    monkeypatch.setattr(biased_flash4, "tabled", tabled)
+    monkeypatch.setattr(biased, "tabled", tabled)
     monkeypatch.setattr(Flash4, "serves", lambda *_: True)
     backend, cpu = engine.backend_of("flash attention 4, table"), torch.device("cpu")
     call = call_of(torch.float32, 16, cpu)

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hf_posenc.attention.checks.samples import encoding_of, methods
+from hf_posenc.attention.checks.comparison import encoding_of, methods
 from hf_posenc.attention.engine import attend, forced
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError

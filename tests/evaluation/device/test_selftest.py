@@ -14,10 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.checks import comparison, verdicts
-from hf_posenc.attention.checks.backend import Case
-from hf_posenc.attention.checks.comparison import Comparison
-from hf_posenc.attention.checks.samples import kinds, methods
+from hf_posenc.attention.checks import Case, comparison, verdicts
+from hf_posenc.attention.checks.comparison import Comparison, kinds, methods
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.device import checks
