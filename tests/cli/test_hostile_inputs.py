@@ -218,34 +218,15 @@ CALLS: dict[str, dict[str, str]] = {
         "samples=None": "samples is a whole number of at least 1, not None.",
     },
     "prepare_blocks({})": {
-<<<<<<< HEAD
         "texts[0], tok, length=16": "The documents are a list of texts, not one text: write [text].",
-        "[5], tok, length=16": "Document 0 is int, not a text.",
         "texts, tok, length=None": f"length: None {NO_LENGTH}",
-        "texts, tok, length=16, workers=None": "workers is a whole number of at least 1, not No",
-=======
-        "texts[0], tok, length=16": "The documents are a list or a reader, not str.",
-        "texts, tok, length=None": f"length: None {NO_LENGTH}",
->>>>>>> house-cli
     },
     "choose_parameters(model, 'lora', {})": {
         "modules_to_save=['banana']": "modules_to_save names 'banana', and no module is called",
         "banana=5": "peft.LoraConfig does not take these options: ",
     },
-    "Scores(tok, texts, {})": {
-<<<<<<< HEAD
-        "lengths=[32], output=5": "output: 5 is no folder. Give its path, or",
-    },
     "Collator({})": {
         "None": "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
-=======
-        "lengths=None": "lengths is a list of whole numbers, not None.",
-    },
-    "Collator({})": {
-        "None": "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
-        ")([]": "A batch is a list of examples, of at least one, not [].",
-        ")([5]": "Example 0 of the batch is int: it needs the column input_ids, a list of numb",
->>>>>>> house-cli
         ")([{'input_ids': [1, 2], 'labels': [1]}]": "Example 0 of the batch has 1 labels for 2 tok",
     },
 }
