@@ -24,19 +24,18 @@ from hf_posenc.evaluation.grid import (
     to_markdown,
 )
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
+from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
 from hf_posenc.evaluation.retrieval.result import (
-    COLUMNS,
     Failure,
     Record,
     RetrievalResult,
     summarize,
 )
-from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
-from hf_posenc.files import finite
+from hf_posenc.files import finite, to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,48 +50,19 @@ _PARTS: dict[str, Any] = {
     "retrieval": RetrievalResult,
     "speed": SpeedResult,
 }
-_OF_PROTOCOL = {
-    "perplexity": "exp of the mean loss over all documents",
-    "perplexity_low": "lower end of its 95 % interval over documents",
-    "perplexity_high": "upper end",
-    "difference": "log-perplexity less the first method's, in nats per token",
-    "difference_low": "lower end of its interval, paired by document",
-    "difference_high": "upper end",
-    "status": "ok, not finite, or the reason why there is no number",
-}
-_OF_RETRIEVAL = {
-    name: COLUMNS[name]
-    for name in (
-        *("samples", "accuracy", "accuracy_low", "accuracy_high"),
-        *("first", "first_low", "first_high", "chance", "status"),
-    )
-}
-_OF_SPEED = {
-    "tokens_per_second": "tokens of a prefill by its median time",
-    "lowest": "the same by the longest time",
-    "highest": "the same by the shortest time",
-    "ratio": "times as fast as the first method, median over the rounds",
-    "peak_bytes": "most memory of the timed forward, in bytes",
-    "status": "ok, or the reason why there is no number",
-}
 
 
 def pooled(
-    result: RetrievalResult,
-    method: str,
-    *,
-    tasks: Collection[str] | None = None,
-    lengths: Collection[int] | None = None,
+    result: RetrievalResult, method: str, tasks: Collection[str] | None = None
 ) -> RetrievalCell | str:
-    """Pool the samples of a method in some tasks and lengths, which have equally many.
+    """Pool the samples of a method in some tasks, which have equally many, at all lengths.
 
     A failure leaves no number but its reason: a share of the remaining samples would not be comparable.
     """
     tasks = result.settings.tasks if tasks is None else tasks
-    lengths = result.settings.lengths if lengths is None else lengths
 
     def selected(entry: Failure | Record) -> bool:
-        return entry.method == method and entry.task in tasks and entry.length in lengths
+        return entry.method == method and entry.task in tasks
 
     reasons = [failure.reason for failure in result.failures if selected(failure)]
     if reasons:
@@ -113,6 +83,7 @@ class BenchResult(Result):
     """
 
     kind = "bench"
+    columns = COLUMNS
     formats = ("png",)
     width = 180
 
@@ -146,50 +117,15 @@ class BenchResult(Result):
         return cls(**parts, **{name: values[name] for name in ("suite", "compare", "remarks")})
 
     def files(self) -> dict[str, str]:
-        return {**super().files(), "table.md": self._repr_markdown_()}
-
-    @property
-    def columns(self) -> dict[str, str]:  # type: ignore[override]
-        """The columns of the CSV file and of `frame`: perplexity by protocol, retrieval, and speed."""
-        first = {name: COLUMNS[name] for name in ("method", "length", "scale")}
-        parts = dict.fromkeys(self.perplexity.settings.protocols, _OF_PROTOCOL)
-        parts |= {"retrieval": _OF_RETRIEVAL, "speed": _OF_SPEED}
-        return first | {
-            f"{part}_{name}": text for part, own in parts.items() for name, text in own.items()
-        }
+        """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
+        files = {**super().files(), "table.md": self._repr_markdown_()}
+        if self.retrieval is not None:
+            rows = self.retrieval.csv_rows()
+            files["retrieval.csv"] = to_csv(list(self.retrieval.columns), rows)
+        return files
 
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
-        """Return a row per method and length; the longest has the speed too."""
-        rows: dict[tuple[str, int], dict[str, Any]] = {}
-        for cell in self.perplexity.csv_rows():
-            method, length = key = cell["method"], cell["length"]
-            row = rows.setdefault(key, {"method": method, "length": length, "scale": cell["scale"]})
-            ends = ("", "_low", "_high")
-            logs = {f"difference{end}": log_ratio(cell.get(f"ratio{end}")) for end in ends}
-            for part, columns, values in (
-                (cell["protocol"], _OF_PROTOCOL, {**cell, **logs}),
-                ("retrieval", _OF_RETRIEVAL, self._of_retrieval(*key)),
-                ("speed", _OF_SPEED, self._of_speed(*key)),
-            ):
-                row |= {f"{part}_{name}": values.get(name) for name in columns}
-        return rows.values()
-
-    def _of_retrieval(self, method: str, length: int) -> dict[str, Any]:
-        if self.retrieval is None:
-            return {}
-        cell = pooled(self.retrieval, method, lengths=[length])
-        if isinstance(cell, str):
-            return {"status": cell}
-        first = cell.first_interval or (None, None)
-        values = (cell.samples, cell.accuracy, *cell.interval, cell.first, *first, cell.chance)
-        return dict(zip(_OF_RETRIEVAL, (*values, "ok"), strict=True))
-
-    def _of_speed(self, method: str, length: int) -> dict[str, Any]:
-        if self.speed is None or length != self.speed.length:
-            return {}
-        cell = self.speed.cell(method)
-        values = {name: getattr(cell, name) for name in _OF_SPEED if name != "status"}
-        return {**values, "status": cell.failed or "ok"}
+        return self.perplexity.csv_rows()
 
     def _repr_markdown_(self) -> str:
         """A page for a pull request or a model card: tables, notes, and the command that reproduces them."""
@@ -275,9 +211,9 @@ class BenchResult(Result):
         if cell.interval is not None and math.isfinite(cell.perplexity):
             low, high = (_bounded(end, 3) for end in cell.interval)
             field.append(f"\n{low}-{high}", "aside")
-        change = log_ratio(cell.ratio)
-        if change is not None and math.isfinite(change) and method != measured.candidates[0].label:
-            rounded = round(change, 3) or 0.0  # no -0.000
+        compared = cell.ratio is not None and 0 < cell.ratio < math.inf
+        if compared and method != measured.candidates[0].label:
+            rounded = round(math.log(cell.ratio or 1), 3) or 0.0  # no -0.000
             field.append(f"\n({rounded:+.3f}){'*' * bool(cell.differs)}")
         return field
 
@@ -332,17 +268,12 @@ class BenchResult(Result):
                     yield f"{cell.method}: the prefill failed at length {self.speed.length:,}: {cell.failed}"
 
 
-def log_ratio(ratio: float | None) -> float | None:
-    """Return the difference in mean loss behind a ratio of perplexities, in nats per token."""
-    return None if ratio is None else math.log(ratio) if ratio > 0 else -math.inf
-
-
 def _bounded(value: float, digits: int = 4) -> str:
     return ">1e3" if value > BOUND else number(value, digits)
 
 
 def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
-    cell = pooled(result, method, tasks=tasks)
+    cell = pooled(result, method, tasks)
     if isinstance(cell, str):
         left_out = not any(failure.method == method for failure in result.failures)
         return Field("-", "none") if left_out else failure_field(cell)
