@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -12,20 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import parse_scales
-from hf_posenc.evaluation.grid import to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
 from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.options import SweepOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
-from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
     SweepResult,
     kept_of,
@@ -84,20 +80,6 @@ def test_methods_are_crossed_with_scales_where_they_take_one(
     assert [control for _, control in made] == sorted(
         (control for _, control in made), reverse=True
     )
-
-
-@pytest.mark.parametrize(
-    ("specs", "said"),
-    [
-        (["none"], "nothing to compare"),
-        (["yarn", "yarn:scale=2"], "yarn (scale 2) is given twice"),
-        (["yran"], "yran"),
-        (["longrope"], "short_factor"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(specs: list[str], said: str) -> None:
-    with pytest.raises(PosencError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        crossed(specs, (2.0, 4.0))
 
 
 @pytest.mark.parametrize("text", ["", "two", "1", "2,2", "0.5", "inf", "nan"])
@@ -360,21 +342,6 @@ def test_the_page_compares_the_committed_winner_to_truncation() -> None:
     assert low < 1 < high  # the page: not told apart
 
 
-def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
-    long = "dynamic_ntk (scale 16, original_max_position_embeddings 64)"
-    flat = [3.0, 4.0, 5.0, 6.0, 7.0, 3.5]
-    lines = {"control": [v + 2 for v in reversed(flat)], long: [v + 0.1 for v in flat]}
-    result = planted({"none": flat, "yarn (scale 4)": flat, **lines}, first_documents=6)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(to_rich(result.tables()[0]))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in shown
-    assert "yarn (scale" in shown
-    assert "dynamic_ntk" in shown
-    assert "undecided, " in shown
-    assert "control" in shown
-
-
 def test_one_document_decides_nothing() -> None:
     result = planted({"none": [5.0], "a": [3.0], "b": [4.0]})
     assert result.winner == "a"
@@ -473,13 +440,6 @@ def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
     page = result._repr_html_()
     assert "attention_sinks" in page
     assert "Rounds: 8 on 2 documents; 4 on 4 documents; 2 on 6 documents." in page
-
-
-@pytest.mark.parametrize(("name", "kind"), [("sweep", SweepResult), ("search", SearchResult)])
-def test_committed_results_load_and_have_a_short_name(name: str, kind: Any) -> None:
-    docs = Path(__file__).parents[3] / "docs"
-    result = kind.from_dict(json.loads((docs / "data" / "benchmarks" / f"{name}.json").read_text()))
-    assert len(repr(result)) < 200
 
 
 def test_default_scales_reach_the_target_from_the_original_length_of_the_options() -> None:

@@ -73,7 +73,7 @@ def test_killed_shared_and_resumed_gives_the_same_bytes(
     # one of two processes, killed while it measures or while it waits for the other
     share = arguments(command, model, folder, torn, "--shard", "2/2")
     with running(_run, share) as process:
-        wanted, until = chance.randrange(1, 12), time.monotonic() + PATIENCE
+        wanted, until = chance.randrange(1, 8), time.monotonic() + PATIENCE
         while records(torn) < wanted and process.is_alive() and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(chance.random() * 0.3)
@@ -152,6 +152,7 @@ def test_a_prefill_in_pieces_gives_the_same_numbers(
         (("sweep", "--target-length", "128,256"), "is no length"),
         (("sweep", "--scales", "1"), "--scales 1"),
         (("sweep", "--patch", "none"), "nothing to compare"),
+        (("sweep", "--patch", "yarn", "--patch", "yarn:scale=4"), "yarn (scale 4) is given twice"),
         (("sweep", "--patch", "alibi:slope=3"), "slope"),
         (("sweep", "--target-length", "4k"), "No document can be used"),
         (("search", "--short-texts", "other"), "Unknown value of --short-texts 'other'"),
