@@ -12,7 +12,7 @@ from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import Field, Grid, failure_field, number, number_range
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
-from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
+from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW, Failure, Interval
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.perplexity.protocols import Settings
@@ -270,35 +270,32 @@ class TuningResult(PerplexityResult):
 
 
 def _converted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an older version, which had an arithmetic of its own, in the present form."""
+    """Return the values of format 1, whose records had the index of a document or the reason of a failure."""
     race = dict(values["settings"])
     lengths, windows = (race.pop("original"), race.pop("target")), race.pop("windows_per_document")
     settings = {name: race.pop(name) for name in ("tail_tokens", "chunk", "prefill")}
-    settings |= {"lengths": lengths, "protocols": ("tail",)}
+    settings |= {"windows_per_document": None if windows == 1 else windows}
     names = [each["name"] for each in (*values["documents"], *values.get("needles", ()))]
-    records: list[dict[str, Any]] = []
-    failures: dict[tuple[str, int], dict[str, Any]] = {}
+    records, failures = [], []
     for old in values["records"]:
-        about = {name: old[name] for name in ("method", "length")} | {"protocol": "tail"}
+        about = {"method": old["method"], "protocol": "tail", "length": old["length"]}
         if "failed" in old:
-            failures[old["method"], old["length"]] = about | {"reason": old["failed"]}
+            failure = about | {"reason": old["failed"]}
+            failures += [failure] * (failure not in failures)
             continue
-        nats, tokens = nan_if_none(old["nats"]), old["tokens"]
-        about |= {"document": names[old["document"]], "nats": nats, "tokens": tokens}
-        more = {"bytes": None, "words": None, "weighted": nats, "weight": float(tokens)}
-        records.append(about | more)
-    plain = {"parts": (), "beside": {}, "auto_scale": False, "original": None}
+        about |= {"document": names[old["document"]], "bytes": None, "words": None}
+        sums = {"nats": old["nats"], "tokens": old["tokens"]}
+        records.append(about | sums | {"weighted": old["nats"], "weight": float(old["tokens"])})
+    kept = ("label", "spec", "method", "scale")
+    plain: dict[str, Any] = {"parts": (), "beside": {}, "auto_scale": False, "original": None}
     return {
         **values,
-        "settings": settings | {"windows_per_document": None if windows == 1 else windows},
+        "settings": {"lengths": lengths, "protocols": ("tail",), **settings},
         "race": race,
         "controls": [each["label"] for each in values["methods"] if each["control"]],
-        "methods": [
-            {name: each[name] for name in ("label", "spec", "method", "scale")} | plain
-            for each in values["methods"]
-        ],
+        "methods": [{name: each[name] for name in kept} | plain for each in values["methods"]],
         "records": records,
-        "failures": list(failures.values()),
+        "failures": failures,
         "original_max_position_embeddings": lengths[0],
         "head_replay": "off",
         "fingerprint": None,
