@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.run import PerplexityRun
     from hf_posenc.evaluation.retrieval.run import RetrievalRun
-    from hf_posenc.evaluation.tuning import TailJob
+    from hf_posenc.evaluation.tuning import Race
 
-    Job = Measurement[Any, Any] | BenchJob | TailJob[Any] | ExtendJob
+    Job = Measurement[Any, Any] | BenchJob | Race[Any] | ExtendJob
 
 PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5

@@ -45,7 +45,7 @@ from hf_posenc.evaluation.options import (
 if TYPE_CHECKING:
     from hf_posenc.evaluation.device.result import GpuResult
     from hf_posenc.evaluation.device.run import GpuRun
-    from hf_posenc.evaluation.tuning import TailJob
+    from hf_posenc.evaluation.tuning import Race
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
 REPORT = Path("report.html")
@@ -161,7 +161,7 @@ def bench(
 
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The weights are
     loaded once, every document is tokenized once. The same command resumes an interrupted run. Writes bench.json,
-    bench.csv, table.md, curve.png and heatmap.png.
+    bench.csv, retrieval.csv, table.md, curve.png and heatmap.png.
 
     --suite gpu measures a device instead, without weights and documents: the attention of every method, and a whole
     model. MODEL then gives the sizes alone. Writes gpu.json, gpu.csv and gpu.md.
@@ -263,7 +263,7 @@ def sweep(
 
     result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
     if result is not None:
-        print_items(f"Or: {result.trial(result.winner).call}", wrap=False)
+        print_items(f"Or: {result.call(result.winner)}", wrap=False)
 
 
 def search(
@@ -286,13 +286,13 @@ def search(
     _tune(frame, frame.prepare(prepare_search, model, documents, options, settings))
 
 
-def _tune(frame: Frame, job: TailJob[Any]) -> Any:
+def _tune(frame: Frame, job: Race[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
-    frame.announce(job.settings.protocol, job.skipped)
+    frame.announce(job.settings, job.whole.metadata["skipped"])
     result = frame.measure(job, lambda: _print_line(job, frame.device))
     if result is None:
         return None
-    frame.present(result, result.about["model"])
+    frame.present(result, result.model)
     for line in result.problems():
         print_warning(line)
     if result.recipe is None:
@@ -301,18 +301,18 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     recipe = str(frame.output / f"{result.kind}_recipe.json")
     line = f"Use it: hf_posenc.load_patch(model, {recipe!r})"
     if result.kept is not None:
-        kept = result.trial(result.kept.label)
-        line = f"Use it: {kept.call}\n{recipe} has the factors found, which are not shown to be better."
+        call = result.call(result.kept.label)
+        line = f"Use it: {call}\n{recipe} has the factors found, which are not shown to be better."
     print_items(line, wrap=False)
     return result
 
 
-def _print_line(job: TailJob[Any], device: Any) -> None:
+def _print_line(job: Race[Any], device: Any) -> None:
     from hf_posenc.evaluation.scoring.estimate import run_cost
     from hf_posenc.evaluation.scoring.rates import estimated
 
-    target = job.settings.target
-    each = run_cost(job.model, [(target, job.settings.tail_tokens)]).flops / target
+    target = job.settings.lengths[-1]
+    each = run_cost(job.whole.model, [(target, job.settings.tail_tokens)]).flops / target
     seconds, takes = estimated(job.forwarded * each, device)
     print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
     print_items(f"{job.cost_line()} {takes}")

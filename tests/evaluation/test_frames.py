@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_posenc.evaluation import ExtendResult, SweepResult
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.device.result import GpuResult
 from hf_posenc.evaluation.grid import Result
@@ -26,10 +27,13 @@ def results() -> dict[str, Result]:
     assert isinstance(bench, BenchResult)
     retrieval = read(RetrievalResult, "real_model/passkey.json")
     gpu = read(GpuResult, "gpu/h200_model.json")
-    return {each.kind: each for each in (bench, bench.perplexity, retrieval, gpu)}
+    sweep = read(SweepResult, "benchmarks/sweep.json")
+    extend = read(ExtendResult, "real_model/extend.json")
+    every = (bench, bench.perplexity, retrieval, gpu, sweep, extend)
+    return {each.kind: each for each in every}
 
 
-@pytest.mark.parametrize("kind", ["bench", "perplexity", "retrieval", "gpu"])
+@pytest.mark.parametrize("kind", ["bench", "perplexity", "retrieval", "gpu", "sweep", "extend"])
 def test_a_frame_has_the_numbers_of_the_csv_file_and_says_what_they_are(kind: str) -> None:
     pytest.importorskip("pandas")
     result = results()[kind]

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
+from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning import Loss, ResultT, TailJob, TailSettings
-from hf_posenc.evaluation.tuning.results import Trial
-from hf_posenc.evaluation.tuning.search import SearchJob
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.evaluation.tuning import Race
+from hf_posenc.evaluation.tuning.search import SearchJob, SearchRun
 from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
-SETTINGS = TailSettings(64, 160)
+ResultT = TypeVar("ResultT")
+SETTINGS = Settings((64, 160), ("tail",))
 ABOUT: dict[str, Any] = {
     "model": {"name": "tiny"},
+    "original": 64,
     "source": {"kind": "test"},
-    "environment": {},
+    "skipped": (),
     "command": "test",
 }
 
@@ -40,22 +45,19 @@ def texts(count: int) -> tuple[TokenizedDocument, ...]:
     return tuple(tokenize(Document(f"d{n}", prose(170 + 13 * n, n)), words) for n in range(count))
 
 
-def sweep_of(
-    model: Any, count: int, candidates: Any, settings: TailSettings = SETTINGS
-) -> SweepJob:
+def sweep_of(model: Any, count: int, candidates: Any, settings: Settings = SETTINGS) -> SweepJob:
     """A sweep over so many documents, two of them in the first round."""
-    given: dict[str, Any] = {"model": model, "settings": settings, "documents": texts(count)}
-    return SweepJob(about=ABOUT, candidates=candidates, first_documents=2, **given)
+    whole = PerplexityRun(model, texts(count), (), settings, metadata=ABOUT)
+    return SweepJob(whole=whole, candidates=candidates, first_documents=2)
 
 
-def search_of(
-    model: Any, count: int, own: SearchSettings, settings: TailSettings = SETTINGS
-) -> SearchJob:
+def search_of(model: Any, count: int, own: SearchSettings, bound: float | None = None) -> SearchJob:
     """A search over so many documents."""
-    return SearchJob(model=model, settings=settings, documents=texts(count), about=ABOUT, own=own)
+    whole = SearchRun(model, texts(count), (), SETTINGS, metadata=ABOUT)
+    return SearchJob(whole=whole, own=own, max_regression=bound)
 
 
-def finished(job: TailJob[ResultT], folder: Path | None = None) -> ResultT:
+def finished(job: Race[ResultT], folder: Path | None = None) -> ResultT:
     """The result of a job."""
     result = job.run(folder)
     assert result is not None
@@ -71,34 +73,43 @@ def reference(model: Any, document: TokenizedDocument, length: int, tail: int) -
     return -float(logs[length - tail - 1 : -1].gather(1, targets[:, None]).sum())
 
 
+def loss(method: str, length: int, document: str, nats: float, tokens: int = 1) -> Record:
+    """A measured loss."""
+    return Record(method, "tail", length, document, nats, tokens, None, None, nats, float(tokens))
+
+
+def entries(labels: Iterable[str]) -> list[MethodEntry]:
+    """Methods of a result, by their labels."""
+    return [MethodEntry(label, label, label, (), {}, None, False, None) for label in labels]
+
+
 def planted(
     losses: Mapping[str, Sequence[float]],
     short: Mapping[str, Sequence[float]] | None = None,
     *,
     first_documents: int = 2,
-    **settings: Any,
+    bound: float | None = None,
 ) -> SweepResult:
     """A sweep whose mean losses are given: by method, one number per document; NaN stands for a failure.
 
     `none` is the first; names that begin with `control` are controls too.
     """
-    made: dict[tuple[str, int, int], Loss] = {}
+    records, failures = [], []
     for label, numbers in losses.items():
         near = (short or {}).get(label, [1.0] * len(numbers))
-        for document, values in enumerate(zip(numbers, near, strict=True)):
+        for index, values in enumerate(zip(numbers, near, strict=True)):
             for length, value in zip((160, 64), values, strict=True):
-                lost = Loss(math.nan, 0, "out of memory")
-                made[label, length, document] = lost if math.isnan(value) else Loss(32 * value, 32)
-    trials = [
-        Trial(label, label, method, None, method is None or label.startswith("control"), None)
-        for label, method in ((name, None if name == "none" else name) for name in losses)
-    ]
+                if math.isnan(value):
+                    failures.append(Failure(label, "tail", length, "out of memory"))
+                else:
+                    records.append(loss(label, length, f"d{index}", 32 * value, 32))
     return SweepResult(
-        about=ABOUT,
-        settings=TailSettings(64, 160, **settings),
-        trials=trials,
+        **ABOUT,
+        settings=SETTINGS,
+        candidates=entries(losses),
+        controls=[label for label in losses if label == "none" or label.startswith("control")],
         documents=[{"name": f"d{index}"} for index in range(len(losses["none"]))],
-        skipped=[],
-        losses=made,
-        first_documents=first_documents,
+        records=records,
+        failures=failures,
+        race={"max_regression": bound, "first_documents": first_documents},
     )

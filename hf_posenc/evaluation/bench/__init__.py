@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench.result import BenchResult as BenchResult
+    from hf_posenc.evaluation.bench.run import BenchResult as BenchResult
     from hf_posenc.evaluation.bench.run import bench as bench
     from hf_posenc.evaluation.bench.suites import SUITES as SUITES
     from hf_posenc.evaluation.bench.suites import Suite as Suite
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.device.run import GpuRun as GpuRun
 
 _HOMES = {
-    "BenchResult": ".result",
+    "BenchResult": ".run",
     "GpuResult": "..device.result",
     "GpuRun": "..device.run",
     "SUITES": ".suites",

@@ -1,23 +1,38 @@
-"""Benchmark of methods on one model: perplexity, retrieval and the speed of the prefill."""
+"""Benchmark of methods on one model: perplexity, retrieval and the speed of the prefill, in one table."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import perplexity as measurement
-from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.suites import Suite, get_suite
-from hf_posenc.evaluation.device.speed import SpeedRun, window_of
+from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import output_folder, with_fields
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    auto_scale_note,
+    escaped,
+    failure_field,
+    length_head,
+    listed,
+    number,
+    percent,
+    percent_range,
+    to_markdown,
+)
 from hf_posenc.evaluation.measuring.candidates import (
     original_length,
     parse_candidates,
@@ -32,17 +47,316 @@ from hf_posenc.evaluation.measuring.execute import (
     wait_for_all,
     write_timings,
 )
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
     ProtocolOptions,
 )
+from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
+from hf_posenc.evaluation.plots import position_figure
+from hf_posenc.evaluation.published import beside, get, remarks
+from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
+from hf_posenc.evaluation.retrieval.result import (
+    Failure,
+    Record,
+    RetrievalResult,
+    summarize,
+)
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
+from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.files import finite, to_csv
 from hf_posenc.model.unwrapping import unwrap
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
 MOST_ROUNDS = 1000
+BOUND = 1000.0
+"""Larger perplexities are shown as `>1e3`, as in papers; the JSON has the exact number."""
+GIB = 2**30
+
+_PARTS: dict[str, Any] = {
+    "perplexity": PerplexityResult,
+    "retrieval": RetrievalResult,
+    "speed": SpeedResult,
+}
+
+
+def pooled(
+    result: RetrievalResult, method: str, tasks: Collection[str] | None = None
+) -> RetrievalCell | str:
+    """Pool the samples of a method in some tasks, which have equally many, at all lengths.
+
+    A failure leaves no number but its reason: a share of the remaining samples would not be comparable.
+    """
+    tasks = result.settings.tasks if tasks is None else tasks
+
+    def selected(entry: Failure | Record) -> bool:
+        return entry.method == method and entry.task in tasks
+
+    reasons = [failure.reason for failure in result.failures if selected(failure)]
+    if reasons:
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in reasons else reasons[0]
+    records = [dataclasses.replace(r, task="", length=0) for r in result.records if selected(r)]
+    return summarize(records, by_depth=False)[0] if records else "too short for the task"
+
+
+@dataclass(repr=False, kw_only=True)
+class BenchResult(Result):
+    """Result of `hf-posenc bench`.
+
+    Attributes:
+        retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
+        speed: The timed prefill at the longest length; `None` if it was not measured.
+        compare: Names of published tables to show beside it.
+        remarks: Notes about parts that were left out.
+    """
+
+    kind = "bench"
+    columns = COLUMNS
+    formats = ("png",)
+    width = 180
+
+    perplexity: PerplexityResult
+    suite: str
+    retrieval: RetrievalResult | None = None
+    speed: SpeedResult | None = None
+    compare: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+    def scalars(self) -> Iterator[tuple[str, int, float]]:
+        yield from self.perplexity.scalars()
+        if self.retrieval is not None:
+            yield from self.retrieval.scalars()
+
+    def __repr__(self) -> str:
+        return f"BenchResult({self.suite}, {self.perplexity!r})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values. All but `speed` is deterministic."""
+        values: dict[str, Any] = {"format": FORMAT, "kind": self.kind}
+        values |= {name: getattr(self, name) for name in ("suite", "compare", "remarks", *_PARTS)}
+        values |= {name: values[name] and values[name].to_dict() for name in _PARTS}
+        ready: dict[str, Any] = finite(values)
+        return ready
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
+        """Read the values of `to_dict`."""
+        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()}
+        return cls(**parts, **{name: values[name] for name in ("suite", "compare", "remarks")})
+
+    def files(self) -> dict[str, str]:
+        """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
+        files = {**super().files(), "table.md": self._repr_markdown_()}
+        if self.retrieval is not None:
+            rows = self.retrieval.csv_rows()
+            files["retrieval.csv"] = to_csv(list(self.retrieval.columns), rows)
+        return files
+
+    def csv_rows(self) -> Iterable[Mapping[str, Any]]:
+        return self.perplexity.csv_rows()
+
+    def _repr_markdown_(self) -> str:
+        """A page for a pull request or a model card: tables, notes, and the command that reproduces them."""
+        measured = self.perplexity
+        model, versions = measured.model, measured.environment
+        trained = f", trained at {measured.original:,} tokens" if measured.original else ""
+        about = (
+            f"{model['class']}, {model['parameters'] / 1e6:,.1f} M parameters{trained}; {model['dtype']} on "
+            f"{model['device']}, {model['attention']} attention; hf-posenc {versions['hf-posenc']}, torch "
+            f"{versions['torch']}, transformers {versions['transformers']}.\n"
+        )
+        first, *others = self.tables()
+        lines = [
+            *(f"# {model['name']}, suite {self.suite}\n", about, to_markdown(first)),
+            *(f"\n## {grid.title}\n\n{to_markdown(grid)}" for grid in others),
+            "",
+            *(f"- {escaped(line)}" for line in self.notes()),
+        ]
+        if measured.command is not None:
+            lines.append(f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```")
+        return "\n".join(lines) + "\n"
+
+    def figures(self) -> dict[str, Figure]:
+        heatmap = self.heatmap()
+        return {"curve": self.plot(), **({"heatmap": heatmap} if heatmap else {})}
+
+    def plot(self) -> Figure:
+        """Draw perplexity by position in the text if `prefix` was measured, else by length. Needs matplotlib."""
+        measured = self.perplexity
+        return position_figure(measured) if measured.curves else measured.plot()
+
+    def heatmap(self) -> Figure | None:
+        """Draw retrieval by length and depth of the needle, if it was measured. Needs matplotlib."""
+        return None if self.retrieval is None else self.retrieval.plot()
+
+    def tables(self) -> list[Grid]:
+        """Return the main table, retrieval by task if there are several, and the published tables."""
+        grids = [self.table()]
+        if self.retrieval is not None and len(self.retrieval.settings.tasks) > 1:
+            tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
+            grid = Grid(f"Retrieval by task, prompts of up to {longest:,} tokens")
+            grid.column("method")
+            for task in tasks:
+                grid.column(task, numeric=True)
+            for entry in self.retrieval.candidates:
+                shares = (_share(self.retrieval, entry.label, [task]) for task in tasks)
+                grid.row(entry.label, *shares)
+            grids.append(grid)
+        return [*grids, *(beside(get(name), self.perplexity) for name in self.compare)]
+
+    def table(self) -> Grid:
+        """Return methods against lengths: a block per protocol; retrieval, speed and memory beside the first.
+
+        A field has the perplexity, its interval, and the paired difference to the first method in parentheses.
+        """
+        measured = self.perplexity
+        lengths, protocols = measured.settings.lengths, measured.settings.protocols
+        grid = Grid(f"Benchmark, suite {self.suite}: perplexity by method and context length")
+        grid.column("method")
+        heads = [length_head(length, measured.original) for length in lengths]
+        if self.retrieval is not None:
+            tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
+            heads.append(f"{tasks[0] if len(tasks) == 1 else 'retrieval'}\n≤{longest:,}")
+        if self.speed is not None:
+            heads += [f"{name}\n@{self.speed.length:,}" for name in ("tok/s", "GiB")]
+        for head in heads:
+            grid.column(head, numeric=True)
+        for protocol in protocols:
+            first = protocol == protocols[0]
+            grid.row(Field(protocol, "heading"), rule=not first)
+            for entry in measured.candidates:
+                fields = [self._perplexity(entry.label, protocol, length) for length in lengths]
+                grid.row(entry.label, *fields, *(self._beside(entry.label) if first else ()))
+        return grid
+
+    def _perplexity(self, method: str, protocol: str, length: int) -> Field:
+        measured = self.perplexity
+        cell = measured.cell(method, protocol, length)
+        if cell is None:
+            return failure_field(measured.failure(method, protocol, length))
+        lowest = cell.perplexity == measured.lowest(protocol, length)
+        field = Field(_bounded(cell.perplexity), "best" if lowest else "", cell.perplexity)
+        if cell.interval is not None and math.isfinite(cell.perplexity):
+            low, high = (_bounded(end, 3) for end in cell.interval)
+            field.append(f"\n{low}-{high}", "aside")
+        compared = cell.ratio is not None and 0 < cell.ratio < math.inf
+        if compared and method != measured.candidates[0].label:
+            rounded = round(math.log(cell.ratio or 1), 3) or 0.0  # no -0.000
+            field.append(f"\n({rounded:+.3f}){'*' * bool(cell.differs)}")
+        return field
+
+    def _beside(self, method: str) -> Iterator[Field]:
+        """Yield retrieval, speed and memory of a method."""
+        if self.retrieval is not None:
+            yield _share(self.retrieval, method, None)
+        if self.speed is not None:
+            cell = self.speed.cell(method)
+            if cell.tokens_per_second is None:
+                yield from [failure_field(cell.failed)] * 2
+                return
+            speed = Field(f"{cell.tokens_per_second:,.0f}")
+            if cell.ratio is not None and method != self.speed.methods[0]:
+                speed.append(f"\nx{cell.ratio:.2f}", "aside")
+            yield speed
+            yield Field("-" if cell.peak_bytes is None else number(cell.peak_bytes / GIB, 3))
+
+    def notes(self) -> Iterator[str]:
+        measured, settings = self.perplexity, self.perplexity.settings
+        count, baseline = len(measured.documents), measured.candidates[0].label
+        for protocol in settings.protocols:
+            yield f"{protocol}: {settings.definition(protocol)}."
+        yield (
+            f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % interval over "
+            f"documents, and in parentheses the difference in log-perplexity (nats per token) "
+            f"to {baseline} on the same documents; *: its paired interval excludes 0 (all of a column "
+            "hold together in 95 % of samples)."
+        )
+        ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
+        if any(end > BOUND for end in ends):
+            yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
+        if count < FEW_DOCUMENTS:
+            yield FEW_NOTE
+        yield from self.remarks
+        yield from auto_scale_note(measured.candidates)
+        if self.retrieval is not None:
+            yield from _retrieval_notes(self.retrieval)
+        if self.speed is not None:
+            yield from _speed_notes(self.speed, measured.head_replay != "off")
+        for name in self.compare:
+            yield from remarks(get(name))
+        yield from measured.guide()
+
+    def problems(self) -> Iterator[str]:
+        yield from self.perplexity.problems()
+        if self.retrieval is not None:
+            yield from self.retrieval.problems()
+        if self.speed is not None:
+            for cell in self.speed.cells:
+                if cell.failed is not None:
+                    yield f"{cell.method}: the prefill failed at length {self.speed.length:,}: {cell.failed}"
+
+
+def _bounded(value: float, digits: int = 4) -> str:
+    return ">1e3" if value > BOUND else number(value, digits)
+
+
+def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
+    cell = pooled(result, method, tasks)
+    if isinstance(cell, str):
+        left_out = not any(failure.method == method for failure in result.failures)
+        return Field("-", "none") if left_out else failure_field(cell)
+    field = Field(percent(cell.accuracy)).append(f"\n{percent_range(cell.interval)}", "aside")
+    if cell.first is not None and cell.first_interval is not None and cell.chance is not None:
+        above = cell.first_interval[0] > cell.chance
+        field.append(f"\n1st {percent(cell.first)}{'*' * above}")
+    return field
+
+
+def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
+    settings = result.settings
+    count = len(settings.depths) * settings.samples
+    cells = (pooled(result, entry.label) for entry in result.candidates)
+    cell = next((cell for cell in cells if not isinstance(cell, str)), None)
+    samples = "" if cell is None else f", {cell.samples} in all"
+    first = ""
+    if cell is not None and cell.chance is not None:
+        first = (
+            f" 1st: how often the right answer is the most probable of {settings.distractors + 1}; *: more often than "
+            f"chance ({percent(cell.chance)})."
+        )
+    yield (
+        f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths ({count} samples each"
+        f"{samples}), with a 95 % Wilson interval.{first}"
+    )
+    for task in settings.tasks:
+        short = [entry.length for entry in result.left_out if entry.task == task]
+        if short:
+            yield f"{task} has no prompt as short as {listed(short)} tokens."
+
+
+def _speed_notes(speed: SpeedResult, replays: bool) -> Iterator[str]:
+    count = speed.threads
+    threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
+    logits = "the last token" if replays else "every token, as this model cannot do with fewer"
+    yield (
+        f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
+        f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: times as "
+        f"fast as {speed.methods[0]}, median over the rounds."
+    )
+    if speed.memory is not None:
+        yield f"GiB: {speed.memory}, in the timed forward."
+    for cell in speed.cells:
+        if cell.prefill is not None:
+            yield f"{cell.method}: prefill in pieces of {cell.prefill:,} tokens."
+
+
+# The measurement.
 
 
 def suite_lengths(suite: Suite, original: int | None, target: int | None = None) -> tuple[int, ...]:

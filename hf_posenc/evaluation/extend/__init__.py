@@ -6,13 +6,12 @@ Here is the rest: candidates, the fit to a budget of time, the measurements, and
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,8 @@ from hf_posenc.evaluation.extend.result import ATTENTION, SINKS, TABLE, Choice, 
 from hf_posenc.evaluation.flags import duration, output_folder, with_fields
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
-from hf_posenc.evaluation.measuring.execute import (
-    Measurement,
-    Progress,
-    Value,
-    execute,
-    silent,
-    wait_for_all,
-)
+from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard
 from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
@@ -46,6 +37,7 @@ from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.rates import rate_of
+from hf_posenc.evaluation.tuning import Course, Stepwise
 from hf_posenc.evaluation.tuning.results import recipe
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
@@ -81,7 +73,7 @@ class Plan:
 
 
 @dataclass(kw_only=True)
-class ExtendJob:
+class ExtendJob(Stepwise[ExtendResult]):
     """An extension whose model and documents are ready.
 
     `whole` has all documents and candidates and is never run; `specs` are the values of `--patch` by kind, the best
@@ -96,9 +88,6 @@ class ExtendJob:
     controls: list[str]
     remarks: list[str]
     say: Callable[[str], None] = silent
-    missing: int = 0
-    total: int = 0
-    _memory: Records = field(default_factory=Records)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -111,50 +100,27 @@ class ExtendJob:
         """The documents that choose, and those that report: every second one, so that an order is in both alike."""
         return self.whole.documents[0::2], self.whole.documents[1::2]
 
-    def run(
-        self,
-        folder: Path | None = None,
-        shard: Shard = ALONE,
-        progress: Progress = silent,
-        waiting: Callable[[int], None] = silent,
-    ) -> ExtendResult | None:
-        """Measure, choose, report and, if the demands are met, save; records in `folder` are measured once.
-
-        Processes share every measurement and wait for each other; only the first has the result.
-        """
-        stale = False
-        if folder is not None and (folder / "config.json").exists():
-            stale = True
-            if not (folder / "records").exists():
-                raise PosencError(f"{folder} holds another model. Give another --output.")
-        spent = done = 0.0
-
-        def measured(run: Measurement[Any, Any]) -> Any:
-            nonlocal spent, done
-            before, total = int(done), int(max(plan.tokens, done + run.forwarded))
-            progress("", before, total)
-
-            def report(label: str, tokens: int, _: int) -> None:
-                progress(label, before + tokens, total)
-
-            values = self._values(run, folder, shard, report, waiting)
-            done += run.forwarded
-            spent += sum(value.get("seconds") or 0 for value in values.values())
-            return run.collect(values)
-
-        plan, rate = self.fit(folder, shard)
+    def conduct(self, course: Course) -> ExtendResult:
+        """Measure, choose, report and, if the demands are met, save."""
+        folder = course.folder
+        stale = folder is not None and (folder / "config.json").exists()
+        if folder is not None and stale and not (folder / "records").exists():
+            raise PosencError(f"{folder} holds another model. Give another --output.")
+        plan, rate = self.fit(course)
+        course.total = int(plan.tokens)
         self.say(self._announcement(plan, rate))
         chosen_by, reported_by = (half[: plan.documents] for half in self.halves)
         kinds = {_label(s): kind for kind, own in self.specs.items() for s in own[: plan.each]}
-        remarks, parts = [*self.remarks, *self._left_out(plan)], {}
-        choosing = measured(self._part(chosen_by, [TRUNCATION, *kinds]))
+        remarks = [*self.remarks, *self._left_out(plan)]
+        parts: dict[str, Any] = {}
+        choosing = course(self._part(chosen_by, [TRUNCATION, *kinds]))
         choice = choose(choosing, kinds, self.options.max_regression)
         chosen = next((c for c in self.whole.candidates if c.label == choice.winner), None)
         if chosen is not None:
             labels = [TRUNCATION, *self.controls, chosen.label]
-            parts["perplexity"] = measured(self._part(reported_by, labels))
+            parts["perplexity"] = course(self._part(reported_by, labels))
             try:
-                parts["retrieval"] = measured(self._passkeys(chosen, plan))
+                parts["retrieval"] = course(self._passkeys(chosen, plan))
             except PosencError as error:
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
@@ -168,47 +134,25 @@ class ExtendJob:
                 "budget": self.options.budget,
                 "max_regression": self.options.max_regression,
             },
-            plan={**asdict(plan), "seconds_per_token": rate, "measured": spent},
+            plan={**asdict(plan), "seconds_per_token": rate, "measured": course.seconds},
             kinds=kinds,
             remarks=list(dict.fromkeys(remarks)),
             choosing=choosing,
             training=self.training(choice, kinds),
             **parts,
         )
-        if result.extended and chosen is not None and shard.index == 0:
+        if result.extended and chosen is not None and course.shard.index == 0:
             self._save(result, chosen, folder)
         elif stale:
             result.remarks.append(
                 f"{folder} holds the model that an earlier run saved, and this one does not confirm it: remove it."
             )
-        return None if shard.index else result
-
-    def _values(
-        self,
-        run: Measurement[Any, Any],
-        folder: Path | None,
-        shard: Shard,
-        report: Progress = silent,
-        waiting: Callable[[int], None] = silent,
-    ) -> dict[Key, Value]:
-        """Measure what is missing of a run, together with the other processes; return the values of its items."""
-        with contextlib.ExitStack() as stack:
-            store = self._memory if folder is None else stack.enter_context(run.open(folder, shard))
-            execute(run, store, shard, report)
-            wait_for_all(run, store, shard, waiting, everyone=True, patience=0)
-            return {item.key: store.get(item.key) or {} for item in run.items}
+        return result
 
     def _part(self, documents: Sequence[Any], labels: Sequence[str]) -> PerplexityRun:
         """Return the measurement of some candidates, in this order, on some documents."""
         candidates = {candidate.label: candidate for candidate in self.whole.candidates}
-        return PerplexityRun(
-            self.whole.model,
-            documents,
-            [candidates[label] for label in labels],
-            self.whole.settings,
-            special=self.whole.special.tolist(),
-            metadata=self.whole.metadata,
-        )
+        return self.whole.part([candidates[label] for label in labels], documents)
 
     def _passkeys(self, chosen: Candidate, plan: Plan) -> Measurement[Any, Any]:
         """Return the retrieval of the chosen method and of truncation."""
@@ -226,7 +170,7 @@ class ExtendJob:
 
     # The fit to the budget.
 
-    def fit(self, folder: Path | None = None, shard: Shard = ALONE) -> tuple[Plan, float]:
+    def fit(self, course: Course) -> tuple[Plan, float]:
         """Return the largest plan that fits the budget, and the seconds per token of one timed window.
 
         The window is the first that the choice needs, so that its record serves both.
@@ -237,7 +181,7 @@ class ExtendJob:
         first = [specs[0] for specs in reversed(self.specs.values()) if specs]  # the slower kind
         for spec in first:
             run = self._part(self.halves[0][:1], [_label(spec)])
-            value = next(iter(self._values(run, folder, shard).values()))
+            value = next(iter(course.values(run).values()))
             if not value.get("failed"):
                 rate = float(value["seconds"]) / run.forwarded
                 return self._fitted(rate), rate
@@ -332,7 +276,8 @@ class ExtendJob:
         """Write the recipe into the result; with a folder, save the patched model and verify what was saved."""
         model: Any = self.whole.model
         source = "hf-posenc extend: chosen on one half of the documents, judged on the other"
-        result.recipe = recipe(chosen, model, result, source, " ".join(result.lines()[1:4]))
+        about = str(result.about["model"]["name"]), source, " ".join(result.lines()[1:4])
+        result.recipe = recipe(chosen, model, result.kind, *about)
         if folder is None:
             return
         with chosen.applied(model, 1):

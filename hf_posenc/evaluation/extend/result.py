@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub import ModelCardData
 
@@ -22,7 +22,7 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Cell, Interval, side_of_one, summarize
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
 from hf_posenc.evaluation.tuning.results import recipe_file, with_range
 from hf_posenc.files import finite
@@ -115,6 +115,10 @@ class ExtendResult(Result):
     """
 
     kind = "extend"
+    columns: ClassVar[Mapping[str, str]] = {
+        "half": "its documents: choosing or reporting",
+        **COLUMNS,
+    }
 
     about: dict[str, Any]
     settings: dict[str, Any]
@@ -291,6 +295,12 @@ class ExtendResult(Result):
 
     def figures(self) -> dict[str, Figure]:
         return {}
+
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the perplexities of both halves."""
+        for name, part in (("choosing", self.choosing), ("reporting", self.perplexity)):
+            if part is not None:
+                yield from ({"half": name, **row} for row in part.csv_rows())
 
     def tables(self) -> list[Grid]:
         """Return the winner beside the controls, and the methods that it was chosen from."""

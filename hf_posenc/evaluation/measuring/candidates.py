@@ -209,10 +209,16 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Everything that determines the candidate, in one canonical line."""
-        parts = [[part.method, part.options, part.auto] for part in self.parts]
+        """Everything that determines the candidate, in one canonical line; a target length is its scale."""
+        options, beside = [dict(part.options) for part in self.parts], dict(self.beside)
+        scaled = bool(self.parts) and get_method(self.parts[0].method).takes_scale()
+        if "target_length" in beside and self.original and scaled:
+            options[0].setdefault("scale", beside.pop("target_length") / self.original)
+        parts = [
+            [part.method, own, part.auto] for part, own in zip(self.parts, options, strict=True)
+        ]
         state = [self.state] if self.state is not None else [TRUNCATION] * self.truncates
-        return json.dumps([parts, self.beside, self.original, *state], sort_keys=True)
+        return json.dumps([parts, beside, self.original, *state], sort_keys=True)
 
     @property
     def scale(self) -> float | None:

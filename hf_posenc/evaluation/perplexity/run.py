@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -106,25 +107,38 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
         self.metadata = metadata or {}
         self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
-        self.items = self._items()
+        self.items = self._items(settings.lengths)
         identity.check_vocabulary(model, max(document.largest() for document in documents))
         with evaluation_mode(model):
             probe = torch.cat([self.special, documents[0].tokens(0, 16)])
             scorer = TokenScorer(model, probe, chunk=settings.chunk, prefill=settings.prefill)
         self.scorer = FrugalScorer(scorer, settings.batch)
 
-    def _items(self) -> list[Item]:
-        special = len(self.special)
+    def part(
+        self,
+        candidates: Sequence[Candidate],
+        documents: Sequence[TokenizedDocument],
+        lengths: Sequence[int] | None = None,
+    ) -> PerplexityRun:
+        """Return the measurement of some candidates and documents, at some of the lengths; the records are the same."""
+        part = copy.copy(self)
+        part.candidates, part.documents = candidates, documents
+        part.items = part._items(tuple(lengths or self.settings.lengths))
+        return part
 
+    def windows(self, document: TokenizedDocument, **how: Any) -> Sequence[Window]:
+        """Return the forwards over a document; `how` are arguments of `plan`."""
+        return plan(len(document.ids), self.settings, special=len(self.special), **how)
+
+    def _items(self, lengths: tuple[int, ...]) -> list[Item]:
         @cache  # most candidates have the same windows, and there may be many
         def windows(
             index: int, lengths: tuple[int, ...], shared: bool, most: int | None
         ) -> tuple[Window, ...]:
-            where: dict[str, Any] = {"special": special, "shared_prefix": shared}
-            tokens = len(self.documents[index].ids)
-            return tuple(plan(tokens, self.settings, **where, lengths=lengths, most=most))
+            how: dict[str, Any] = {"lengths": lengths, "shared_prefix": shared, "most": most}
+            return tuple(self.windows(self.documents[index], **how))
 
-        items, lengths = [], self.settings.lengths
+        items = []
         keys = [document_key(document.to_dict()) for document in self.documents]
         for candidate in self.candidates:
             groups = [(length,) for length in lengths] if candidate.auto_scale else [lengths]

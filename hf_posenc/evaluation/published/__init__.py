@@ -181,7 +181,10 @@ def _tables() -> dict[str, PublishedTable]:
 
 def untrained() -> Mapping[str, Sequence[tuple[str, str, str]]]:
     """Return table, model and row that show each method on a model that was not trained for it, by method."""
-    return {method: [(*row,) for row in rows] for method, rows in _data()["untrained"].items()}
+    return {
+        method: [(table, model, row) for table, model, row, *_ in rows]
+        for method, rows in _data()["untrained"].items()
+    }
 
 
 def differences(table: PublishedTable, settings: Settings) -> list[str]:
@@ -289,33 +292,8 @@ def evidence_of(method: str) -> tuple[Evidence, ...]:
         >>> evidence_of("dual_chunk")[0]
         Evidence(table='dca-t1-pg19', model='Llama-2-7b', held=8.0, broke=16.0)
     """
-    return tuple(_read_evidence(*entry) for entry in untrained().get(method, ()))
-
-
-def _read_evidence(id: str, model: str, method: str) -> Evidence:
-    table = get(id)
-    baseline = _points(table, model, "none")
-    best = min(baseline.values())
-    trained = max(length for length, value in baseline.items() if value == best)
-    held = 0.0
-    for length, value in _points(table, model, method).items():
-        if length >= trained:
-            if value > TOLERANCE * best:
-                return Evidence(id, model, held, length / trained)
-            held = length / trained
-    return Evidence(id, model, held, None)
-
-
-def _points(table: PublishedTable, model: str, method: str) -> dict[int, float]:
-    """Return perplexities of a row by length; a bound counts as infinite, `OOM` is no evidence."""
-    row = next(row for row in table.rows if (row.model, row.method) == (model, method))
-    points = {}
-    for column, value in zip(table.columns, row.values, strict=True):
-        if isinstance(value, int | float):
-            points[int(column)] = math.exp(value) if table.metric == "loss" else value
-        elif value is not None and value.startswith(">"):
-            points[int(column)] = math.inf
-    return points
+    rows = _data()["untrained"].get(method, ())
+    return tuple(Evidence(table, model, *reach) for table, model, _, *reach in rows)
 
 
 def verdict(evidence: Sequence[Evidence], factor: float) -> int:

@@ -1,19 +1,23 @@
-"""Results of sweep and search: methods, losses, rows, the table and the recipe that `hf_posenc.load_patch` reads."""
+"""Results of sweep and search: perplexities, the best method, the table, the recipe that `load_patch` reads."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number, number_range
-from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate
-from hf_posenc.evaluation.measuring.result import listed_fields
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW, Interval
-from hf_posenc.evaluation.tuning import Board, Comparison, Loss, Losses, Row, TailJob, TailSettings
+from hf_posenc.evaluation.documents import Skipped
+from hf_posenc.evaluation.grid import Field, Grid, failure_field, number, number_range
+from hf_posenc.evaluation.measuring import identity
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW, Failure, Interval
+from hf_posenc.evaluation.measuring.store import fingerprint_of
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
+from hf_posenc.evaluation.tuning import Board, Race, Row
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
 
@@ -22,86 +26,87 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT", bound="TuningResult")
 
-FORMAT = 1
-_ABOUT = ("model", "source", "environment", "command")
-_ORDER = (
-    *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
-    *("best", "kept", "recipe", "needles", "records", "steps"),
-)
-"""The values of the JSON file from the documents on, of a sweep or a search."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Method of a sweep or a search, with its `--patch` and its call of `patch_model`.
-
-    The model as loaded has neither a name nor a call. A control is measured on every document, and cannot win.
-    """
-
-    label: str
-    spec: str
-    method: str | None
-    scale: float | None
-    control: bool
-    call: str | None
-
-    @classmethod
-    def of(cls, candidate: Candidate, *, control: bool = False) -> Trial:
-        """Describe a candidate whose scale is set."""
-        about = candidate.label, candidate.spec, candidate.method, candidate.scale
-        return cls(*about, control, candidate.call if candidate.parts else None)
-
 
 @dataclass(repr=False, kw_only=True)
-class TuningResult(Result):
-    """Losses of methods, and the rows and the recipe that follow from them.
+class TuningResult(PerplexityResult):
+    """Tail perplexities of methods at the original and the target length, and what follows from them.
 
     Attributes:
-        about: The model, the source of the documents, the versions, the command.
-        trials: The methods: the controls first.
-        documents: The documents, as `TokenizedDocument.to_dict` returns them.
-        losses: By label, length and the document's index.
+        race: The command's own settings, `max_regression` among them.
+        controls: Labels of the methods that are measured on every document and cannot win.
         recipe: The best method as `load_patch` reads it; `None` if there is none.
+        rows: The rows of the table.
         chosen: The label of the best method; `None` if no method gave numbers within the bound.
     """
 
     title: ClassVar[str]
+    version = 2
 
-    about: dict[str, Any]
-    settings: TailSettings
-    trials: Sequence[Trial]
-    documents: Sequence[dict[str, Any]]
-    skipped: Sequence[dict[str, Any]]
-    losses: Losses
+    race: dict[str, Any]
+    controls: Sequence[str]
     recipe: dict[str, Any] | None = None
     rows: list[Row] = field(init=False)
     chosen: str | None = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.board = Board(self.settings, self.race.get("max_regression"), self.comparisons)
+        self.board.add(self.records, self.failures)
+        self.rows = []
+        read = self._compare()
+        cells = (
+            self.board.cell(label, length, documents, UNPATCHED, max(1, len(read) - 1))
+            for label, documents in read.items()
+            for length in self.settings.lengths
+        )
+        self.cells = [cell for cell in cells if cell is not None]
+
+    @abc.abstractmethod
+    def _compare(self) -> dict[str, Sequence[str]]:
+        """Choose the best method, and fill `rows`; return the documents of each method, by label."""
+
     @classmethod
     def measured(
         cls: type[ResultT],
-        job: TailJob[Any],
+        race: Race[Any],
         candidates: Sequence[tuple[Candidate, bool]],
-        losses: Losses,
         own: Mapping[str, Any],
+        board: Board,
     ) -> ResultT:
-        """Return the result of a job's course with its recipe; losses are by the candidates' keys."""
-        labels = {candidate.key: candidate.label for candidate, _ in candidates}
-        keys = list(labels)
-        ordered = sorted(losses.items(), key=lambda item: (keys.index(item[0][0]), *item[0][1:]))
+        """Return the result of a race with its recipe; the first of the candidates is the unpatched model."""
+        whole = race.whole
+        documents = [document.to_dict() for document in whole.documents]
+        labels = [candidate.label for candidate, _ in candidates]
+        names = [each["name"] for each in (*documents, *own.get("needles", ()))]
+        records = (record for record in board.records.values() if record.method in labels)
         result = cls(
-            about=job.about,
-            settings=job.settings,
-            trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
-            documents=[document.to_dict() for document in job.documents],
-            skipped=listed_fields(job.skipped),
-            losses={(labels[key], length, d): loss for (key, length, d), loss in ordered},
-            **own,
+            settings=race.settings,
+            candidates=[MethodEntry.of(candidate) for candidate, _ in candidates],
+            controls=[candidate.label for candidate, control in candidates if control],
+            documents=documents,
+            records=sorted(
+                records,
+                key=lambda r: (labels.index(r.method), r.length, names.index(r.document)),
+            ),
+            failures=[
+                Failure(label, "tail", length, reason)
+                for (label, length), reason in board.failures.items()
+                if label in labels
+            ],
+            head_replay=whole.scorer.head_replay,
+            environment=identity.environment(),
+            fingerprint=fingerprint_of(whole.decisive),
+            **{**whole.metadata, **own},
         )
         chosen = next((c for c, _ in candidates if c.label == result.chosen), None)
         if chosen is not None:
-            result.recipe = recipe(chosen, job.model, result, *result._origin())
+            about = str(result.model["name"]), *result._origin()
+            result.recipe = recipe(chosen, whole.model, cls.kind, *about)
         return result
+
+    @property
+    def target(self) -> int:
+        """The target length, in tokens."""
+        return self.settings.lengths[-1]
 
     @property
     def kept(self) -> Row | None:
@@ -109,85 +114,61 @@ class TuningResult(Result):
         return None
 
     @abc.abstractmethod
-    def plot(self) -> Figure:
-        """Draw the figure. Needs matplotlib."""
-
-    @abc.abstractmethod
     def _origin(self) -> tuple[str, str]:
         """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
 
     @abc.abstractmethod
     def _own(self) -> dict[str, Any]:
-        """The values of `to_dict` that only this kind of result has, and its own `settings`."""
+        """The values of `to_dict` that only this kind of result has."""
 
     @property
     @abc.abstractmethod
     def comparisons(self) -> int:
         """Number of comparisons with the best method that could have been made; their intervals hold together."""
 
-    @property
-    def board(self) -> Board:
-        """The comparisons of the losses."""
-        return Board(self.losses, self.settings, self.trials[0].label, self.comparisons)
-
     def row(self, label: str) -> Row:
         """Return the row of a method."""
         return next(row for row in self.rows if row.label == label)
 
-    def trial(self, label: str) -> Trial:
+    def entry(self, label: str) -> MethodEntry:
         """Return the method of a label."""
-        return next(trial for trial in self.trials if trial.label == label)
+        return next(entry for entry in self.candidates if entry.label == label)
+
+    def call(self, label: str) -> str:
+        """Return the call of `patch_model` for a method."""
+        return Candidate.parse(self.entry(label).spec).call
 
     def to_dict(self) -> dict[str, Any]:
-        own = self._own()
-        values = {
-            **own,
-            "documents": self.documents,
-            "skipped": self.skipped,
-            "methods": listed_fields(self.trials),
-            "summary": listed_fields(self.rows),
-            "recipe": self.recipe,
-            "records": [
-                {"method": label, "length": length, "document": document, **loss.to_dict()}
-                for (label, length, document), loss in self.losses.items()
-            ],
-        }
-        ready: dict[str, Any] = finite(
-            {
-                "format": FORMAT,
-                "kind": self.kind,
-                **self.about,
-                "settings": {**dataclasses.asdict(self.settings), **own["settings"]},
-                "comparisons": self.comparisons,
-                "protocol": self.settings.protocol.definition("tail"),
-                **{name: values[name] for name in _ORDER if name in values},
-            }
+        described = self.described(
+            {"protocols": {"tail": self.settings.definition("tail")}},
+            source=self.source,
+            documents=self.documents,
+            skipped=self.skipped,
+            summary=self.rows,
+            recipe=self.recipe,
+            failures=self.failures,
+            records=self.records,
         )
-        return ready
+        own: dict[str, Any] = finite(self._own())
+        about = {"race": self.race, "controls": list(self.controls)}
+        return {**described, **about, "comparisons": self.comparisons, **own}
 
     @classmethod
     def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
-        """Read what `to_dict` returned; everything that follows from the losses is computed again."""
-        own = dict(values["settings"])
-        shared = {entry.name: own.pop(entry.name) for entry in dataclasses.fields(TailSettings)}
+        """Read what `to_dict` returned; everything that follows from the records is computed again."""
+        values = _converted(values) if values["format"] == 1 else values
+        names = ("race", "controls", "source", "documents", "recipe", *cls._stored())
         return cls(
-            about={name: values[name] for name in _ABOUT},
-            settings=TailSettings(**shared),
-            trials=[Trial(**trial) for trial in values["methods"]],
-            documents=values["documents"],
-            skipped=values["skipped"],
-            losses={
-                (record["method"], record["length"], record["document"]): Loss.from_dict(record)
-                for record in values["records"]
-            },
-            recipe=values["recipe"],
-            **cls._own_fields(values, own),
+            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
+            settings=Settings.from_dict(values["settings"]),
+            records=list(map(record_of, values["records"])),
+            **{name: values[name] for name in names},
         )
 
     @classmethod
-    def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        """Read the fields of the subclass from the values of `to_dict` and its own settings."""
-        return settings
+    def _stored(cls) -> Sequence[str]:
+        """The names of the subclass's fields in `to_dict`, if it has any."""
+        return ()
 
     def files(self) -> dict[str, str]:
         return super().files() | recipe_file(self.kind, self.recipe)
@@ -195,10 +176,8 @@ class TuningResult(Result):
     def figures(self) -> dict[str, Figure]:
         return {self.kind: self.plot()}
 
-    def problems(self) -> Iterator[str]:
-        for row in self.rows:
-            if row.failed is not None:
-                yield f"{row.label}: failed: {row.failed}"
+    def guide(self) -> Iterator[str]:
+        return iter(())
 
     def tables(self) -> list[Grid]:
         """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
@@ -212,39 +191,128 @@ class TuningResult(Result):
         `scored` names the tokens that the perplexity is of, `word` the chosen method: `chosen` where it was chosen by
         other tokens, else `best`.
         """
-        settings = self.settings
-        grid = Grid(title or f"{self.title}, tail: {settings.protocol.definition('tail')}")
+        original, target = self.settings.lengths
+        grid = Grid(title or f"{self.title}, tail: {self.settings.definition('tail')}")
         grid.column("method", least=12)  # longer text is wrapped
         grid.column("docu-\nments", numeric=True)
-        grid.column(f"{scored} at\n{settings.target:,}", numeric=True)
-        grid.column(f"at {settings.original:,}, by\nunpatched", numeric=True)
+        grid.column(f"{scored} at\n{target:,}", numeric=True)
+        grid.column(f"at {original:,}, by\nunpatched", numeric=True)
         grid.column(f"by the\n{word}", numeric=True)
         grid.column("", least=9)
         for row in rows:
-            best = row.to_best
             grid.row(
                 row.label,
                 f"{row.documents:,}",
                 "-" if row.failed is not None else with_range(row.perplexity, row.interval, 3),
                 _percent(row.short),
-                "" if best is None else with_range(best.ratio, best.interval),
-                verdict(row, settings, self.chosen, word),
+                "" if row.ratio is None else with_range(row.ratio, row.ratio_interval),
+                self.verdict(row, word),
                 mark="best" if row.label == self.chosen else "control" if row.control else "",
             )
         return grid
 
+    def verdict(self, row: Row, word_of_best: str = "best") -> Field:
+        """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
+
+        With fewer than five documents, or if it left a sweep early, there is no word about it.
+        """
+        bound = self.board.max_regression
+        if row.failed is not None:
+            return failure_field(row.failed)
+        if row.label == self.chosen:
+            return Field(word_of_best)
+        if bound is not None and row.short is not None and row.short > 1 + bound:
+            word = "past the bound"
+        elif row.ratio is None:
+            return Field("control" if row.control else "")
+        elif row.left:
+            word = "left early"
+        elif row.documents < FEW_DOCUMENTS:
+            word = TOO_FEW
+        elif row.significant:
+            word = "worse" if row.ratio > 1 else "better"
+        else:
+            word = "undecided"
+        return Field(word + (", control" if row.control else ""))
+
+    # Sentences of the notes.
+
+    def _family(self) -> str:
+        """Describe the intervals of the ratios in a table."""
+        return (
+            f"those of the ratios are paired, and all {self.comparisons:,} comparisons that could have been made hold "
+            "together in 95 % of samples (Bonferroni)"
+        )
+
+    def _on_short(self, row: Row) -> str:
+        """Return the price on short texts, as the end of a sentence."""
+        original = self.settings.lengths[0]
+        return "" if row.short is None else f", {_percent(row.short)} at {original:,}"
+
+    def _against(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Compare the best method to each control among some rows, as a sentence."""
+        window = f"{TRUNCATION}, which reads only the last {self.settings.lengths[0]:,} tokens"
+        for row in (row for row in rows if row.control):
+            names = {UNPATCHED: "the unpatched model", TRUNCATION: window}
+            name = names.get(row.label, row.label)
+            if row.ratio is None:
+                yield f"{row.label} gave no number to compare with."
+            elif row.documents < FEW_DOCUMENTS:
+                yield f"There are {TOO_FEW} to compare it with {name}."
+            elif not row.significant:
+                yield f"It is not significantly different from {name}."
+            elif row.ratio > 1:
+                yield f"It is better than {name}."
+            else:
+                yield (
+                    f"It is worse than {name}: on these documents, no method here benefits from the longer context."
+                )
+
+
+def _converted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of format 1, whose records had the index of a document or the reason of a failure."""
+    race = dict(values["settings"])
+    lengths, windows = (race.pop("original"), race.pop("target")), race.pop("windows_per_document")
+    settings = {name: race.pop(name) for name in ("tail_tokens", "chunk", "prefill")}
+    settings |= {"windows_per_document": None if windows == 1 else windows}
+    names = [each["name"] for each in (*values["documents"], *values.get("needles", ()))]
+    records, failures = [], []
+    for old in values["records"]:
+        about = {"method": old["method"], "protocol": "tail", "length": old["length"]}
+        if "failed" in old:
+            failure = about | {"reason": old["failed"]}
+            failures += [failure] * (failure not in failures)
+            continue
+        about |= {"document": names[old["document"]], "bytes": None, "words": None}
+        sums = {"nats": old["nats"], "tokens": old["tokens"]}
+        records.append(about | sums | {"weighted": old["nats"], "weight": float(old["tokens"])})
+    kept = ("label", "spec", "method", "scale")
+    plain: dict[str, Any] = {"parts": (), "beside": {}, "auto_scale": False, "original": None}
+    return {
+        **values,
+        "settings": {"lengths": lengths, "protocols": ("tail",), **settings},
+        "race": race,
+        "controls": [each["label"] for each in values["methods"] if each["control"]],
+        "methods": [{name: each[name] for name in kept} | plain for each in values["methods"]],
+        "records": records,
+        "failures": failures,
+        "original_max_position_embeddings": lengths[0],
+        "head_replay": "off",
+        "fingerprint": None,
+    }
+
 
 def recipe(
-    chosen: Candidate, model: Any, result: Any, source: str, description: str
+    chosen: Candidate, model: Any, kind: str, checkpoint: str, source: str, description: str
 ) -> dict[str, Any]:
-    """Return a candidate as `save_patch` writes it, with its name and origin."""
+    """Return a candidate as `save_patch` writes it, with its name (the kind of the result) and origin."""
     with chosen.applied(model, 1):
         patch = get_patch(model)
     assert patch is not None
     about = {
-        "name": result.kind,
+        "name": kind,
         "model_types": [model.config.model_type],
-        "checkpoint": result.about["model"]["name"],
+        "checkpoint": checkpoint,
         "source": source,
         "description": description,
     }
@@ -258,65 +326,8 @@ def recipe_file(kind: str, recipe: dict[str, Any] | None) -> dict[str, str]:
     return {f"{kind}_recipe.json": json.dumps(recipe, indent=2, allow_nan=False) + "\n"}
 
 
-def verdict(
-    row: Row, settings: TailSettings, best: str | None, word_of_best: str = "best"
-) -> Field:
-    """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
-
-    With fewer than five documents, or if it left a sweep early, there is no word about it.
-    """
-    if row.failed is not None:
-        return failure_field(row.failed)
-    if row.label == best:
-        return Field(word_of_best)
-    bound = settings.max_regression
-    if bound is not None and row.short is not None and row.short.ratio > 1 + bound:
-        word = "past the bound"
-    elif row.to_best is None:
-        return Field("control" if row.control else "")
-    elif row.left:
-        word = "left early"
-    elif row.documents < FEW_DOCUMENTS:
-        word = TOO_FEW
-    elif row.significant:
-        word = "worse" if row.to_best.ratio > 1 else "better"
-    else:
-        word = "undecided"
-    return Field(word + (", control" if row.control else ""))
-
-
-def family_note(comparisons: int) -> str:
-    """Describe the intervals of the ratios in a table."""
-    return (
-        f"those of the ratios are paired, and all {comparisons:,} comparisons that could have been made hold together "
-        "in 95 % of samples (Bonferroni)"
-    )
-
-
-def on_short(row: Row, settings: TailSettings) -> str:
-    """Return the price on short texts, as the end of a sentence."""
-    return "" if row.short is None else f", {_percent(row.short)} at {settings.original:,}"
-
-
-def against(control: Row, settings: TailSettings) -> str:
-    """Compare the best method to a control, as a sentence."""
-    if control.to_best is None:
-        return f"{control.label} gave no number to compare with."
-    name = {
-        "none": "the unpatched model",
-        TRUNCATION: f"{TRUNCATION}, which reads only the last {settings.original:,} tokens",
-    }.get(control.label, control.label)
-    if control.documents < FEW_DOCUMENTS:
-        return f"There are {TOO_FEW} to compare it with {name}."
-    if not control.significant:
-        return f"It is not significantly different from {name}."
-    if control.to_best.ratio > 1:
-        return f"It is better than {name}."
-    return f"It is worse than {name}: on these documents, no method here benefits from the longer context."
-
-
-def _percent(short: Comparison | None) -> str:
-    return "" if short is None else f"{100 * (short.ratio - 1):+.1f} %"
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
 def with_range(value: float, interval: Interval | None, digits: int = 4) -> Field:

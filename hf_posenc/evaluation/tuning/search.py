@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +24,13 @@ from hf_posenc.evaluation.grid import Grid, number
 from hf_posenc.evaluation.measuring.candidates import CONTROLS, Candidate, Part
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, TOO_FEW, exp_or_inf
-from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Span, Window
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.plots.results import search_figure
 from hf_posenc.evaluation.retrieval.prompts import Kit, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import get_task
-from hf_posenc.evaluation.tuning import Batch, Board, Course, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning import Board, Race, Row, prepared
 from hf_posenc.evaluation.tuning.algorithms import (
     ALGORITHMS,
     LABEL,
@@ -43,7 +44,7 @@ from hf_posenc.evaluation.tuning.algorithms import (
     evolve,
     starts,
 )
-from hf_posenc.evaluation.tuning.results import TuningResult, against, family_note, on_short
+from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.sweep import tried
 from hf_posenc.model.context import context_of
 from hf_posenc.model.discovery import read_spec, select, tables_of
@@ -81,13 +82,13 @@ def rope_of(model: nn.Module, own: SearchSettings) -> RopeSpec:
 
 @dataclass(repr=False, kw_only=True)
 class SearchResult(TuningResult):
-    """Result of `hf-posenc search`; losses and rows are of the held-out documents.
+    """Result of `hf-posenc search`; the rows are of the held-out documents.
 
     Attributes:
-        search: The search's own settings: objective, algorithm, budget, short texts, a fixed factor on cos and sin.
+        race: The bound and the search's own settings: objective, algorithm, budget, short texts, ...
         steps: Every individual in the order in which it was scored.
         searched: Indices of the documents that the search read; the others are `held_out`.
-        needles: With the objective `needle`, the needle of every document; in `losses`, they come after the documents.
+        needles: With the objective `needle`, the needle of every document.
         needle_rows: The rows of the needles in the held-out documents.
         judged: The rows of the tokens that the search was for.
         best: The step with the lowest score; `None` if none gave a number within the bound.
@@ -96,7 +97,6 @@ class SearchResult(TuningResult):
     kind = "search"
     title = "Search, held-out documents"
 
-    search: dict[str, Any]
     steps: Sequence[Step]
     searched: Sequence[int]
     needles: Sequence[dict[str, Any]] = ()
@@ -108,26 +108,31 @@ class SearchResult(TuningResult):
     def __repr__(self) -> str:
         return f"SearchResult({len(self.steps)} evaluations, {len(self.documents)} documents)"
 
-    def __post_init__(self) -> None:
-        count, board = len(self.documents), self.board
-        self.held_out = [index for index in range(count) if index not in self.searched]
+    def _compare(self) -> dict[str, Sequence[str]]:
+        self.held_out = [n for n in range(len(self.documents)) if n not in self.searched]
         self.best = best_of(self.steps)
         self.chosen = None if self.best is None else LABEL
+        labels = [entry.label for entry in self.candidates]
+        held_out = [self.documents[index]["name"] for index in self.held_out]
 
-        def rows(texts: Sequence[int]) -> list[Row]:
+        def rows(texts: Sequence[str]) -> list[Row]:
+            control, short = self.controls, held_out
             return [
-                board.row(t.label, texts, self.chosen, control=t.control, short=self.held_out)
-                for t in self.trials
+                self.board.row(label, texts, self.chosen, control=label in control, short=short)
+                for label in labels
             ]
 
-        self.rows = rows(self.held_out)
-        self.needle_rows = rows([count + d for d in self.held_out]) if self.needles else []
+        self.rows = rows(held_out)
+        self.needle_rows = []
+        if self.needles:
+            self.needle_rows = rows([self.needles[index]["name"] for index in self.held_out])
         self.judged = self.needle_rows or self.rows
+        return dict.fromkeys(labels, held_out)
 
     @property
     def comparisons(self) -> int:
         """Number of the other methods in all tables; other documents have chosen the best one."""
-        return (len(self.trials) - 1) * (2 if self.needles else 1)
+        return (len(self.candidates) - 1) * (2 if self.needles else 1)
 
     def best_start(self) -> Row | None:
         """Return the published method among the starts with the lowest perplexity of what was searched for.
@@ -135,32 +140,35 @@ class SearchResult(TuningResult):
         It is the perplexity on the held-out documents.
         """
         names = {step.kind for step in self.steps if step.kind in STARTS}
-        rows = [r for r in self.judged if self.trial(r.label).method in names and r.failed is None]
+        rows = [r for r in self.judged if self.entry(r.label).method in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
 
     @property
     def kept(self) -> Row | None:
         """The best published start, unless the search is significantly better on the held-out documents."""
         start = self.best_start()
-        if self.best is None or start is None or start.to_best is None:
+        if self.best is None or start is None or start.ratio is None:
             return None
-        return None if start.significant and start.to_best.ratio > 1 else start
+        return None if start.significant and start.ratio > 1 else start
 
     def _own(self) -> dict[str, Any]:
         kept = self.kept
         return {
-            "settings": self.search,
             "searched": list(self.searched),
             "best": None if self.best is None else self.best.to_dict(),
             "kept": None if kept is None else kept.label,
             "steps": [step.to_dict() for step in self.steps],
-            **({"needles": list(self.needles)} if self.needles else {}),
+            "needles": list(self.needles),
         }
 
     @classmethod
-    def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        own = {"searched": values["searched"], "needles": values.get("needles", ())}
-        return {"search": settings, "steps": list(map(Step.from_dict, values["steps"])), **own}
+    def from_dict(cls, values: Mapping[str, Any]) -> SearchResult:
+        steps = list(map(Step.from_dict, values["steps"]))
+        return super().from_dict({"needles": (), **values, "steps": steps})
+
+    @classmethod
+    def _stored(cls) -> Sequence[str]:
+        return "steps", "searched", "needles"
 
     def tables(self) -> list[Grid]:
         """Return the tails of the held-out documents, and the needles in them if the search was for needles."""
@@ -177,14 +185,14 @@ class SearchResult(TuningResult):
         begun = {step.kind: step.genome.factors for step in self.steps if step.kind in STARTS}
         best = None if self.best is None else self.best.genome.factors
         scored = "needle" if self.needles else "tail"
-        return search_figure(perplexities, begun, best, self.settings.target, scored)
+        return search_figure(perplexities, begun, best, self.target, scored)
 
     def notes(self) -> Iterator[str]:
         searched, count = len(self.searched), len(self.held_out)
         table = "table is" if not self.needles else "tables are"
         yield (
             f"{len(self.steps)} evaluations on {searched} document{'s' * (searched != 1)}; the {table} of the other "
-            f"{count}. Ranges: 95 % intervals over documents; {family_note(self.comparisons)}."
+            f"{count}. Ranges: 95 % intervals over documents; {self._family()}."
         )
         if self.needles:
             yield (
@@ -201,36 +209,36 @@ class SearchResult(TuningResult):
         began = "" if begun is None else f" from {number(exp_or_inf(begun.score))} ({begun.kind})"
         yield (
             f"On its own documents the search went{began} to {number(exp_or_inf(self.best.score))}; on the others it "
-            f"is at {number(found.perplexity)}{on_short(found, self.settings)}."
+            f"is at {number(found.perplexity)}{self._on_short(found)}."
         )
         if (start := self.best_start()) is not None:
             yield _to_start(start)
-        yield from (against(row, self.settings) for row in self.judged if row.control)
+        yield from self._against(self.judged)
 
     def _origin(self) -> tuple[str, str]:
-        row, settings = next(row for row in self.judged if row.label == LABEL), self.settings
-        source = f"hf-posenc search, after {ALGORITHMS[self.search.get('algorithm', 'longrope')]}"
+        row = next(row for row in self.judged if row.label == LABEL)
+        source = f"hf-posenc search, after {ALGORITHMS[self.race.get('algorithm', 'longrope')]}"
         by = "; scored by needles (arXiv 2502.20082)" if self.needles else ""
         start = self.best_start()
         beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
         return source + by, (
-            f"{'Needle' if self.needles else 'Tail'} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on "
+            f"{'Needle' if self.needles else 'Tail'} perplexity {row.perplexity:.5g} at {self.target:,} tokens on "
             f"{row.documents} document{'s' * (row.documents != 1)} that the search has not read{beside}; "
-            f"{len(self.steps)} evaluations, seed {self.search['seed']}."
+            f"{len(self.steps)} evaluations, seed {self.race['seed']}."
         )
 
 
 def _to_start(start: Row) -> str:
     """Compare the search to the best published start, on documents that neither was fitted to."""
-    if start.to_best is None:
+    if start.ratio is None:
         return f"There is no number to compare with {start.label}."
     verdict = f"is worse than {start.label}: keep that"
     if start.documents < FEW_DOCUMENTS:
         verdict = f"has {TOO_FEW} to be told from {start.label}: keep that"
     elif not start.significant:
         verdict = f"is not significantly different from {start.label}: keep that"
-    elif start.to_best.ratio > 1:
-        gain = 100 * (1 - 1 / start.to_best.ratio)
+    elif start.ratio > 1:
+        gain = 100 * (1 - 1 / start.ratio)
         verdict = f"beats {start.label} by {gain:.1f} % of its perplexity"
     return f"On documents that it has not read, the search {verdict}."
 
@@ -250,27 +258,34 @@ def split(documents: int, requested: int) -> list[int]:
     return [index * documents // count for index in range(count)]
 
 
-@dataclass(frozen=True)
-class Needle:
+@dataclass(frozen=True, eq=False)
+class Needle(TokenizedDocument):
     """A prompt with its answer: a needle hidden in a document, and the question about it at the end.
 
     Attributes:
-        document: The tokens behind the special tokens; the last `answer` of them are the answer's.
+        answer: Number of the last tokens, which are the answer's.
         depth: Position of the needle in the document's text, from 0 (front) to 1 (back).
     """
 
-    document: TokenizedDocument
-    answer: int
-    depth: float
-
-    @property
-    def key(self) -> str:
-        """Hash of the tokens, and the number of them that count."""
-        return f"{self.to_dict()['tokens_sha256']} needle {self.answer}"
+    answer: int = 0
+    depth: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return {**self.document.to_dict(), "depth": self.depth, "answer_tokens": self.answer}
+        return {**super().to_dict(), "depth": self.depth, "answer_tokens": self.answer}
+
+
+class SearchRun(PerplexityRun):
+    """Perplexity of the tails of documents, and of the answers about needles."""
+
+    def windows(self, document: TokenizedDocument, **how: Any) -> Sequence[Window]:
+        if not isinstance(document, Needle):
+            return super().windows(document, **how)
+        # Of a prompt, all tokens are read, or the last of them; those of the answer are scored.
+        special, body, most = len(self.special), len(document), how["most"]
+        begin = 0 if most is None else max(0, special + body - most)
+        stop, answer = special + body - begin, document.answer
+        span = Span("tail", self.settings.lengths[-1], stop - answer, stop, float(answer))
+        return [Window(begin, body, special, True, (span,))]
 
 
 def needles_in(
@@ -299,52 +314,19 @@ def needles_in(
         prompt = lay_out(get_task(NEEDLE_TASK).scene(sample, kit), length, special, 0)
         answer = torch.tensor(prompt.answer.ids, dtype=torch.int64)
         ids = torch.cat([prompt.ids[len(special) :], answer])
-        text = TokenizedDocument(f"needle in {document.name}", ids, None, None)
-        hidden.append(Needle(text, len(answer), depths[index]))
+        name = f"needle of {len(answer)} tokens in {document.name}"
+        hidden.append(Needle(name, ids, None, None, answer=len(answer), depth=depths[index]))
     return hidden
 
 
 @dataclass(kw_only=True)
-class SearchJob(TailJob[SearchResult]):
-    """Search whose model and documents are ready; with the objective `needle`, also a needle for every document.
-
-    The needle of document i is text `len(documents) + i` of the measurements.
-    """
+class SearchJob(Race[SearchResult]):
+    """Search whose model and documents are ready; with the objective `needle`, also a needle for every document."""
 
     result = SearchResult
 
     own: SearchSettings
     needles: Sequence[Needle] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.needles) != (len(self.documents) if self.own.objective == "needle" else 0):
-            raise PosencError(
-                "The objective needle, and no other, takes a needle for every document: needles_in makes them."
-            )
-        self.texts += [needle.document for needle in self.needles]
-        self.hashes += [needle.key for needle in self.needles]
-
-    def begin(self, store: Records) -> None:
-        """Raise if the folder has the records of a search for another objective."""
-        stored = store.get(("search", "objective"))
-        if stored is None:
-            store.append(("search", "objective"), {"name": self.own.objective})
-        elif stored["name"] != self.own.objective:
-            raise PosencError(
-                f"This folder has a search with --objective {stored['name']}, not {self.own.objective}. Give another "
-                "--output, or the same objective to resume it."
-            )
-
-    def windows(self, text: int, length: int, most: int | None) -> Sequence[Window]:
-        if text < len(self.documents):
-            return super().windows(text, length, most)
-        # Of a prompt, all tokens are read, or the last of them; those of the answer are scored.
-        special, body = len(self.special), len(self.texts[text])
-        begin = 0 if most is None else max(0, special + body - most)
-        stop, answer = special + body - begin, self.needles[text - len(self.documents)].answer
-        span = Span("needle", self.settings.target, stop - answer, stop, float(answer))
-        return [Window(begin, body, special, True, (span,))]
 
     @functools.cached_property
     def beside(self) -> dict[str, Any]:
@@ -358,35 +340,40 @@ class SearchJob(TailJob[SearchResult]):
     @functools.cached_property
     def named(self) -> list[tuple[Candidate, bool]]:
         """The controls and the methods that a search starts from, with the keys that a sweep stores them under."""
-        scale = {"scale": self.settings.target / self.settings.original}
+        original, target = self.settings.lengths
+        scale = {"scale": target / original}
         methods = [(Candidate.of([Part(name, scale)], self.beside), False) for name in STARTS]
         controls = [(Candidate.parse(spec), True) for spec in CONTROLS]
-        return tried(self.model, [*controls, *methods], self.settings.original)
+        return tried(self.whole.model, [*controls, *methods], original)
 
-    def course(self, measure: Batch) -> Course:
-        settings, own, count = self.settings, self.own, len(self.documents)
-        searched = split(count, own.search_documents)
-        held_out = [index for index in range(count) if index not in searched]
-        scored = [count + d for d in searched] if self.needles else searched
+    def course(self, board: Board) -> tuple[Sequence[tuple[Candidate, bool]], dict[str, Any]]:
+        own, documents, (original, target) = self.own, self.whole.documents, self.settings.lengths
+        searched = split(len(documents), own.search_documents)
+        held_out = [index for index in range(len(documents)) if index not in searched]
+        near, rest = ([documents[index] for index in part] for part in (searched, held_out))
+        scored = [self.needles[index] for index in searched] if self.needles else near
         # the bound on short texts is of tails, whatever is searched for
-        bounded = [settings.original] if settings.max_regression is not None else []
-        lengths = [settings.target] if self.needles else [*bounded, settings.target]
-        scale, plain = settings.target / settings.original, self.named[0][0]
-
-        def candidate(genome: Genome) -> Candidate:
-            return genome.candidate(scale, own.short_texts, self.beside)
+        bounded = [original] if self.max_regression is not None else []
+        lengths = [target] if self.needles else [*bounded, target]
+        scale, evaluations = target / original, itertools.count(1)
+        names = [[document.name for document in part] for part in (scored, near)]
 
         def score(genomes: Sequence[Genome]) -> list[float]:
-            candidates = [candidate(genome) for genome in genomes]
-            losses = dict(measure(candidates, scored, lengths))
+            candidates = [
+                dataclasses.replace(
+                    genome.candidate(scale, own.short_texts, self.beside),
+                    name=f"evaluation {next(evaluations)}",
+                )
+                for genome in genomes
+            ]
+            board.measure(candidates, scored, lengths)
             if bounded:
-                losses |= measure([plain], searched, bounded)
+                board.measure([self.named[0][0]], near, bounded)
                 if self.needles:
-                    losses |= measure(candidates, searched, bounded)
-            board = Board(losses, settings, plain.key)
-            return [board.score(each.key, scored, searched) for each in candidates]
+                    board.measure(candidates, near, bounded)
+            return [board.score(candidate.label, *names) for candidate in candidates]
 
-        rope = rope_of(self.model, own)
+        rope = rope_of(self.whole.model, own)
         begin = starts(rope, scale, own.attention_factor)
         if own.algorithm == "dcis":
             steps = divide(begin, own.budget, score)
@@ -395,17 +382,20 @@ class SearchJob(TailJob[SearchResult]):
             if own.algorithm == "longrope2":
                 critical = critical_starts(rope, scale, space, own.seed)
             steps = evolve(begin | critical, own.budget, space, own.seed, score)
-        best = best_of(steps)
-        compared = [*self.named, *([] if best is None else [(candidate(best.genome), False)])]
+        compared = list(self.named)
+        if (best := best_of(steps)) is not None:
+            found = best.genome.candidate(scale, own.short_texts, self.beside)
+            compared.append((found, False))
         finalists = [each for each, _ in compared]
-        losses = dict(measure(finalists, held_out, settings.lengths))
+        board.measure(finalists, rest, self.settings.lengths)
         if self.needles:
-            losses |= measure(finalists, [count + d for d in held_out], [settings.target])
-        fields = {"search": dataclasses.asdict(own), "steps": steps, "searched": searched}
-        return compared, losses, {**fields, "needles": [each.to_dict() for each in self.needles]}
+            board.measure(finalists, [self.needles[index] for index in held_out], [target])
+        race = {"max_regression": self.max_regression, **dataclasses.asdict(own)}
+        needles = [each.to_dict() for each in self.needles]
+        return compared, {"race": race, "steps": steps, "searched": searched, "needles": needles}
 
     def cost_line(self) -> str:
-        _, (*_, own) = self.planned
+        _, own = self.planned
         return f"{self.forwarded:,} tokens for {len(own['steps']):,} evaluations."
 
 
@@ -419,10 +409,13 @@ def prepare_search(
 ) -> SearchJob:
     """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`."""
     original = rope_of(model, own).original_max_position_embeddings
-    fields = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
+    about |= {"embedded_limit": 24, "kind": SearchRun}
+    whole = prepared(model, tokenizer, source, options, original, **about)
     needles: Sequence[Needle] = ()
     if own.objective == "needle":
-        documents, target = fields["documents"], fields["settings"].target
+        documents, special = whole.documents, whole.special.tolist()
         searched = split(len(documents), own.search_documents)
-        needles = needles_in(documents, searched, tokenizer, fields["special"], target, own.seed)
-    return SearchJob(**fields, own=own, needles=needles)
+        target = whole.settings.lengths[-1]
+        needles = needles_in(documents, searched, tokenizer, special, target, own.seed)
+    bound = options.max_regression
+    return SearchJob(whole=whole, own=own, needles=needles, max_regression=bound)

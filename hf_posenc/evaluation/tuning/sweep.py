@@ -5,7 +5,6 @@ All methods are compared on a few documents, the better half of them on twice as
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,10 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, agreed, crossed
 from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.plots.results import sweep_figure
-from hf_posenc.evaluation.tuning import Batch, Board, Course, Loss, Row, TailJob, prepared
-from hf_posenc.evaluation.tuning.results import TuningResult, against, family_note, on_short
+from hf_posenc.evaluation.tuning import Board, Race, Row, prepared
+from hf_posenc.evaluation.tuning.results import TuningResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,19 +73,19 @@ def kept_of(entered: int) -> int:
 def run_rungs(
     racers: Sequence[str],
     sizes: Sequence[int],
-    rank: Callable[[Sequence[str], Sequence[int]], list[str]],
-    measure: Callable[[Sequence[str], Sequence[int]], None] = lambda entered, documents: None,
+    rank: Callable[[Sequence[str], int], list[str]],
+    measure: Callable[[Sequence[str], int], None] = lambda entered, documents: None,
 ) -> list[Rung]:
     """Run all rounds, up to one that no method survives: a deterministic function of the measurements.
 
-    `measure` measures whatever is missing of some methods on some documents; `rank` ranks them by their losses on
+    `measure` measures whatever is missing of some methods on so many documents; `rank` ranks them by their losses on
     these, and leaves out those without numbers.
     """
     rungs: list[Rung] = []
     entered = tuple(racers)
     for index, size in enumerate(sizes):
-        measure(entered, range(size))
-        ranked = rank(entered, range(size))
+        measure(entered, size)
+        ranked = rank(entered, size)
         last = index + 1 == len(sizes)
         kept = tuple(ranked if last else ranked[: kept_of(len(entered))])
         rungs.append(Rung(size, entered, kept))
@@ -97,7 +97,7 @@ def run_rungs(
 
 @dataclass(repr=False, kw_only=True)
 class SweepResult(TuningResult):
-    """Result of `hf-posenc sweep`; rounds, winner and rows follow from the losses.
+    """Result of `hf-posenc sweep`; rounds, winner and rows follow from the records.
 
     Attributes:
         rows: A row for every method: the controls, the winner, the others by the round that they reached, then by
@@ -107,36 +107,34 @@ class SweepResult(TuningResult):
     kind = "sweep"
     title = "Sweep"
 
-    first_documents: int
     rungs: list[Rung] = field(init=False)
 
     def __repr__(self) -> str:
-        return f"SweepResult({len(self.trials)} methods, {len(self.documents)} documents; best: {self.winner})"
+        count = len(self.candidates), len(self.documents)
+        return f"SweepResult({count[0]} methods, {count[1]} documents; best: {self.winner})"
 
-    def __post_init__(self) -> None:
-        board = self.board
-        racers = [trial.label for trial in self.trials if not trial.control]
-        sizes = rung_sizes(len(self.documents), self.first_documents)
-        self.rungs = run_rungs(racers, sizes, board.rank)
+    def _compare(self) -> dict[str, Sequence[str]]:
+        board, names = self.board, [document["name"] for document in self.documents]
+        racers = [each.label for each in self.candidates if each.label not in self.controls]
+        sizes = rung_sizes(len(names), self.race["first_documents"])
+
+        def rank(labels: Sequence[str], size: int) -> list[str]:
+            return board.rank(labels, names[:size])
+
+        self.rungs = run_rungs(racers, sizes, rank)
         last = self.rungs[-1]
-        within = last.kept and not board.past(last.kept[0], range(last.documents))
+        within = last.kept and not board.past(last.kept[0], names[: last.documents])
         self.chosen = last.kept[0] if within else None
-        read = {trial.label: range(last.documents) for trial in self.trials if trial.control}
-        controls = set(read)
+        read = dict.fromkeys(self.controls, last.documents)
         for rung in reversed(self.rungs):
             entered = [label for label in rung.entered if label not in read]
-            ranked = board.rank(entered, range(rung.documents))
-            read |= dict.fromkeys([*ranked, *entered], range(rung.documents))
-        self.rows = [
-            board.row(
-                label,
-                documents,
-                self.chosen,
-                control=label in controls,
-                left=label not in controls and label not in last.entered,
-            )
-            for label, documents in read.items()
-        ]
+            read |= dict.fromkeys([*rank(entered, rung.documents), *entered], rung.documents)
+        for label, size in read.items():
+            control = label in self.controls
+            left = not control and label not in last.entered
+            row = board.row(label, names[:size], self.chosen, control=control, left=left)
+            self.rows.append(row)
+        return {label: names[:size] for label, size in read.items()}
 
     @property
     def winner(self) -> str | None:
@@ -146,17 +144,16 @@ class SweepResult(TuningResult):
     @property
     def comparisons(self) -> int:
         """Number of pairs of methods: the measurements choose the winner and those compared to it on all documents."""
-        return math.comb(len(self.trials), 2)
+        return math.comb(len(self.candidates), 2)
 
     def undecided(self) -> list[Row]:
         """Return the methods of the last round that do not differ significantly from the winner, the nearest first."""
         racing = (row for row in self.rows if not (row.control or row.left or row.significant))
-        near = {row.label: row.to_best.ratio for row in racing if row.to_best}
+        near = {row.label: row.ratio for row in racing if row.ratio is not None}
         return sorted(map(self.row, near), key=lambda row: near[row.label])
 
     def _own(self) -> dict[str, Any]:
         return {
-            "settings": {"first_documents": self.first_documents},
             "rungs": listed_fields(self.rungs),
             "winner": self.winner,
             "undecided": [row.label for row in self.undecided()],
@@ -164,18 +161,16 @@ class SweepResult(TuningResult):
 
     def plot(self) -> Figure:
         """Draw every method with its interval, and the controls as lines. Needs matplotlib."""
-        documents = self.rungs[-1].documents
-        return sweep_figure(self.rows, self.winner, documents, self.settings.target)
+        return sweep_figure(self.rows, self.winner, self.rungs[-1].documents, self.target)
 
     def notes(self) -> Iterator[str]:
-        settings = self.settings
         rounds = "; ".join(
             f"{len(rung.entered)} on {rung.documents} document{'s' * (rung.documents > 1)}"
             for rung in self.rungs
         )
         yield (
-            f"Rounds: {rounds}. Ranges: 95 % intervals over documents; {family_note(self.comparisons)}. A method that "
-            "left early gets no verdict; its ratio is of the documents that it has read."
+            f"Rounds: {rounds}. Ranges: 95 % intervals over documents; {self._family()}. A method that left early gets "
+            "no verdict; its ratio is of the documents that it has read."
         )
         if self.rungs[-1].documents < FEW_DOCUMENTS:
             yield FEW_NOTE
@@ -184,19 +179,19 @@ class SweepResult(TuningResult):
             return
         best = self.row(self.winner)
         yield (
-            f"Best: {best.label}, {number(best.perplexity)} at {settings.target:,} tokens"
-            f"{on_short(best, settings)}. It was chosen on these documents, which flatters it a little."
+            f"Best: {best.label}, {number(best.perplexity)} at {self.target:,} tokens{self._on_short(best)}. It was "
+            "chosen on these documents, which flatters it a little."
         )
         if undecided := [row.label for row in self.undecided()]:
             yield f"Not significantly different from it on these documents: {', '.join(undecided)}."
         elif len(self.rungs[0].entered) > 1:
             yield "It is significantly different from every other method of the last round."
-        yield from (against(row, settings) for row in self.rows if row.control)
+        yield from self._against(self.rows)
 
     def _no_winner(self) -> str:
-        bound, original = self.settings.max_regression, self.settings.original
+        bound, original = self.board.max_regression, self.settings.lengths[0]
         racing = [row for row in self.rows if not row.control and row.failed is None]
-        shorts = [(row.short.ratio, row.label) for row in racing if row.short is not None]
+        shorts = [(row.short, row.label) for row in racing if row.short is not None]
         if bound is None or not shorts:
             return "No method gave a number: there is no winner."
         ratio, label = min(shorts)
@@ -207,17 +202,16 @@ class SweepResult(TuningResult):
         )
 
     def _origin(self) -> tuple[str, str]:
-        row, settings = self.row(str(self.winner)), self.settings
-        price = row.short and f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
-        plain = self.row(self.trials[0].label).perplexity
+        row, plain = self.row(str(self.winner)), self.rows[0].perplexity
+        price = row.short and f"; {row.short - 1:+.1%} at {self.settings.lengths[0]:,} tokens"
         return "hf-posenc sweep: methods times scales by successive halving", (
-            f"{row.label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
+            f"{row.label}: tail perplexity {row.perplexity:.5g} at {self.target:,} tokens on {row.documents} "
             f"documents, unpatched {plain:.5g}{price or ''}."
         )
 
 
 @dataclass(kw_only=True)
-class SweepJob(TailJob[SweepResult]):
+class SweepJob(Race[SweepResult]):
     """Sweep whose model and documents are ready; the candidates are those of `crossed`."""
 
     result = SweepResult
@@ -225,24 +219,24 @@ class SweepJob(TailJob[SweepResult]):
     candidates: Sequence[tuple[Candidate, bool]]
     first_documents: int = 5
 
-    def course(self, measure: Batch) -> Course:
+    def course(self, board: Board) -> tuple[Sequence[tuple[Candidate, bool]], dict[str, Any]]:
         controls = [candidate for candidate, control in self.candidates if control]
-        racers = {c.key: c for c, control in self.candidates if not control}
-        losses: dict[tuple[str, int, int], Loss] = {}
+        racers = {c.label: c for c, control in self.candidates if not control}
+        documents, lengths = self.whole.documents, self.settings.lengths
+        names = [document.name for document in documents]
 
-        def measure_round(entered: Sequence[str], documents: Sequence[int]) -> None:
-            batch = [*controls, *(racers[key] for key in entered)]
-            losses.update(measure(batch, documents, self.settings.lengths))
+        def measure(entered: Sequence[str], size: int) -> None:
+            batch = [*controls, *(racers[label] for label in entered)]
+            board.measure(batch, documents[:size], lengths)
 
-        sizes = rung_sizes(len(self.documents), self.first_documents)
-        board = Board(losses, self.settings, controls[0].key)
-        run_rungs(list(racers), sizes, board.rank, measure_round)
-        return self.candidates, losses, {"first_documents": self.first_documents}
+        sizes = rung_sizes(len(names), self.first_documents)
+        run_rungs(list(racers), sizes, lambda labels, n: board.rank(labels, names[:n]), measure)
+        race = {"max_regression": self.max_regression, "first_documents": self.first_documents}
+        return self.candidates, {"race": race}
 
     def cost_line(self) -> str:
-        every = itertools.product(self.candidates, self.settings.lengths, range(len(self.texts)))
-        full = sum(self.tokens(text, length, each.most) for (each, _), length, text in every)
-        return f"{self.forwarded:,} tokens instead of {full:,} for everything on every document."
+        every = self.whole.part([each for each, _ in self.candidates], self.whole.documents)
+        return f"{self.forwarded:,} tokens instead of {every.forwarded:,} for everything on every document."
 
 
 def prepare_sweep(
@@ -252,15 +246,17 @@ def prepare_sweep(
     methods = options.methods or SWEEP_METHODS
     candidates = tried(model, crossed(methods, options.scales or (2.0,)))
     original = original_length(model, [candidate for candidate, _ in candidates])
-    fields = prepared(model, tokenizer, source, options, original, embedded_limit=20, **about)
+    about |= {"embedded_limit": 20, "kind": PerplexityRun}
+    whole = prepared(model, tokenizer, source, options, original, **about)
     if options.scales is None:
-        settings = fields["settings"]
+        read, target = whole.settings.lengths
         originals = {repr(c.beside): c.original for c, _ in candidates if c.patches}
 
         def scales(candidate: Candidate) -> tuple[float, float]:
             """The scale that extends the original length of its options to the target, and twice that."""
-            scale = settings.target / (originals.get(repr(candidate.beside)) or settings.original)
+            scale = target / (originals.get(repr(candidate.beside)) or read)
             return scale, 2 * scale
 
         candidates = tried(model, crossed(methods, scales))
-    return SweepJob(**fields, candidates=candidates, first_documents=options.first_documents)
+    first, bound = options.first_documents, options.max_regression
+    return SweepJob(whole=whole, candidates=candidates, first_documents=first, max_regression=bound)

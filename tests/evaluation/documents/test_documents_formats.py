@@ -30,8 +30,6 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.tuning import TailSettings
-from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import GOOD, PACK, json_lines, refusal
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -192,17 +190,8 @@ def test_a_model_has_an_embedding_for_every_token() -> None:
     too_large = TokenizedDocument("b", torch.arange(35, 51), None, None)
     PerplexityRun(model, [fits], [plain], settings)
 
-    def sweep_of(*documents: TokenizedDocument) -> SweepJob:
-        tail = TailSettings(8, 16)
-        return SweepJob(model=model, settings=tail, documents=documents, about={}, candidates=[])
-
-    sweep_of(fits)
-    for make in (
-        lambda: PerplexityRun(model, [fits, too_large], [plain], settings),
-        lambda: sweep_of(fits, too_large),
-    ):
-        with pytest.raises(PosencError, match="gives token 50, the model has 50"):
-            make()
+    with pytest.raises(PosencError, match="gives token 50, the model has 50"):
+        PerplexityRun(model, [fits, too_large], [plain], settings)
 
 
 # Rows that are invalid or very large.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.evaluation import published
-from hf_posenc.evaluation.bench.result import BenchResult
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.page import collect
 from hf_posenc.evaluation.perplexity.result import PerplexityResult

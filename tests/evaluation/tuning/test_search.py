@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ import torch
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
-from hf_posenc.evaluation.measuring.execute import Item
+from hf_posenc.evaluation.measuring.candidates import CONTROLS, crossed
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning import Loss, Losses, TailJob, TailSettings
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import Item, PerplexityRun
+from hf_posenc.evaluation.tuning import Board
 from hf_posenc.evaluation.tuning.algorithms import (
     Genome,
     Space,
@@ -31,10 +33,11 @@ from hf_posenc.evaluation.tuning.algorithms import (
     evolve,
     starts,
 )
-from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.search import (
+    Needle,
     SearchJob,
     SearchResult,
+    SearchRun,
     needles_in,
     rope_of,
     split,
@@ -45,7 +48,9 @@ from tests.support import zoo
 from tests.support.sweep_cases import (
     ABOUT,
     SETTINGS,
+    entries,
     finished,
+    loss,
     reference,
     search_of,
     sweep_of,
@@ -59,7 +64,7 @@ PHI3, LLAMA3 = RopeSpec(96, 10000.0, 2048), RopeSpec(128, 500000.0, 8192)
 GOAL = (1, 1, 1, 1.1, 1.3, 1.5, 1.8, 2.2, 2.6, 3, 3.2, 3.4, 3.5, 3.8, 4.5, 4.9)
 OWN = SearchSettings(budget=24, search_documents=2)
 NEEDLE = SearchSettings(objective="needle", budget=10, search_documents=2)
-FAR = TailSettings(64, 640)
+FAR = Settings((64, 640), ("tail",))
 Objective = Callable[[Genome], float]
 
 
@@ -186,9 +191,7 @@ def test_controls_of_a_dynamic_checkpoint_read_with_its_first_table() -> None:
     model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1, rope_parameters=rope)
     own = dataclasses.replace(OWN, replace=True, scaled_from=64, budget=8)
     result = finished(search_of(model, 4, own))
-    short = result.board.compare("truncation", "none", 64, result.held_out)
-    assert short is not None
-    assert short.ratio == pytest.approx(1, abs=1e-6)
+    assert result.row("truncation").short == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -335,22 +338,15 @@ def text(number: int) -> str:
 
 
 def needle_job(
-    model: Any, own: SearchSettings = NEEDLE, settings: TailSettings = FAR, bos: bool = True
+    model: Any, own: SearchSettings = NEEDLE, bound: float | None = None, bos: bool = True
 ) -> SearchJob:
     """A search over four documents, two of them searched; with the objective needle, needles in all of them."""
     special, needles = [0] if bos else [], []
     if own.objective == "needle":
         searched = split(4, own.search_documents)
-        needles = needles_in(documents(), searched, byte_tokenizer(), special, settings.target, 0)
-    return SearchJob(
-        model=model,
-        settings=settings,
-        documents=documents(),
-        about=ABOUT,
-        own=own,
-        special=special,
-        needles=needles,
-    )
+        needles = needles_in(documents(), searched, byte_tokenizer(), special, 640, 0)
+    whole = SearchRun(model, documents(), (), FAR, special=special, metadata=ABOUT)
+    return SearchJob(whole=whole, own=own, needles=needles, max_regression=bound)
 
 
 def test_a_needle_is_hidden_at_its_depth_in_the_text() -> None:
@@ -358,8 +354,8 @@ def test_a_needle_is_hidden_at_its_depth_in_the_text() -> None:
     needles = needles_in(documents(), searched, words, [0], 640, 0)
     assert [needle.depth for needle in needles] == [0.0, 0.0, 0.5, 0.5]
     for index, needle in enumerate(needles):
-        assert len(needle.document) == 639  # and the special token in front
-        prompt = words.decode(needle.document.ids.tolist())
+        assert len(needle) == 639  # and the special token in front
+        prompt = words.decode(needle.ids.tolist())
         assert prompt.startswith("A special magic number is hidden within the following text.")
         head, _, rest = prompt.partition("One of the special magic numbers for ")
         key, _, rest = rest.partition(" is: ")
@@ -368,12 +364,12 @@ def test_a_needle_is_hidden_at_its_depth_in_the_text() -> None:
         assert prompt.endswith(
             f"The special magic number for {key} mentioned in the provided text is {value}"
         )
-        assert words.decode(needle.document.ids[-needle.answer :].tolist()) == f" {value}"
+        assert words.decode(needle.ids[-needle.answer :].tolist()) == f" {value}"
         own = text(index)[:40]
         assert (own in head) == (needle.depth > 0)
         assert own in prompt
     again, other = (needles_in(documents(), searched, words, [0], 640, seed) for seed in (0, 1))
-    keys, same, others = ([needle.key for needle in each] for each in (needles, again, other))
+    keys, same, others = ([needle.content for needle in each] for each in (needles, again, other))
     assert len(set(keys)) == 4
     assert same == keys
     assert not {*keys} & {*others}
@@ -390,54 +386,50 @@ def test_the_objective_decides_which_factors_win(
 ) -> None:
     """Needles prefer one divisor of the slowest pair, tails another: each search goes where its own objective is."""
 
-    def loss(options: dict[str, Any], index: int, length: int) -> float:
+    def nats(options: dict[str, Any], document: TokenizedDocument, length: int) -> float:
         last = float(options.get("long_factor", [1.0])[-1])
-        return math.log(last / (needle if index >= 4 else tail)) ** 2
+        return math.log(last / (needle if isinstance(document, Needle) else tail)) ** 2
 
     for objective, goal in (("needle", needle), ("perplexity", tail)):
         own = dataclasses.replace(NEEDLE, objective=objective, algorithm=algorithm, budget=240)
-        result, _ = planted(needle_job(tiny(), own, bos=False), loss)
+        result, _ = planted(needle_job(tiny(), own, bos=False), nats)
         assert result.best is not None
         assert result.best.genome.factors[-1] == pytest.approx(goal, rel=0.03)
 
 
 def planted(
-    job: SearchJob, loss: Callable[[dict[str, Any], int, int], float]
-) -> tuple[SearchResult, set[tuple[int, int]]]:
+    job: SearchJob, nats: Callable[[dict[str, Any], TokenizedDocument, int], float]
+) -> tuple[SearchResult, set[tuple[str, int]]]:
     """The result of a search whose losses are given by options, text and length; and what texts it asked for."""
     asked = set()
 
-    def measure(
-        candidates: Sequence[Candidate], indices: Sequence[int], lengths: Sequence[int]
-    ) -> Losses:
-        losses = {}
-        for candidate, index, length in itertools.product(candidates, indices, lengths):
-            asked.add((index, length))
+    def measure(candidates: Any, texts: Any, lengths: Any) -> Any:
+        records = []
+        for candidate, text, length in itertools.product(candidates, texts, lengths):
+            asked.add((text.name, length))
             options = candidate.parts[0].options if candidate.parts else {}
-            losses[candidate.key, length, index] = Loss(loss(options, index, length), 1)
-        return losses
+            records.append(loss(candidate.label, length, text.name, nats(options, text, length)))
+        return SimpleNamespace(records=records, failures=())
 
-    return SearchResult.measured(job, *job.course(measure)), asked
+    board = Board(job.settings, job.max_regression, source=measure)
+    return SearchResult.measured(job, *job.course(board), board), asked
 
 
 def test_the_bound_on_short_texts_is_of_tails() -> None:
     """A score is the needles'; individuals whose tails at the original length exceed the bound have none."""
 
-    def loss(options: dict[str, Any], index: int, length: int) -> float:
+    def nats(options: dict[str, Any], _: TokenizedDocument, length: int) -> float:
         first = float(options.get("long_factor", [1.0])[0])
         return first if length == 64 else 1 / first
 
-    own, settings = (
-        dataclasses.replace(NEEDLE, budget=60),
-        TailSettings(64, 640, max_regression=0.02),
-    )
-    result, asked = planted(needle_job(tiny(), own, settings, bos=False), loss)
+    own = dataclasses.replace(NEEDLE, budget=60)
+    result, asked = planted(needle_job(tiny(), own, 0.02, bos=False), nats)
     for step in result.steps:
         first = step.genome.factors[0]
         assert step.score == (math.inf if math.exp(first - 1) > 1.02 else pytest.approx(1 / first))
     assert {math.isfinite(step.score) for step in result.steps} == {True, False}
-    assert {length for index, length in asked if index >= 4} == {640}
-    assert {index for index, length in asked if length == 64} == {0, 1, 2, 3}
+    assert {length for name, length in asked if name.startswith("needle")} == {640}
+    assert {name for name, length in asked if length == 64} == {"d0", "d1", "d2", "d3"}
 
 
 # The whole
@@ -488,7 +480,7 @@ def test_of_needles_only_the_answers_are_scored(
         with step.genome.candidate(10.0, "same", {}).applied(twin, 1):
             for index in (0, 2):
                 needle = job.needles[index]
-                ids = torch.cat([torch.tensor([0]), needle.document.ids])
+                ids = torch.cat([torch.tensor([0]), needle.ids])
                 with torch.no_grad():
                     logs = twin(input_ids=ids[None], use_cache=False).logits[0].double()
                 logs = logs.log_softmax(-1)
@@ -513,56 +505,51 @@ def test_the_recipe_loads_and_gives_the_held_out_perplexity(
     assert f"{row.perplexity:.5g}" in found.recipe["recipe"]["description"]
 
 
-def test_the_search_reads_no_held_out_document(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[tuple[str, int]] = []
-    plain = SearchJob.score
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
+    """What is measured."""
+    items: list[Item] = []
+    plain = PerplexityRun.measure
 
-    def score(self: SearchJob, item: Item) -> Loss:
-        assert item.candidate is not None
-        read.append((item.candidate.key, item.order))
-        return plain(self, item)
+    def measure(self: PerplexityRun, item: Item, attempt: Any) -> Any:
+        items.append(item)
+        return plain(self, item, attempt)
 
-    monkeypatch.setattr(SearchJob, "score", score)
+    monkeypatch.setattr(PerplexityRun, "measure", measure)
+    return items
+
+
+def test_the_search_reads_no_held_out_document(model: Any, read: list[Item]) -> None:
     job = search_of(model, 5, OWN)
     assert finished(job).best is not None
-    assert {document for _, document in read[: 24 * 2]} == {0, 2}
-    assert {document for _, document in read[24 * 2 :]} == {1, 3, 4}
-    assert len({key for key, _ in read[24 * 2 :]}) == 7  # the controls, the starts, the best
-    tokens = sum(job.tokens(d, 160) for _, d in read[:48])
-    tokens += 6 * sum(job.tokens(d, n) for d in (1, 3, 4) for n in (64, 160)) + 3 * 2 * 64
-    assert job.forwarded == tokens
+    assert {item.document for item in read[: 24 * 2]} == {"d0", "d2"}
+    assert {item.document for item in read[24 * 2 :]} == {"d1", "d3", "d4"}
+    labels = [*CONTROLS, *(f"{name} (scale 2.5)" for name in ("pi", "ntk", "yarn")), "search"]
+    assert list(dict.fromkeys(item.label for item in read[24 * 2 :])) == labels
+    assert job.forwarded == 24 * 2 * 160 + 3 * (6 * (64 + 160) + 64)
 
 
 def test_what_a_sweep_has_measured_is_not_measured_again(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, tmp_path: Path, read: list[Item]
 ) -> None:
-    read: list[tuple[str, int, int]] = []
-    plain = TailJob.score
-
-    def score(self: TailJob[Any], item: Item) -> Loss:
-        assert item.candidate is not None
-        read.append((item.candidate.key, item.length, item.order))
-        return plain(self, item)
-
-    monkeypatch.setattr(TailJob, "score", score)
     racers = tried(model, crossed(("pi", "ntk", "yarn"), (2.5,)))
     finished(sweep_of(model, 5, racers), tmp_path)
-    raced, read = set(read), []
+    raced = {item.key for item in read}
+    read.clear()
     job = search_of(model, 5, dataclasses.replace(OWN, budget=8))
     result = finished(job, tmp_path)
-    assert not raced & set(read)
-    controls, methods = (
-        {c.key for c, is_one in job.named if is_one == one} for one in (True, False)
-    )
-    assert not controls & {key for key, *_ in read}
-    assert len(methods & {key for key, *_ in read}) <= 1  # the one that left the sweep early
+    assert not raced & {item.key for item in read}
+    named = {candidate.label: control for candidate, control in job.named}
+    again = {item.label for item in read} & set(named)
+    assert not any(named[label] for label in again)
+    assert len(again) <= 1  # the one that left the sweep early
     assert result.to_dict() == finished(search_of(model, 5, job.own)).to_dict()
 
 
 def test_the_estimate_counts_the_needles(model: Any) -> None:
     evaluations = 10 * 2 * 640
     finalists = 6 * 2 * (640 + 64 + 640)
-    truncated = 2 * (64 + 64 + 64)
+    truncated = 2 * (64 + 64)  # both tails are of one window
     assert needle_job(model, bos=False).forwarded == evaluations + finalists + truncated
     own = dataclasses.replace(NEEDLE, algorithm="dcis", budget=10**6)
     pairs = hf_posenc.inspect_rope(model)[0].inv_freq.numel()
@@ -573,8 +560,7 @@ def test_native_short_texts_are_the_unpatched_models(model: Any, tmp_path: Path)
     own = dataclasses.replace(OWN, budget=8, short_texts="native")
     result = finished(search_of(model, 3, own))
     row = result.row("search")
-    assert row.short is not None
-    assert row.short.ratio == 1
+    assert row.short == 1
     assert result.recipe is not None
     fresh = zoo.twin(model)
     (tmp_path / "r.json").write_text(result.files()["search_recipe.json"])
@@ -585,14 +571,13 @@ def test_native_short_texts_are_the_unpatched_models(model: Any, tmp_path: Path)
 
 
 def test_the_bound_holds_for_the_best(model: Any, found: SearchResult) -> None:
-    settings = dataclasses.replace(SETTINGS, max_regression=0.001)
-    bound = finished(search_of(model, 4, dataclasses.replace(OWN, budget=12), settings))
+    bound = finished(search_of(model, 4, dataclasses.replace(OWN, budget=12), 0.001))
     assert [step for step in bound.steps if not math.isfinite(step.score)]
     assert not [step for step in found.steps if not math.isfinite(step.score)]
     nobody = dataclasses.replace(
         found,
-        trials=found.trials[:-1],
-        losses={k: v for k, v in found.losses.items() if k[0] != "search"},
+        candidates=found.candidates[:-1],
+        records=[record for record in found.records if record.method != "search"],
         steps=[Step("pi", Genome((1.0,), 1.0), math.inf)],
         recipe=None,
     )
@@ -627,22 +612,20 @@ def test_a_result_of_needles_is_about_their_perplexity(needles: tuple[SearchResu
     row = next(row for row in result.needle_rows if row.label == "search")
     assert f"{row.perplexity:.5g}" in about["description"]
     assert row.documents == 2
-    held_out = [result.losses["search", 640, index] for index in (4 + 1, 4 + 3)]
-    assert row.perplexity == pytest.approx(math.exp(sum(loss.nats for loss in held_out) / 16))
+    names = [result.needles[index]["name"] for index in (1, 3)]
+    nats = sum(record.nats for record in result.board.of("search", 640, names))
+    assert row.perplexity == pytest.approx(math.exp(nats / 16))
     values = result.to_dict()
-    assert values["settings"]["objective"] == "needle"
+    assert values["race"]["objective"] == "needle"
     assert [needle["depth"] for needle in values["needles"]] == [0.0, 0.0, 0.5, 0.5]
 
 
-def test_another_objective_is_refused_and_the_same_resumes(
-    model: Any, needles: tuple[SearchResult, Path], monkeypatch: pytest.MonkeyPatch
+def test_the_same_search_measures_nothing_again(
+    model: Any, needles: tuple[SearchResult, Path], read: list[Item]
 ) -> None:
     first, folder = needles
-    monkeypatch.setattr(SearchJob, "score", lambda *_: pytest.fail("it was measured again"))
-    other = needle_job(model, dataclasses.replace(NEEDLE, objective="perplexity"))
-    with pytest.raises(PosencError, match="--objective needle, not perplexity"):
-        finished(other, folder)
     assert finished(needle_job(model), folder).to_dict() == first.to_dict()
+    assert not read
 
 
 YARN = [2.0, 3.0, 4.0, 5.0, 6.0, 2.5]
@@ -663,23 +646,21 @@ YARN = [2.0, 3.0, 4.0, 5.0, 6.0, 2.5]
 def test_the_outcome_is_judged_by_the_interval(
     ours: list[float], said: str, kept: str | None
 ) -> None:
-    losses = {
-        (label, length, index): Loss(10 * value, 10)
-        for label, values in {"none": [9.0] * 6, "yarn": YARN, "search": ours}.items()
-        for length in (64, 160)
-        for index, value in enumerate(values)
-    }
+    means = {"none": [9.0] * 6, "yarn": YARN, "search": ours}
     result = SearchResult(
-        about=ABOUT,
+        **ABOUT,
         settings=SETTINGS,
-        trials=[
-            Trial(label, "", None if label == "none" else label, None, label == "none", None)
-            for label in ("none", "yarn", "search")
-        ],
+        candidates=entries(means),
+        controls=["none"],
         documents=[{"name": str(index)} for index in range(6)],
-        skipped=[],
-        losses=losses,
-        search={},
+        records=[
+            loss(label, length, str(index), 10 * value, 10)
+            for label, values in means.items()
+            for length in (64, 160)
+            for index, value in enumerate(values)
+        ],
+        failures=[],
+        race={},
         steps=[Step(kind, Genome((1.0, 2.0), 1.0), 2.0) for kind in ("yarn", "mutation")],
         searched=[],
     )

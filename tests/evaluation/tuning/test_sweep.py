@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -12,23 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import parse_scales
-from hf_posenc.evaluation.grid import to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
-from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.options import SweepOptions
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
-from hf_posenc.evaluation.tuning import Loss, TailSettings
-from hf_posenc.evaluation.tuning.results import Trial, verdict
-from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
-    SweepJob,
     SweepResult,
     kept_of,
     prepare_sweep,
@@ -46,7 +40,7 @@ NAN = math.nan
 
 
 def run(
-    model: Any, count: int = 6, settings: TailSettings = SETTINGS, folder: Path | None = None
+    model: Any, count: int = 6, settings: Settings = SETTINGS, folder: Path | None = None
 ) -> SweepResult:
     candidates = tried(model, crossed(PATCHES, (2.0, 4.0)))
     return finished(sweep_of(model, count, candidates, settings), folder)
@@ -88,20 +82,6 @@ def test_methods_are_crossed_with_scales_where_they_take_one(
     )
 
 
-@pytest.mark.parametrize(
-    ("specs", "said"),
-    [
-        (["none"], "nothing to compare"),
-        (["yarn", "yarn:scale=2"], "yarn (scale 2) is given twice"),
-        (["yran"], "yran"),
-        (["longrope"], "short_factor"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(specs: list[str], said: str) -> None:
-    with pytest.raises(PosencError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        crossed(specs, (2.0, 4.0))
-
-
 @pytest.mark.parametrize("text", ["", "two", "1", "2,2", "0.5", "inf", "nan"])
 def test_scales_that_are_none(text: str) -> None:
     with pytest.raises(PosencError, match="--scales"):
@@ -125,7 +105,7 @@ def test_spec_and_call_give_the_same_patch(spec: str) -> None:
     with candidate.applied(model, 1):
         patches.append(hf_posenc.get_patch(model))
     names = {"patch_model": hf_posenc.patch_model, "YaRN": YaRN, "LogN": LogN, "model": model}
-    eval(str(Trial.of(candidate).call), names)
+    eval(candidate.call, names)
     patches.append(hf_posenc.get_patch(model))
     wanted, given = (patch.config for patch in patches if patch is not None)
     assert given == wanted
@@ -145,7 +125,7 @@ def test_rounds_double_the_documents_and_halve_the_methods() -> None:
         list(quality),
         [5, 10, 20],
         lambda labels, documents: sorted(labels, key=quality.__getitem__),
-        lambda labels, documents: seen.append((len(labels), len(documents))),
+        lambda labels, documents: seen.append((len(labels), documents)),
     )
     assert seen == [(16, 5), (8, 10), (4, 20)]
     assert [quality[label] for label in rungs[-1].kept] == [0, 1, 2, 3]
@@ -156,9 +136,9 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     forwarded: list[int] = []
     plain = FrugalScorer.__call__
 
-    def scorer(self: Any, windows: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
+    def scorer(self: Any, windows: Sequence[torch.Tensor], *how: Any, **more: Any) -> Any:
         forwarded.extend(len(window) for window in windows)
-        return plain(self, windows, first)
+        return plain(self, windows, *how, **more)
 
     monkeypatch.setattr(FrugalScorer, "__call__", scorer)
     model = tiny()
@@ -166,7 +146,7 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     job = sweep_of(model, 5, candidates)
     forwarded.clear()
     finished(job)
-    everything = 8 * 5 * (64 + 160) + 5 * (64 + 64)  # truncation reads 64 tokens only
+    everything = 8 * 5 * (64 + 160) + 5 * 64  # truncation reads 64 tokens, for both lengths
     assert sum(forwarded) == job.forwarded < everything
     assert f"instead of {everything:,} " in job.cost_line()
 
@@ -186,27 +166,24 @@ def swept(kept: Path) -> SweepResult:
 
 
 def test_every_number_is_what_full_logits_give(swept: SweepResult) -> None:
-    result, documents = swept, texts(6)
-    assert len(result.losses) > 40
-    for label in {label for label, *_ in result.losses}:
+    documents = {document.name: document for document in texts(6)}
+    assert len(swept.records) > 40
+    for label in {record.method for record in swept.records}:
         model = tiny()
-        with Candidate.parse(result.trial(label).spec).applied(model, 160):
-            for (other, length, document), loss in result.losses.items():
-                if other != label:
-                    continue
-                most = min(length, 64) if label == "truncation" else length
-                assert loss.tokens == 32
-                expected = reference(model, documents[document], most, 32)
-                assert loss.nats == pytest.approx(expected, rel=2e-6)
-    row = result.row("pi (scale 4)")
-    board = result.board
-    total = math.fsum(loss.nats for loss in board.of(row.label, 160, range(row.documents)))
-    assert row.perplexity == pytest.approx(math.exp(total / 32 / row.documents))
-    short = [
-        sum(x.nats for x in board.of(n, 64, range(row.documents))) for n in (row.label, "none")
-    ]
-    assert row.short is not None
-    assert row.short.ratio == pytest.approx(math.exp((short[0] - short[1]) / 32 / row.documents))
+        with Candidate.parse(swept.entry(label).spec).applied(model, 160):
+            for record in (record for record in swept.records if record.method == label):
+                most = min(record.length, 64) if label == "truncation" else record.length
+                assert record.tokens == 32
+                expected = reference(model, documents[record.document], most, 32)
+                assert record.nats == pytest.approx(expected, rel=2e-6)
+    row = swept.row("pi (scale 4)")
+    names = list(documents)[: row.documents]
+    long, short, plain = (
+        math.fsum(record.nats for record in swept.board.of(label, length, names))
+        for label, length in ((row.label, 160), (row.label, 64), ("none", 64))
+    )
+    assert row.perplexity == pytest.approx(math.exp(long / 32 / row.documents))
+    assert row.short == pytest.approx(math.exp((short - plain) / 32 / row.documents))
 
 
 def test_the_recipe_loads_and_gives_the_measured_perplexity(
@@ -228,12 +205,12 @@ def test_the_recipe_loads_and_gives_the_measured_perplexity(
 
 
 def test_windows_per_document_score_more_tails() -> None:
-    settings = TailSettings(64, 160, windows_per_document=2)
+    settings = Settings((64, 160), ("tail",), windows_per_document=2)
     candidates = tried(model := tiny(), crossed(("pi", "ntk"), (2.0,)))
     result = finished(sweep_of(model, 4, candidates, settings))
-    tokens = {key[2]: loss.tokens for key, loss in result.losses.items()}
-    assert tokens[0] == 32  # 170 tokens: no room for a second tail
-    assert tokens[3] == 64
+    tokens = {record.document: record.tokens for record in result.records}
+    assert tokens["d0"] == 32  # 170 tokens: no room for a second tail
+    assert tokens["d3"] == 64
 
 
 # Winner, ties, controls
@@ -255,10 +232,9 @@ def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> 
     assert result.winner == "best"
     assert [row.label for row in result.undecided()] == ["near"]
     assert result.row("worse").significant
-    worse = result.row("worse").to_best
-    assert worse is not None
+    worse = result.row("worse")
     assert worse.ratio == pytest.approx(math.exp(0.1))
-    assert worse.interval == pytest.approx((math.exp(0.1), math.exp(0.1)))
+    assert worse.ratio_interval == pytest.approx((math.exp(0.1), math.exp(0.1)))
     # unpaired, the two could not be told apart at all
     intervals = [result.row(label).interval for label in ("best", "worse")]
     assert intervals[0] is not None
@@ -266,7 +242,7 @@ def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> 
     assert intervals[0][1] > intervals[1][0]
     said = " ".join(result.notes())
     assert "Not significantly different from it on these documents: near." in said
-    words = [verdict(row, result.settings, "best").text for row in result.rows]
+    words = [result.verdict(row).text for row in result.rows]
     assert words == ["worse, control", "best", "undecided", "worse"]
 
 
@@ -280,7 +256,7 @@ def words_of(
     names = ["none", "control", *(f"m{index}" for index in range(methods))]
     losses = {name: difficulty + row for name, row in zip(names, noise, strict=True)}
     result = planted({name: row.tolist() for name, row in losses.items()}, first_documents=first)
-    return [verdict(row, result.settings, result.winner).text for row in result.rows]
+    return [result.verdict(row).text for row in result.rows]
 
 
 def share_with_a_false_word(runs: int, methods: int, documents: int, first: int) -> float:
@@ -334,13 +310,13 @@ def test_a_real_difference_is_still_found() -> None:
 def test_fewer_than_five_documents_get_no_word() -> None:
     losses = {"none": [9.0] * 8, "a": [3.0] * 8, "b": [4.0] * 8, "c": [5.0] * 8, "d": [6.0] * 8}
     result = planted(losses, first_documents=4)
-    words = {row.label: verdict(row, result.settings, "a").text for row in result.rows}
+    words = {row.label: result.verdict(row).text for row in result.rows}
     left, few = "left early", "too few documents"
     assert words == {"none": "worse, control", "a": "best", "b": "worse", "c": left, "d": left}
-    assert [row.to_best.interval for row in result.rows[-2:] if row.to_best] == [None, None]
+    assert [row.ratio_interval for row in result.rows[-2:] if row.ratio] == [None, None]
     assert [row.label for row in result.undecided()] == []
     short = planted({name: values[:4] for name, values in losses.items()}, first_documents=4)
-    words = {row.label: verdict(row, short.settings, "a").text for row in short.rows}
+    words = {row.label: short.verdict(row).text for row in short.rows}
     assert words == {"none": f"{few}, control", "a": "best", "b": few, "c": few, "d": few}
     assert "There are too few documents to compare it with the unpatched model." in short.notes()
 
@@ -350,12 +326,12 @@ def test_the_page_compares_the_committed_winner_to_truncation() -> None:
     file = docs / "data" / "benchmarks" / "sweep.json"
     result = SweepResult.from_dict(json.loads(file.read_text()))
     assert result.winner is not None
-    board, documents = result.board, range(len(result.documents))
+    names, (original, target) = [each["name"] for each in result.documents], result.settings.lengths
     sums = [
-        ([loss.nats for loss in losses], [float(loss.tokens) for loss in losses])
-        for losses in (
-            board.of(result.winner, result.settings.target, documents),
-            board.of("none", result.settings.original, documents),
+        ([record.nats for record in records], [float(record.tokens) for record in records])
+        for records in (
+            result.board.of(result.winner, target, names),
+            result.board.of("none", original, names),
         )
     ]
     difference, interval = estimate(*sums[0], sums[1])
@@ -364,21 +340,6 @@ def test_the_page_compares_the_committed_winner_to_truncation() -> None:
     said = f"{ratio:.3f} times that of truncation, with a paired 95 % interval of {low:.3f} to {high:.3f}"
     assert said in " ".join((docs / "sweep.md").read_text().split())
     assert low < 1 < high  # the page: not told apart
-
-
-def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
-    long = "dynamic_ntk (scale 16, original_max_position_embeddings 64)"
-    flat = [3.0, 4.0, 5.0, 6.0, 7.0, 3.5]
-    lines = {"control": [v + 2 for v in reversed(flat)], long: [v + 0.1 for v in flat]}
-    result = planted({"none": flat, "yarn (scale 4)": flat, **lines}, first_documents=6)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(to_rich(result.tables()[0]))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in shown
-    assert "yarn (scale" in shown
-    assert "dynamic_ntk" in shown
-    assert "undecided, " in shown
-    assert "control" in shown
 
 
 def test_one_document_decides_nothing() -> None:
@@ -400,13 +361,13 @@ def test_the_bound_on_short_texts() -> None:
     losses = {"none": [5.0] * 6, "long": [3.0] * 6, "both": [3.5] * 6, "c": [4.0] * 6}
     short = {"long": [1.05] * 6, "both": [1.01] * 6, "c": [1.03] * 6}
     assert planted(losses, short).winner == "long"
-    assert planted(losses, short, max_regression=0.02).winner == "both"
-    nobody = planted(losses, short, max_regression=0.005)
+    assert planted(losses, short, bound=0.02).winner == "both"
+    nobody = planted(losses, short, bound=0.005)
     assert nobody.winner is None
     said = " ".join(nobody.notes())
     assert "the nearest is both with +1.0 %" in said
     row = nobody.row("long")
-    assert verdict(row, nobody.settings, None).text == "past the bound"
+    assert nobody.verdict(row).text == "past the bound"
 
 
 def test_failures_are_cells() -> None:
@@ -417,16 +378,16 @@ def test_failures_are_cells() -> None:
     result = planted({**good, **bad, "b": [4.0] * 4})
     assert result.winner == "a"
     assert [result.row(label).failed for label in bad] == ["out of memory"] * 2
-    assert verdict(result.row("dies"), result.settings, "a").text == "OOM"
+    assert result.verdict(result.row("dies")).text == "OOM"
     assert list(result.problems()) == [
-        f"{each}: failed: out of memory" for each in ("late", "dies")
+        f"{each}: failed at length 160: out of memory" for each in ("dies", "late")
     ]
     nobody = planted({"none": [5.0] * 2, "a": [NAN] * 2})
     assert nobody.winner is None
     assert SweepResult.from_dict(nobody.to_dict()).to_dict() == nobody.to_dict()
     everywhere = planted({**good, "none": [NAN] * 4, "b": [4.0] * 4})
     assert everywhere.winner == "a"
-    assert everywhere.row("a").to_best is None
+    assert everywhere.row("a").ratio is None
     assert "none gave no number to compare with." in list(everywhere.notes())
 
 
@@ -434,14 +395,15 @@ def test_failures_are_cells() -> None:
 def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = SweepJob.score
+    plain = PerplexityRun._losses
 
-    def score(self: SweepJob, item: Item) -> Loss:
-        if (item.label, item.length, item.order) == ("ntk (scale 4)", 160, 1):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(self, item)
+    def losses(self: PerplexityRun, item: Any, windows: Any, attempt: Any) -> Any:
+        if (item.label, windows[0].tokens, item.document) == ("ntk (scale 4)", 160, "d1"):
+            attempt.fail(torch.OutOfMemoryError("CUDA out of memory"), [("tail", 160)])
+            return None
+        return plain(self, item, windows, attempt)
 
-    monkeypatch.setattr(SweepJob, "score", score)
+    monkeypatch.setattr(PerplexityRun, "_losses", losses)
     model = tiny()
     candidates = tried(model, crossed(("yarn", "ntk", "pi:layers=[9]"), (2.0, 4.0)))
     result = finished(sweep_of(model, 3, candidates))
@@ -461,7 +423,7 @@ def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
 def test_nothing_is_measured_twice(
     swept: SweepResult, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SweepJob, "score", None)  # anything measured now fails
+    monkeypatch.setattr(PerplexityRun, "measure", None)  # anything measured now fails
     assert run(tiny(), folder=kept).to_dict() == swept.to_dict()
 
 
@@ -478,13 +440,6 @@ def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
     page = result._repr_html_()
     assert "attention_sinks" in page
     assert "Rounds: 8 on 2 documents; 4 on 4 documents; 2 on 6 documents." in page
-
-
-@pytest.mark.parametrize(("name", "kind"), [("sweep", SweepResult), ("search", SearchResult)])
-def test_committed_results_load_and_have_a_short_name(name: str, kind: Any) -> None:
-    docs = Path(__file__).parents[3] / "docs"
-    result = kind.from_dict(json.loads((docs / "data" / "benchmarks" / f"{name}.json").read_text()))
-    assert len(repr(result)) < 200
 
 
 def test_default_scales_reach_the_target_from_the_original_length_of_the_options() -> None:
