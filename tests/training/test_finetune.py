@@ -311,7 +311,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
-    "no documents": (("--documents", "0"), "documents is a whole number of at least 1, not 0"),
+    "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
     "a column that nothing has": (("--column", "body"), "--column body is for rows"),
     "a rank without a LoRA": (("--lora_rank", "4"), "--lora_rank 4 is for --train lora"),
     "no folder": (("--output_dir", ""), "--output_dir is empty"),
@@ -322,8 +322,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "a worker that is started by spawn cannot read the documents",
     ),
-    "no rank": (("--train", "lora", "--lora_rank", "0"), "lora_rank=0.*at least 1"),
-    "no probability": (("--train", "lora", "--lora_dropout", "2"), "lora_dropout=2.*below 1"),
+    "no rank": (("--train", "lora", "--lora_rank", "0"), "`r` should be a positive integer"),
+    "no probability": (("--train", "lora", "--lora_dropout", "2"), "dropout probability has to be between 0 and 1"),
     "a best model by a loss that is not measured": (
         BEST,
         "=loss is not measured; there are eval_tail_perplexity_128.*--greater_is_better false",
@@ -461,7 +461,7 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         _, data, arguments = parsed(f"text: {text}\nreport_to: none\n")
         assert (data.text, arguments.report_to) == (["books"], [])
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
-    wrong["no_score: true"] = "no_score: write `score: false`"
+    wrong["no_score: true"] = "no_score, which is no option"
     for content, message in wrong.items():
         with pytest.raises(PosencError, match=message):
             parsed(content)
