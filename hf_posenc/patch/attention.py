@@ -337,7 +337,7 @@ def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
             f"{FREQUENCY_METHODS_WORK}"
         )
     hand_over(found)
-    state.hooks.append(UnwrittenMasks.of(owner))
+    state.hooks.append(UnwrittenMasks(owner).install())
 
 
 def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:

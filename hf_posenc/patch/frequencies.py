@@ -202,8 +202,7 @@ def install_sincos(
     if torch.equal(inv_freq, tables[0].live()[0].cpu()) and factor == 1.0:
         scaled[: tables[0].tensor().shape[0]] = tables[0].tensor()  # the very bits of the model
     for table in tables:
-        state.tensors.append((table, table.tensor()))
-        table.swap(scaled)
+        state.swap(table, scaled)
         live, live_factor = table.live()
         close = torch.allclose(live.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
         if not close or not abs(live_factor - factor) < 1e-2:

@@ -41,7 +41,7 @@ from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.scaled import moving_note
 from hf_posenc.patch.state import STATE, State, config_values, own_config, replace_modules, state_of
-from hf_posenc.seams.held import refuse_replica
+from hf_posenc.seams.held import ABSENT, refuse_replica, restore
 from hf_posenc.seams.hidden import refuse_hidden, version_of
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
@@ -273,9 +273,9 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
         for place, config in configs_of(model).items():
             now, then = edited.get(place, {}), plain.get(place, {})
             for key in {*now, *then}:
-                value = now.get(key, export.ABSENT)
-                if value != then.get(key, export.ABSENT) and (id(config), key) not in owned:
-                    export.restore(config, {key: value})
+                value = now.get(key, ABSENT)
+                if value != then.get(key, ABSENT) and (id(config), key) not in owned:
+                    restore(config, {key: value})
 
     return put_back
 
@@ -411,12 +411,7 @@ def _undo(model: nn.Module, state: State) -> None:
         remove_attention(model)
     wrappers = [module for module in model.modules() if isinstance(module, PosencRotary)]
     replace_modules(model, {id(wrapper): wrapper.base for wrapper in wrappers})
-    for table, tensor in state.tensors:
-        table.swap(tensor)
-    for hook in state.hooks:
-        hook.remove()
-    for target, before in reversed(state.changes):
-        export.restore(target, before)
+    state.undo()
     unwrap_saving(model)
     delattr(model, STATE)
 

@@ -146,13 +146,20 @@ def resolve_request(
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    whole = tuple(_filtered(methods))
+    whole, alone = tuple(_filtered(methods)), tuple[LayerPart, ...]()
     if cut:
         assert isinstance(layers, tuple)
         _check_in_attention(whole)
         alone = (LayerPart(layers, whole, original, compose, strict=True),)
-        return State(config, original, extended, whole, alone, dropped=dropped)
-    return State(config, original, extended, whole, native=native, dropped=dropped)
+    return State(
+        config=config,
+        original=original,
+        extended=extended,
+        methods=whole,
+        parts=alone,
+        native=native,
+        dropped=dropped,
+    )
 
 
 def _tables(
@@ -235,11 +242,11 @@ def _by_layers(
     )
     reached = [state.extended for state in states if state.extended is not None]
     return State(
-        dataclasses.replace(first, elsewhere=tuple(others)),
-        states[0].original,
-        max(reached, default=None),
-        tuple(method for state in states for method in state.methods),
-        every,
+        config=dataclasses.replace(first, elsewhere=tuple(others)),
+        original=states[0].original,
+        extended=max(reached, default=None),
+        methods=tuple(method for state in states for method in state.methods),
+        parts=every,
         dropped={key: value for state in states for key, value in state.dropped.items()},
     )
 

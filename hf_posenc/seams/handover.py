@@ -18,6 +18,7 @@ from hf_posenc.model.attention import IMPLEMENTATION, recording
 from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.forward import KEYWORD, Forward, carried, running
 from hf_posenc.model.masks import HANDLE, described, visible
+from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES, RepositionedTable
 from hf_posenc.seams.held import Replaced
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
@@ -117,6 +118,11 @@ class HandedOver(Replaced):
         # Pairs of a query and a key up to which that code is used, where it is optional.
         self.least = 0
 
+    def remove(self) -> None:
+        """Restore the module, which then has no encoding."""
+        super().remove()
+        vars(self.module).pop(LAYER, None)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = kwargs.pop(KEYWORD, None) or carried((*args, *kwargs.values()))
         if self.optional and (torch.compiler.is_compiling() or forward is None):
@@ -150,13 +156,6 @@ class HandedOver(Replaced):
 
 class UnwrittenMasks(Replaced):
     """The forward of a decoder whose attention is handed over: the masks that it makes are `scores_mask`'s."""
-
-    @classmethod
-    def of(cls, owner: nn.Module) -> UnwrittenMasks:
-        """Replace the forward of a decoder."""
-        masks = cls(owner)
-        masks.install()
-        return masks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = self.module.config

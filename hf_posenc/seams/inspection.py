@@ -24,6 +24,7 @@ from hf_posenc.model.discovery import UNSCALED, RotaryTable, foreign_frequencies
 from hf_posenc.model.rotary import moves_with_length, table_labels
 from hf_posenc.model.unwrapping import hooked
 from hf_posenc.seams import probes, traces
+from hf_posenc.seams.held import held
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
 
 ROTARY = "rotary embedding"
@@ -389,8 +390,8 @@ def _tables(model: nn.Module) -> Iterator[Found]:
             facts = f"{rows - first.first} positions of {size} features"
             facts += f", from row {first.first}" if first.first else ""
             source = Source(kind, names, facts, start=first.first)
-        held = [(tensors[reading.name], reading.axis) for reading in group]
-        yield Found(source, lambda held=held: constant(model, held))  # type: ignore[misc]
+        read = [(tensors[reading.name], reading.axis) for reading in group]
+        yield Found(source, lambda read=read: constant(model, read))  # type: ignore[misc]
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
@@ -404,33 +405,21 @@ def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
 
 @contextlib.contextmanager
 def constant(
-    model: nn.Module, held: Sequence[tuple[Tensor, int]], fill: float | None = None
+    model: nn.Module, tables: Sequence[tuple[Tensor, int]], fill: float | None = None
 ) -> Iterator[None]:
-    """Replace tensors by others whose rows are all the same: the middle one, or a number.
+    """Replace tensors by others whose rows along an axis are all the same: the middle one, or a number.
 
     Every module that holds one of the tensors gets the replacement, and the very tensor back.
     """
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    with torch.no_grad():
-        for tensor, axis in held:
-            row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
-            flat = row.expand_as(tensor) if fill is None else torch.full_like(tensor, fill)
-            other = (
-                nn.Parameter(flat, requires_grad=False)
-                if isinstance(tensor, nn.Parameter)
-                else flat
-            )
-            for module in model.modules():
-                holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for own in holders:
-                    for key in [key for key, value in own.items() if value is tensor]:
-                        own[key] = other
-                        replaced.append((own, key, tensor))
+    replaced = [(held(model, tensor), tensor) for tensor, _ in tables]
     try:
+        for (place, tensor), (_, axis) in zip(replaced, tables, strict=True):
+            row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
+            place.swap(row.expand_as(tensor) if fill is None else torch.full_like(tensor, fill))
         yield
     finally:
-        for own, key, tensor in replaced:
-            own[key] = tensor
+        for place, tensor in replaced:
+            place.swap(tensor)
 
 
 def _arguments(model: nn.Module) -> Iterator[Found]:
@@ -469,9 +458,9 @@ def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
     sinks = {name: each for name, each in model.named_parameters() if _DIGITS.sub("*", name) in own}
     if not sinks:
         return None
-    held = [(each, 0) for each in sinks.values()]
+    vectors = [(each, 0) for each in sinks.values()]
     source = Source(SINKS, tuple(sinks), "let attention count keys")
-    return Found(source, lambda: constant(model, held, _NO_SINK))
+    return Found(source, lambda: constant(model, vectors, _NO_SINK))
 
 
 def _rest(

@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
-from hf_posenc.model.sampled import Sample
+from hf_posenc.seams.held import Record
 from hf_posenc.seams.inspection import RECURRENCE, ROTARY, ROTARY_TABLE, Positions, with_article
-
-
-class Swappable(Protocol):
-    """A place of a model that holds a tensor."""
-
-    def swap(self, tensor: Tensor) -> None:
-        """Replace the tensor; device and dtype stay."""
-
-
-class Removable(Protocol):
-    """A part of a patch that can be taken out again: the handle of a hook, for one."""
-
-    def remove(self) -> None:
-        """Take it out."""
-
-
-class Undo(Protocol):
-    """The part of a patch's record (`hf_posenc.patch.state.State`) to which a seam reports all that it changes."""
-
-    original: int
-    extended: int | None
-    export: str | None
-    tensors: list[tuple[Swappable, Tensor]]
-    hooks: list[Removable]
-    sample: Sample
-
-    def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Set attributes of a config or module, and return their values from before."""
-
-    def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +48,7 @@ class NativeSeam:
         raise NotImplementedError
 
     @abstractmethod
-    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def install(self, model: nn.Module, state: Record, method: Method) -> None:
         """Patch a model, verify it, and set `state.export`; the caller undoes what an error leaves half done.
 
         Raises:
@@ -88,7 +57,7 @@ class NativeSeam:
         """
         raise NotImplementedError
 
-    def trained(self, model: nn.Module, state: Undo, method: Method) -> bool:
+    def trained(self, model: nn.Module, state: Record, method: Method) -> bool:
         """Return whether tensors of a patch in force were trained, so that undoing it would lose something."""
         return False
 
