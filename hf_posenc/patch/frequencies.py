@@ -42,7 +42,6 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
     patched = _wrap(tables, method, state, adapter.log_gain)
     by_config: dict[int, list[export.PatchedTable]] = {}
     for one in patched:
-        _check_forward(one)
         if one.table.config is not None:
             by_config.setdefault(id(one.table.config), []).append(one)
     edits: list[tuple[Any, dict[str, Any]]] = []
@@ -116,15 +115,13 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:
     """Wrap rotary modules without values, so that what fills the model's tensors leaves the frequencies as they are."""
     patched = _wrap(tables, PositionInterpolation(scale=1.0), state, adapter_of(model).log_gain)
-    for one in patched:
-        _check_forward(one)
     replace_modules(model, {id(one.table.module): one.wrapper for one in patched})
 
 
 def _wrap(
     tables: Tables, method: RopeScaling, state: State, log_gain: str | None
 ) -> list[export.PatchedTable]:
-    """Build one wrapper for each rotary module, which holds one table or several."""
+    """Build one wrapper for each rotary module, which holds one table or several; verify what it computes."""
     compose = state.config.compose
     patched = []
     for module in {id(table.module): table.module for table in tables}.values():
@@ -138,6 +135,8 @@ def _wrap(
         factors = {table.label: table.composed()[1] for table in group if compose}
         wrapper = PosencRotary(module, method, specs, factors)
         patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]
+    for one in patched:
+        _check_forward(one)
     return patched
 
 

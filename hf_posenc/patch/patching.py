@@ -33,7 +33,7 @@ from hf_posenc.model.sampled import Sample, sample_of
 from hf_posenc.model.unwrapping import configs_of, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
-from hf_posenc.patch.config import Layers
+from hf_posenc.patch.config import Layers, of_kind
 from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
 from hf_posenc.patch.report import EffectiveTables, Patch
 from hf_posenc.patch.report import inspect_rope as inspect_rope
@@ -314,10 +314,7 @@ def _refuse_foreign(
     model: nn.Module, tables: Sequence[RotaryTable], method: MethodLike, request: Mapping[str, Any]
 ) -> None:
     """Raise for frequencies that are not those of their config, which a patch would start from or keep."""
-    frequencies = any(
-        issubclass(one if isinstance(one, type) else type(one), RopeScaling)
-        for one in named(method)
-    )
+    frequencies = any(of_kind(one, RopeScaling) for one in named(method))
     for table in tables:
         if table.scaled and request.get("replace") is True and frequencies:
             continue  # starts from rope_theta
@@ -386,9 +383,7 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         state.export = None
         if vars(model.config).get(export.BLOCK) == block:
             state.write_config(model, _longer(state, tables))
-    elif any(
-        method.length_dependent for method in scalings
-    ):  # the length is that of the text alone
+    elif any(method.length_dependent for method in scalings):  # on that of the text alone
         from hf_posenc.patch.attention import count_positions_of, owners_of
 
         for owner in owners_of(model, tables):

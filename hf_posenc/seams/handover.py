@@ -7,7 +7,6 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +23,16 @@ from hf_posenc.seams.held import Replaced
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
 
 
-class _Search(Scope):
-    """Finds the modules of a model that hand attention over, and those that show later keys to a query."""
+class Search(Scope):
+    """Finds the modules of a model that compute attention in code of their own."""
 
     def __init__(self) -> None:
         super().__init__(None, None, weights=False)
         self.running: list[nn.Module] = []
-        self.operations: dict[str, None] = {}
-        self.both_directions: list[nn.Module] = []
-        self.features_first: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # the attention modules
+        self.both_directions: list[nn.Module] = []  # those that show later keys to a query
+        self.features_first: list[nn.Module] = []  # those whose keys have features before tokens
+        self.operations: dict[str, None] = {}  # operations on scores that are unknown
 
     def path(self) -> tuple[nn.Module, ...]:
         return tuple(self.running)
@@ -65,19 +65,9 @@ class _Search(Scope):
         self.operations[operation] = None
 
 
-@dataclass(frozen=True)
-class Found:
-    """Result of `search`."""
-
-    modules: tuple[nn.Module, ...]  # the attention modules
-    both_directions: tuple[nn.Module, ...]  # those that are not causal
-    features_first: tuple[nn.Module, ...]  # modules whose keys have features before tokens
-    operations: tuple[str, ...]  # operations on scores that are unknown
-
-
-def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
+def search(owner: nn.Module, forward: Callable[[], object]) -> Search:
     """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
-    scope = _Search()
+    scope = Search()
 
     def enter(module: nn.Module, args: Any) -> None:
         scope.running.append(module)
@@ -92,8 +82,8 @@ def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
         calls = stack.enter_context(recording())
         stack.enter_context(scope)
         forward()
-    directions, layouts = tuple(scope.both_directions), tuple(scope.features_first)
-    return Found(tuple(calls), directions, layouts, tuple(scope.operations))
+    scope.modules = [*calls]
+    return scope
 
 
 class HandedOver(Replaced):
@@ -196,7 +186,7 @@ def _settled(output: Any, *, weights: bool) -> Any:
     return output
 
 
-def hand_over(found: Found) -> None:
+def hand_over(found: Search) -> None:
     """Replace the forward of attention modules, until `take_back`."""
     for module in found.modules:
         both, transposed = module in found.both_directions, module not in found.features_first

@@ -174,8 +174,7 @@ def _rows_that_differ(model: nn.Module) -> dict[str, float]:
 
 def _sinks(model: nn.Module, paths: Collection[str]) -> list[Found]:
     """Return the attention sinks of some modules; rows that are read by position are none."""
-    sinks = sinks_of(model, paths)
-    if sinks is None:
+    if not (sinks := sinks_of(model, paths)):
         return []
     reads = traces.rows_read(model, probes.ordinary_tokens(model, probes.TOKENS))
-    return [] if reads.keys() & {*sinks.source.places} else [sinks]
+    return [] if reads.keys() & {*sinks[0][0].places} else sinks

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import html
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -209,15 +210,8 @@ def html_table(rows: Rows) -> str:
     return f"<table><thead>{cells('th', heading)}</thead><tbody>{lines}</tbody></table>"
 
 
-Silence = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass
-class Found:
-    """A source that is yet to be measured, and the way to silence it."""
-
-    source: Source
-    silence: Silence = field(repr=False)
+Found = tuple[Source, Callable[[], AbstractContextManager[None]]]
+"""A source that is yet to be measured, and the way to silence it."""
 
 
 def inspect(model: nn.Module) -> Positions:
@@ -232,17 +226,16 @@ def inspect(model: nn.Module) -> Positions:
     found = list(_tables(model))
     if rotaries := _rotary_modules(model):  # one source: silenced, all tokens stand at position 0
         rotation = Source(ROTARY, tuple(rotaries), _rotary_facts(model))
-        found.insert(0, Found(rotation, lambda: unrotated(model)))
+        found.insert(0, (rotation, lambda: unrotated(model)))
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
             found += _arguments(model)
     with silenced(found):
         sinks = sinks_of(model, probes.innermost(probes.absolute(model), limit))
-        if sinks is not None:  # modules count their keys: the count ends without sinks
-            with sinks.silence():
-                if max(probes.absolute(model).values()) <= limit:
-                    found.append(sinks)
+        with silenced(sinks):  # modules count their keys: the count ends without sinks
+            if sinks and max(probes.absolute(model).values()) <= limit:
+                found += sinks
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         beyond = probes.shifted(model)
@@ -272,7 +265,7 @@ def inspect(model: nn.Module) -> Positions:
 
 def _scaled_queries(model: nn.Module, found: Sequence[Found], beyond: float) -> Iterator[Source]:
     """Yield the attention modules that multiply their queries by position, by law."""
-    rotary = next((one.source for one in found if one.source.kind == ROTARY), None)
+    rotary = next((source for source, _ in found if source.kind == ROTARY), None)
     if rotary is None:
         return
     from hf_posenc.model.temperature import temperatures_of  # imports transformers
@@ -292,8 +285,7 @@ def _measured(model: nn.Module, one: Found, found: Sequence[Found], limit: float
     """Return a source with what it does alone; `None` if that is nothing."""
     with silenced([other for other in found if other is not one]):
         absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
-    source = one.source
-    kind = source.kind
+    source, kind = one[0], one[0].kind
     # Half precision may round by more than a source does; a rotation does less to equal tokens than a quarter of that.
     added = kind in (LEARNED, SINUSOIDAL) and absolute > max(relative, limit / 4)
     weak = limit >= _COARSE and (added or kind in (ALIBI, BY_DISTANCE))
@@ -308,8 +300,8 @@ def _measured(model: nn.Module, one: Found, found: Sequence[Found], limit: float
 def silenced(found: Iterable[Found]) -> Iterator[None]:
     """Silence every one of some sources."""
     with contextlib.ExitStack() as stack:
-        for each in found:
-            stack.enter_context(each.silence())
+        for _, silence in found:
+            stack.enter_context(silence())
         yield
 
 
@@ -339,9 +331,7 @@ def unrotated(model: nn.Module) -> Iterator[None]:
 def _rotary_facts(model: nn.Module) -> str:
     try:
         tables = tables_of(model)
-    except (
-        UnsupportedModelError
-    ):  # of a model that does not rotate, or is refused for another reason
+    except UnsupportedModelError:  # it does not rotate, or is refused for another reason
         return ""
     described = ((table.label, _describe(model, table)) for table in tables)
     facts = (f"{label}: {words}" if label else words for label, words in described)
@@ -391,7 +381,7 @@ def _tables(model: nn.Module) -> Iterator[Found]:
             facts += f", from row {first.first}" if first.first else ""
             source = Source(kind, names, facts, start=first.first)
         read = [(tensors[reading.name], reading.axis) for reading in group]
-        yield Found(source, lambda read=read: constant(model, read))  # type: ignore[misc]
+        yield source, functools.partial(constant, model, read)
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
@@ -436,16 +426,13 @@ def _arguments(model: nn.Module) -> Iterator[Found]:
         ]
         places = tuple(f"{each.path}({each.key})" for each in outer)
         slopes = max((each.slopes or () for each in group), key=len)
-        facts = (
-            f"slopes {', '.join(f'{s:.4g}' for s in slopes[:4])}" + ", ..." * (len(slopes) > 4)
-            if slopes
-            else ""
-        )
-        yield Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
+        first = ", ".join(f"{slope:.4g}" for slope in slopes[:4]) + ", ..." * (len(slopes) > 4)
+        facts = f"slopes {first}" if slopes else ""
+        yield Source(kind, places, facts), functools.partial(flattened, model, group)
 
 
-def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
-    """Return the vectors among the parameters of modules that count their keys: attention sinks, if any are.
+def sinks_of(model: nn.Module, culprits: Iterable[str]) -> list[Found]:
+    """Return the vectors among the parameters of modules that count their keys: attention sinks, as one source.
 
     Only the first of these modules may have equal rows to read, so the parameters of that name in all layers are taken.
     """
@@ -457,10 +444,10 @@ def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
     }
     sinks = {name: each for name, each in model.named_parameters() if _DIGITS.sub("*", name) in own}
     if not sinks:
-        return None
+        return []
     vectors = [(each, 0) for each in sinks.values()]
     source = Source(SINKS, tuple(sinks), "let attention count keys")
-    return Found(source, lambda: constant(model, vectors, _NO_SINK))
+    return [(source, functools.partial(constant, model, vectors, _NO_SINK))]
 
 
 def _rest(

@@ -81,15 +81,14 @@ def advice_on(seams: Seams, positions: Positions) -> list[str]:
         for seam in seams:
             if kind not in seam.sources:
                 continue
+            causal = not (
+                positions.bidirectional and seam.in_attention
+            )  # biases for causal attention
             names = [
                 method.name
                 for method in METHODS
                 if seam.takes(method, kind)
-                and (
-                    method.bidirectional
-                    or method.seam != "bias"
-                    or not (positions.bidirectional and seam.in_attention)
-                )
+                and (causal or method.bidirectional or method.seam != "bias")
             ]
             advice[f"{seam.purpose.format(with_article(kind))}: {', '.join(names)}."] = None
     return list(advice)
@@ -111,18 +110,9 @@ def choose(
             if source.kind not in seam.sources or not seam.takes(kinds[0], source.kind):
                 continue
             if len(kinds) > 1:
-                names = ", ".join(kind.name for kind in kinds)
-                others = [
-                    kind.name
-                    for kind in kinds
-                    if kind.seam != "table" and any(each.takes(kind, source.kind) for each in seams)
-                ]
-                way = (
-                    f" For longer texts, give {others[0]} alone a target_length=." if others else ""
-                )
                 raise PosencError(
-                    f"{type(model).__name__} has no rotary embedding and takes one method at a time, not {names}."
-                    f"{way if len(others) < len(kinds) else ''}"
+                    f"{type(model).__name__} has no rotary embedding and takes one method at a time, not "
+                    f"{', '.join(kind.name for kind in kinds)}. Most of them take target_length= for longer texts."
                 )
             if hidden := positions.hidden:
                 raise UnsupportedModelError(

@@ -305,7 +305,15 @@ class TableSeam(TablesByPosition):
         if stored and not method.by_request and _shapes(model) == _shapes(twin):
             state.export = "weights"
         state.write_config(model, edits)
-        self._verify(model, state, method, lengths, ids, before)
+        if method.keeps_short or method.by_request or method.scale == 1:
+            with state.sample.only():
+                after = _outputs(model, ids)
+            if not all(map(torch.equal, after, before)):
+                raise VerificationError(
+                    f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
+                    "keeps; the model was restored. Please report it, with the model type."
+                )
+        run_past(model, ids, self.tables, lengths)
         if self.beside or self.rest:
             stays = f"{self.beside} stays as it is. " if self.beside else ""
             reads = "Something besides its known sources depends on the order of tokens"
@@ -348,26 +356,6 @@ class TableSeam(TablesByPosition):
                 f"{method.name} does not patch {', '.join(wrong)}: a model with both learned and sinusoidal tables "
                 "takes no table method."
             )
-
-    def _verify(
-        self,
-        model: nn.Module,
-        state: Record,
-        method: TableMethod,
-        lengths: Mapping[str, int],
-        ids: Tensor,
-        before: Sequence[Tensor],
-    ) -> None:
-        """Verify that short texts are as they should be, and that longer texts than before run."""
-        if method.keeps_short or method.by_request or method.scale == 1:
-            with state.sample.only():
-                after = _outputs(model, ids)
-            if not all(map(torch.equal, after, before)):
-                raise VerificationError(
-                    f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
-                    "keeps; the model was restored. Please report it, with the model type."
-                )
-        run_past(model, ids, self.tables, lengths)
 
 
 def owners_of(model: nn.Module, place: Held) -> list[nn.Module]:
