@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +32,7 @@ from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.held import TableEnd
-from hf_posenc.seams.hidden import version_of
+from hf_posenc.seams.hidden import once
 from hf_posenc.seams.traces import users_of
 
 
@@ -68,10 +68,6 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
             )
 
 
-_read_by_full: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-"""Models with a table that their full layers read too, and the modules and weights that they had."""
-
-
 def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
     """Raise if layers with a window or chunks alone rotate by one of some tables, in a model with other layers.
 
@@ -85,18 +81,10 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
             by_config.setdefault(id(table.config), []).append(table)
     if not by_config or is_sharded(model):
         return
-    version = version_of(model)
-    if _read_by_full.get(model) == version:
-        return
     for group in by_config.values():
-        config, paths = group[0].config, dict.fromkeys(table.name for table in group)
-        blocks = contextlib.nullcontext() if sample.empty else sample.only()
-        try:
-            with torch.compiler.set_stance("force_eager"), blocks:
-                users = users_of(model, [*paths])
-        except Exception:  # whatever a model raises that needs more than tokens
-            continue
-        layers = {layer_index(user, model.get_submodule(user)) for user in users} - {None}
+        config, paths = group[0].config, [*dict.fromkeys(table.name for table in group)]
+        find = functools.partial(_layers_of, model, paths, sample)
+        layers = once(model, f"layers of {paths}", find)
         if not layers or not layers <= local_layers(config):
             continue
         need = "No other layer reads by attention, so a longer text needs no patch."
@@ -109,7 +97,15 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
             f"Only layers of this model with a sliding window or chunks rotate by {', '.join(paths)}, and they never "
             f'read past it. {need} Pass layers="all" to patch them anyway.'
         )
-    _read_by_full[model] = version
+
+
+def _layers_of(model: nn.Module, paths: Sequence[str], sample: Sample) -> set[int | None]:
+    """Return the layers that compute with what the modules of some paths return; none where they cannot be found."""
+    blocks = contextlib.nullcontext() if sample.empty else sample.only()
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"), blocks:
+        users = users_of(model, paths)
+        return {layer_index(user, model.get_submodule(user)) for user in users} - {None}
+    return set()  # whatever a model raises that needs more than tokens
 
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -42,7 +41,7 @@ from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.scaled import moving_note
 from hf_posenc.patch.state import STATE, State, config_values, own_config, replace_modules, state_of
 from hf_posenc.seams.held import ABSENT, refuse_replica, restore
-from hf_posenc.seams.hidden import refuse_hidden, version_of
+from hf_posenc.seams.hidden import once, refuse_hidden
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
 
@@ -209,7 +208,7 @@ def _source(
     except NoRotaryError as error:
         lack = error
     try:
-        positions = _positions(model, sample)
+        positions = once(model, "positions", lambda: _inspected(model, sample))
     except UnsupportedModelError:
         without_weights = any(each.is_meta for each in model.parameters())
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
@@ -217,19 +216,6 @@ def _source(
         raise lack from None
     with sample.only():
         return choose(native_seams(), model, positions, methods)
-
-
-_found: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Positions]] = weakref.WeakKeyDictionary()
-"""The places where models get positions from, and the modules and weights that they had then."""
-
-
-def _positions(model: nn.Module, sample: Sample) -> Positions:
-    """Return the places where a model gets positions from, found once for the weights that it has."""
-    version = version_of(model)
-    known = _found.get(model)
-    if known is None or known[0] != version:
-        _found[model] = known = version, _inspected(model, sample)
-    return known[1]
 
 
 def _inspected(model: nn.Module, sample: Sample) -> Positions:

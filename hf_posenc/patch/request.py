@@ -68,12 +68,7 @@ def resolve_request(
             "compose=True and replace=True exclude each other: scale what is there, or drop it first."
         )
     if isinstance(method, Mapping):
-        shared: dict[str, Any] = {
-            "compose": compose,
-            "replace": replace,
-            "scale": scale,
-            "target_length": target,
-        }
+        shared = {"compose": compose, "replace": replace, "scale": scale, "target_length": target}
         shared["original_max_position_embeddings"] = original_max_position_embeddings
         return _by_layers(source, method, layers, options, shared)
     parts = named(method)

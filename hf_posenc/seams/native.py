@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -47,7 +46,6 @@ class NativeSeam:
         """Build the seam of a model with a source that the requested method patches; raise for another form."""
         raise NotImplementedError
 
-    @abstractmethod
     def install(self, model: nn.Module, state: Record, method: Method) -> None:
         """Patch a model, verify it, and set `state.export`; the caller undoes what an error leaves half done.
 
@@ -61,7 +59,6 @@ class NativeSeam:
         """Return whether tensors of a patch in force were trained, so that undoing it would lose something."""
         return False
 
-    @abstractmethod
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Read the patch back: the cells of a table, its heading first."""
         raise NotImplementedError

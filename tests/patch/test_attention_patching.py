@@ -64,9 +64,10 @@ def test_a_patch_that_fails_leaves_no_trace(
         raise RuntimeError("late")
 
     monkeypatch.setattr(attention, where, fail)
-    for method in ("t5", "rerope", [YaRN(scale=4), ReRoPE(window=8)]):
+    methods: tuple[Any, ...] = ("t5", ReRoPE(window=8), [YaRN(scale=4), ReRoPE(window=8)])
+    for method in methods:
         with zoo.unchanged(model), pytest.raises(RuntimeError, match="late"):
-            patch_model(model, method, **({"window": 8} if method == "rerope" else {}))
+            patch_model(model, method)
     monkeypatch.undo()
     apply(model, "t5")
 

@@ -117,7 +117,8 @@ def test_a_patch_is_saved_with_its_model_and_as_a_file(kind: str, tmp_path: Path
         warnings.simplefilter("ignore")
         model.save_pretrained(tmp_path)
     save_patch(model, tmp_path / "patch")
-    assert torch.equal(zoo.logits(load_patch(case.build(), tmp_path / "patch"), ids), expected)
+    other: Any = load_patch(case.build(), tmp_path / "patch")
+    assert torch.equal(zoo.logits(other, ids), expected)
     if patch.export is None:
         with pytest.raises(Exception, match="needs hf_posenc"):
             type(model).from_pretrained(tmp_path)

@@ -176,8 +176,8 @@ def copied(name: str, make: Callable[[], PreTrainedModel], overrides: Mapping[st
             hidden.refuse_hidden(made, tables_of(made), "pi", sample_of(made))
     _AGAIN.add(key)
     found = copy.deepcopy(made)
-    if made in hidden._tried:
-        hidden._tried[found] = hidden.version_of(found)
+    if made in hidden._known:
+        hidden._known[found] = hidden.version_of(found), dict(hidden._known[made][1])
     return found
 
 
