@@ -266,7 +266,6 @@ class BiasSeam(NativeSeam):
             with state.sample.only():
                 _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
             self._hand_over(model, state, scaled)
-        state.export = None
         state.write_config(model, [])
 
     def _hand_over(self, model: nn.Module, state: Record, slopes: tuple[float, ...]) -> None:

@@ -19,7 +19,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import T5, Method
 from hf_posenc.model.calibration import trial_tokens
 from hf_posenc.model.unwrapping import configs_of
-from hf_posenc.seams.held import Record
+from hf_posenc.seams.held import Edits, Record
 from hf_posenc.seams.inspection import BY_DISTANCE, Positions
 from hf_posenc.seams.native import NativeSeam
 from hf_posenc.seams.traces import read_tables, rows_read
@@ -90,8 +90,7 @@ class DistanceSeam(NativeSeam):
             )
         dividing = method.mode == "distance"
         expected = self._far_rows(model, method.scale if dividing else 1.0)
-        edits: list[tuple[Any, dict[str, Any]]] = []
-        state.export = None
+        edits: Edits = []
         if dividing:
             for table in self.tables:
                 module = model.get_submodule(table.path)
@@ -128,11 +127,9 @@ class DistanceSeam(NativeSeam):
         )
         return [heading, *((name, *cells) for name, cells in named)]
 
-    def _raise_limits(
-        self, model: nn.Module, state: Record, method: T5
-    ) -> list[tuple[Any, dict[str, Any]]]:
+    def _raise_limits(self, model: nn.Module, state: Record, method: T5) -> Edits:
         """Raise the limits in the modules, and return the edits of all configs that name them."""
-        edits: list[tuple[Any, dict[str, Any]]] = []
+        edits = []
         for name in dict.fromkeys(table.limit for table in self.tables):
             if name is None:
                 raise UnsupportedModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import itertools
@@ -21,14 +20,15 @@ from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES, RepositionedTable
 from hf_posenc.seams.held import Replaced
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
+from hf_posenc.seams.traces import following
 
 
 class Search(Scope):
     """Finds the modules of a model that compute attention in code of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: list[nn.Module]) -> None:
         super().__init__(None, None, weights=False)
-        self.running: list[nn.Module] = []
+        self.running = entered  # the modules that run, the innermost last
         self.modules: list[nn.Module] = []  # the attention modules
         self.both_directions: list[nn.Module] = []  # those that show later keys to a query
         self.features_first: list[nn.Module] = []  # those whose keys have features before tokens
@@ -67,20 +67,8 @@ class Search(Scope):
 
 def search(owner: nn.Module, forward: Callable[[], object]) -> Search:
     """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
-    scope = Search()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        scope.running.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        scope.running.pop()
-
-    with contextlib.ExitStack() as stack:
-        for module in owner.modules():
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        calls = stack.enter_context(recording())
-        stack.enter_context(scope)
+    modules = ((each, each) for each in owner.modules())
+    with following(modules) as entered, recording() as calls, Search(entered) as scope:
         forward()
     scope.modules = [*calls]
     return scope
