@@ -405,7 +405,9 @@ def constant(
     try:
         for (place, tensor), (_, axis) in zip(replaced, tables, strict=True):
             row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
-            place.swap(row.expand_as(tensor) if fill is None else torch.full_like(tensor, fill))
+            # A clone, since a parameter of inference mode's tensors takes no gradient outside of it.
+            flat = row.expand_as(tensor).clone() if fill is None else torch.full_like(tensor, fill)
+            place.swap(flat)
         yield
     finally:
         for place, tensor in replaced:

@@ -106,7 +106,11 @@ def test_a_patch_is_undone_to_the_bit_and_copies_have_their_own(kind: str) -> No
     assert get_patch(model) is None
 
 
-@pytest.mark.parametrize("kind", quick({**IN_ATTENTION, **OTHERS}, (*MAIN, "umt5 limit", "mpt")))
+# Not Falcon's eager attention, which a folder does not name, and which adds its biases twice.
+SAVED = [kind for kind in {**IN_ATTENTION, **OTHERS} if kind != "falcon_eager"]
+
+
+@pytest.mark.parametrize("kind", quick(SAVED, (*MAIN, "umt5 limit", "mpt")))
 def test_a_patch_is_saved_with_its_model_and_as_a_file(kind: str, tmp_path: Path) -> None:
     """Trained parameters are included; plain transformers refuses what it cannot compute."""
     case, model = KINDS[kind], KINDS[kind].build()
