@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_posenc.attention.call import outside_autocast
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
+from hf_posenc.methods import PositionInterpolation, RopeScaling, get_method, needs_no_rotation
 from hf_posenc.model.discovery import (
     PARTS,
     PER_LENGTH,
@@ -472,10 +472,23 @@ def _versions(model: nn.Module) -> dict[str, int]:
 
 
 def moving_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return what transformers computes wrongly with tables that move with the text, and the patch that does not."""
+    """Return what transformers computes wrongly with tables that move with the text, and the patch that does not.
+
+    The patch is named if the model takes it: a model without weights is not asked.
+    """
     inner = unwrap(model)
-    notes = (moving_note(inner, table) for table in tables_of(inner))
-    return tuple(dict.fromkeys(filter(None, notes)))
+    notes: list[str] = []
+    for table in tables_of(inner):
+        if not (note := moving_note(inner, table)):
+            continue
+        name, way = get_method(table.rope_type).name, ""
+        with contextlib.suppress(PosencError):
+            if not any(each.is_meta for each in inner.parameters()):
+                with patched(model, name):
+                    pass
+            way = f' patch_model(model, "{name}"), without numbers, makes both exact.'
+        notes.append(note + way)
+    return tuple(dict.fromkeys(notes))
 
 
 def get_patch(model: nn.Module) -> Patch | None:

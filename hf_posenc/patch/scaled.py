@@ -71,8 +71,7 @@ def moving_note(model: Any, table: RotaryTable) -> str:
     return (
         f"The frequencies of {table.name} ({table.rope_type}) change past {length}, and cached keys keep those of "
         f"their own step: a text that grows past that length from a cache{but}, or that is in one batch with a longer "
-        f'one, is not computed as it is alone and at once. patch_model(model, "{get_method(table.rope_type).name}"), '
-        "without numbers, makes both exact."
+        "one, is not computed as it is alone and at once."
     )
 
 

@@ -19,7 +19,6 @@ import hf_posenc
 from hf_posenc import (
     PosencError,
     UnsupportedModelError,
-    get_patch,
     inspect_rope,
     patch_model,
     patched,
@@ -189,16 +188,6 @@ def test_a_model_built_longer_with_the_same_weights_is_equal(model_type: str, me
     assert model.state_dict().keys() == original.keys()
     assert all(torch.equal(each, original[name]) for name, each in model.state_dict().items())
     assert difference(outputs(model, ids_of(model, 40)), short) == 0
-
-
-def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
-    model = patch_model(build_text_model("gpt2"), "interpolate", scale=2)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert loaded.config.n_positions == 2 * LENGTH
-    ids = ids_of(model, 2 * LENGTH)
-    assert difference(outputs(model, ids), outputs(loaded, ids)) == 0
-    assert get_patch(hf_posenc.from_pretrained(tmp_path)) is None  # it is in the weights
 
 
 @pytest.mark.parametrize(
