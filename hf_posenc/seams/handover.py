@@ -68,8 +68,10 @@ class Search(Scope):
 def search(owner: nn.Module, forward: Callable[[], object]) -> Search:
     """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
     modules = ((each, each) for each in owner.modules())
-    with following(modules) as entered, recording() as calls, Search(entered) as scope:
-        forward()
+    with following(modules) as entered, recording() as calls:
+        scope = Search(entered)
+        with scope:
+            forward()
     scope.modules = [*calls]
     return scope
 
