@@ -40,6 +40,7 @@ from hf_posenc.patch.files import save_patch as save_patch
 from hf_posenc.patch.patching import get_patch, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
 from hf_posenc.patch.state import state_of
+from hf_posenc.seams.held import restore
 
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Attributes of a config that are arguments of the loader, which transformers does not let a config absorb."""
@@ -312,7 +313,7 @@ def take_patch(
     try:
         own = _table_of_own_method(config, block) if own_as_table else None
         for path, before in block["before"].items():
-            export.restore(configs[path], before)
+            restore(configs[path], before)
         return own or PatchConfig.from_dict(block)
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(path_or_id) from error

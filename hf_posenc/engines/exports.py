@@ -28,9 +28,9 @@ from hf_posenc.files import WEIGHT_FILES, disk_errors
 from hf_posenc.gguf_file import find_gguf
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
 from hf_posenc.patch.export import config_parts, reloaded
-from hf_posenc.patch.export import write as write_values
 from hf_posenc.patch.request import MethodLike
 from hf_posenc.saving import from_pretrained
+from hf_posenc.seams.held import write as write_values
 
 
 @dataclass(frozen=True)

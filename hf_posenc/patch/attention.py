@@ -103,7 +103,7 @@ def install_attention(
         if native is None and owner.config._attn_implementation != ENGINE:
             _hand_over(owner, trial_tokens(owner), state)
         for module in owner.modules():
-            if any(kind.endswith("Indexer") for kind in map(_name, module.children())):
+            if any(_name(child).endswith("Indexer") for child in module.children()):
                 module.register_forward_pre_hook(hand_mask, with_kwargs=True)
     wrappers = _reposition(model, every)
     watches = {owner: DecoderWatch(owner, state.config) for owner in owners}
@@ -117,11 +117,11 @@ def install_attention(
         native = None if None in natives.values() else natives[owners[0]]
         if any(layer.beside for layer in layers):
             native = None  # the queries are scaled for one of two texts
+        inside = {owner: {*owner.modules()} for owner in owners}
+        own = {o: [layer for layer in layers if layer.module in inside[o]] for o in owners}
         if native is None:
             for owner in owners:
-                inside = {*owner.modules()}
-                of_owner = [layer for layer in layers if layer.module in inside]
-                _use_engine(owner, written=any(x.beside or x.recorded.adds for x in of_owner))
+                _use_engine(owner, written=any(x.beside or x.recorded.adds for x in own[owner]))
         verify(subject, text, expected, layers, wrappers, engine=native is None)
         scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
         own_factors = own_temperatures(owners[0], ids) if scaled else {}
@@ -130,15 +130,13 @@ def install_attention(
                 own_factors |= {other[module]: own_factors[module] for other in each}
         (give or _give_encodings)(layers, tables, wrappers, state, native, own_factors)
         for owner in owners:
-            inside = {*owner.modules()}
-            of_owner = [layer for layer in layers if layer.module in inside]
-            _share(owner, of_owner)
+            _share(owner, own[owner])
             hooks = count_positions_of(model, owner)
             if _is_pair(model) and not hooks:
                 owner.register_forward_pre_hook(refuse_padding, with_kwargs=True)
             watch = watches[owner]
             if native is None:
-                state.hooks += _watch_cache(model, watch, of_owner)
+                state.hooks += _watch_cache(model, watch, own[owner])
                 state.hooks += [] if watch.counts else watch.around(owner)
         if native is not None and len(state.methods) > len(state.in_attention):
             state.hooks += watch_caches(model, state.config)
@@ -337,7 +335,7 @@ def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
             f"{FREQUENCY_METHODS_WORK}"
         )
     hand_over(found)
-    state.hooks.append(UnwrittenMasks.of(owner))
+    state.hooks.append(UnwrittenMasks(owner).install())
 
 
 def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
@@ -401,8 +399,7 @@ def _give_encodings(
     scaled = {layer.name: own[layer.module] for layer in chosen if layer.module in own}
     refuse_own(scaled, replace=state.config.replace)
     for layer in layers:
-        heads, both = layer.recorded.query.shape[1], layer.bidirectional
-        encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
+        encoding = plain_encoding(layer, state.original)
         if layer in chosen and layer.table is None:
             encoding = encoding_of(unrotated, layer, multiplying, compose=state.config.compose)
         elif layer in chosen:
@@ -424,7 +421,6 @@ def _chosen(
     methods, requested = state.in_attention, state.config.layers
     scaled = [layer for layer in layers if layer.table is None] if of_queries(methods) else []
     eligible = [*sharing, *scaled] if needs_no_rotation(methods) else [*sharing]
-    numbers = {layer_index(layer.name, layer.module) for layer in eligible}
 
     def chosen(layer: CalibratedLayer) -> bool:
         if requested == "all":
@@ -433,19 +429,34 @@ def _chosen(
             return not attends_locally(layer.module, layer.table.config if layer.table else config)
         return layer_index(layer.name, layer.module) in requested
 
-    if not isinstance(requested, str) and (missing := sorted({*requested} - numbers)):
-        names = ", ".join(method.name for method in methods)
-        possible = ", ".join(str(number) for number in sorted(n for n in numbers if n is not None))
-        raise UnsupportedModelError(
-            f"layers={list(requested)}: {names} would change nothing in {', '.join(map(str, missing))}, which has no "
-            f"attention or no rotation. Layers that it changes: {possible or 'none'}."
-        )
+    if not isinstance(requested, str):
+        refuse_missing(methods, requested, eligible)
     if not any(chosen(layer) for layer in eligible):
         raise UnsupportedModelError(
             f"No layer that rotates is among layers={requested!r}: those of this model have a sliding window or "
             'chunks. layers="all" includes them.'
         )
     return [layer for layer in (*sharing, *scaled) if chosen(layer)]
+
+
+def refuse_missing(
+    methods: Sequence[Method], requested: Sequence[int], layers: Sequence[CalibratedLayer]
+) -> None:
+    """Raise for numbers of layers that are not among those which methods change."""
+    numbers = {layer_index(layer.name, layer.module) for layer in layers} - {None}
+    if missing := sorted({*requested} - numbers):
+        names = ", ".join(method.name for method in methods)
+        raise UnsupportedModelError(
+            f"layers={list(requested)}: {names} would change nothing in {', '.join(map(str, missing))}, which "
+            "has no attention or no rotation. Layers that it changes: "
+            f"{', '.join(str(number) for number in sorted(numbers)) or 'none'}."  # type: ignore[type-var]
+        )
+
+
+def plain_encoding(layer: CalibratedLayer, original: int) -> Encoding:
+    """Return the encoding of a layer in which no method is in force."""
+    heads, both = layer.recorded.query.shape[1], layer.bidirectional
+    return Encoding(original, heads, layer.rotation, bidirectional=both)
 
 
 def of_queries(methods: Sequence[Method]) -> list[Method]:

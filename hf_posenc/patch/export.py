@@ -31,6 +31,7 @@ from hf_posenc.model.rotary import (
 )
 from hf_posenc.model.unwrapping import config_parts as config_parts
 from hf_posenc.rope import RopeSpec
+from hf_posenc.seams.held import write
 
 BLOCK = "hf_posenc"
 """The config attribute that holds the patch and the config's values from before it."""
@@ -46,7 +47,6 @@ _SCALING_KEYS = frozenset(
 )
 # The divisor for a frequency of 0 in a longrope list: an infinity would not pass through JSON.
 _STANDSTILL = 1e30
-ABSENT = "<absent>"
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -124,27 +124,6 @@ def plan_edit(
             if _proven(config, values, tables):
                 return values, form
     return {} if method.length_dependent else lengths, None
-
-
-def write(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set attributes of a config and return their old values, for `restore`."""
-    mapping = getattr(config, "attribute_map", {})
-    before: dict[str, Any] = {}
-    for key, value in values.items():
-        key = mapping.get(key, key)
-        before[key] = copy.deepcopy(vars(config).get(key, ABSENT))
-        # Not by setattr: `rope_scaling` is a property there that would replace the whole block.
-        vars(config)[key] = copy.deepcopy(value)
-    return before
-
-
-def restore(config: Any, before: Mapping[str, Any]) -> None:
-    """Undo `write`."""
-    for key, value in before.items():
-        if isinstance(value, str) and value == ABSENT:
-            vars(config).pop(key, None)
-        else:
-            vars(config)[key] = copy.deepcopy(value)
 
 
 def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) -> dict[str, Any]:

@@ -174,20 +174,12 @@ def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False
 def fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: str | Path) -> None:
     """Give parameters their stored values; raise for others than those of the model."""
     loaded = with_axes(loaded)
-    missing = sorted(set(trained) - set(loaded))
-    if missing:
+    stored, own = ({k: tuple(v.shape) for k, v in each.items()} for each in (loaded, trained))
+    if wrong := sorted(k for k in {*stored, *own} if stored.get(k) != own.get(k)):
+        name = wrong[0]
         raise PosencError(
-            f"{source} has no {missing[0]} ({len(missing)} of {len(trained)} parameters of the patch are missing)."
+            f"{source} does not have the parameters of this patch: the shape of {name} is "
+            f"{stored.get(name, 'missing')} there and {own.get(name, 'missing')} in the model ({len(wrong)} differ)."
         )
-    if others := sorted(set(loaded) - set(trained)):
-        raise PosencError(
-            f"{source} has {others[0]}, which this model has not ({len(others)} such)."
-        )
-    for name, parameter in trained.items():
-        if loaded[name].shape != parameter.shape:
-            raise PosencError(
-                f"{source} has {name} of shape {tuple(loaded[name].shape)}, and this model's has "
-                f"{tuple(parameter.shape)}."
-            )
     for name, parameter in trained.items():
         parameter.data.copy_(loaded[name])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +32,7 @@ from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.held import TableEnd
-from hf_posenc.seams.hidden import version_of
+from hf_posenc.seams.hidden import once
 from hf_posenc.seams.traces import users_of
 
 
@@ -42,7 +42,6 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
     patched = _wrap(tables, method, state, adapter.log_gain)
     by_config: dict[int, list[export.PatchedTable]] = {}
     for one in patched:
-        _check_forward(one)
         if one.table.config is not None:
             by_config.setdefault(id(one.table.config), []).append(one)
     edits: list[tuple[Any, dict[str, Any]]] = []
@@ -69,10 +68,6 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
             )
 
 
-_read_by_full: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-"""Models with a table that their full layers read too, and the modules and weights that they had."""
-
-
 def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
     """Raise if layers with a window or chunks alone rotate by one of some tables, in a model with other layers.
 
@@ -86,18 +81,10 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
             by_config.setdefault(id(table.config), []).append(table)
     if not by_config or is_sharded(model):
         return
-    version = version_of(model)
-    if _read_by_full.get(model) == version:
-        return
     for group in by_config.values():
-        config, paths = group[0].config, dict.fromkeys(table.name for table in group)
-        blocks = contextlib.nullcontext() if sample.empty else sample.only()
-        try:
-            with torch.compiler.set_stance("force_eager"), blocks:
-                users = users_of(model, [*paths])
-        except Exception:  # whatever a model raises that needs more than tokens
-            continue
-        layers = {layer_index(user, model.get_submodule(user)) for user in users} - {None}
+        config, paths = group[0].config, [*dict.fromkeys(table.name for table in group)]
+        find = functools.partial(_layers_of, model, paths, sample)
+        layers = once(model, f"layers of {paths}", find)
         if not layers or not layers <= local_layers(config):
             continue
         need = "No other layer reads by attention, so a longer text needs no patch."
@@ -110,21 +97,27 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
             f"Only layers of this model with a sliding window or chunks rotate by {', '.join(paths)}, and they never "
             f'read past it. {need} Pass layers="all" to patch them anyway.'
         )
-    _read_by_full[model] = version
+
+
+def _layers_of(model: nn.Module, paths: Sequence[str], sample: Sample) -> set[int | None]:
+    """Return the layers that compute with what the modules of some paths return; none where they cannot be found."""
+    blocks = contextlib.nullcontext() if sample.empty else sample.only()
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"), blocks:
+        users = users_of(model, paths)
+        return {layer_index(user, model.get_submodule(user)) for user in users} - {None}
+    return set()  # whatever a model raises that needs more than tokens
 
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:
     """Wrap rotary modules without values, so that what fills the model's tensors leaves the frequencies as they are."""
     patched = _wrap(tables, PositionInterpolation(scale=1.0), state, adapter_of(model).log_gain)
-    for one in patched:
-        _check_forward(one)
     replace_modules(model, {id(one.table.module): one.wrapper for one in patched})
 
 
 def _wrap(
     tables: Tables, method: RopeScaling, state: State, log_gain: str | None
 ) -> list[export.PatchedTable]:
-    """Build one wrapper for each rotary module, which holds one table or several."""
+    """Build one wrapper for each rotary module, which holds one table or several; verify what it computes."""
     compose = state.config.compose
     patched = []
     for module in {id(table.module): table.module for table in tables}.values():
@@ -138,6 +131,8 @@ def _wrap(
         factors = {table.label: table.composed()[1] for table in group if compose}
         wrapper = PosencRotary(module, method, specs, factors)
         patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]
+    for one in patched:
+        _check_forward(one)
     return patched
 
 
@@ -202,8 +197,7 @@ def install_sincos(
     if torch.equal(inv_freq, tables[0].live()[0].cpu()) and factor == 1.0:
         scaled[: tables[0].tensor().shape[0]] = tables[0].tensor()  # the very bits of the model
     for table in tables:
-        state.tensors.append((table, table.tensor()))
-        table.swap(scaled)
+        state.swap(table, scaled)
         live, live_factor = table.live()
         close = torch.allclose(live.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
         if not close or not abs(live_factor - factor) < 1e-2:

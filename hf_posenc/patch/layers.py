@@ -17,7 +17,13 @@ from hf_posenc.model.attention import Layer
 from hf_posenc.model.calibration import CalibratedLayer, Wrappers
 from hf_posenc.model.discovery import RotaryTable, layer_index, read_spec
 from hf_posenc.model.temperature import OwnTemperature, refuse_own
-from hf_posenc.patch.attention import encoding_of, install_attention, of_queries
+from hf_posenc.patch.attention import (
+    encoding_of,
+    install_attention,
+    of_queries,
+    plain_encoding,
+    refuse_missing,
+)
 from hf_posenc.patch.state import LayerPart, State
 
 
@@ -65,9 +71,7 @@ def _give_parts(
                 f"{layer.name} reads two texts in one softmax, where layers cannot have methods of their own. Give one "
                 'method, with layers="full", "all", "encoder" or "decoder".'
             )
-        heads, both = layer.recorded.query.shape[1], layer.bidirectional
-        encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
-        Layer(encoding, native=native).attach(layer.module)
+        Layer(plain_encoding(layer, state.original), native=native).attach(layer.module)
     for part in state.parts:
         chosen = _chosen(layers, part)
         scaled = {layer.name: own[layer.module] for layer in chosen if layer.module in own}
@@ -83,16 +87,10 @@ def _give_parts(
 def _chosen(layers: Sequence[CalibratedLayer], part: LayerPart) -> list[CalibratedLayer]:
     """Return the layers of a part in which its methods change something; raise if there are none, or a number lacks."""
     anywhere = bool(of_queries(part.methods))
-    every = [layer for layer in layers if layer_index(layer.name, layer.module) in part.layers]
-    found = [layer for layer in every if layer.table is not None or anywhere]
-    numbers = {layer_index(layer.name, layer.module) for layer in found}
-    missing = sorted({*part.layers} - numbers)
-    if not found or (part.strict and missing):
-        names = ", ".join(method.name for method in part.methods)
-        raise UnsupportedModelError(
-            f"{names} would change nothing in layer {', '.join(map(str, missing))}, which has no attention or no "
-            "rotation."
-        )
+    able = [layer for layer in layers if layer.table is not None or anywhere]
+    found = [layer for layer in able if layer_index(layer.name, layer.module) in part.layers]
+    if part.strict or not found:
+        refuse_missing(part.methods, part.layers, able)
     return found
 
 

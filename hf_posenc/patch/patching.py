@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from hf_posenc.model.sampled import Sample, sample_of
 from hf_posenc.model.unwrapping import configs_of, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
-from hf_posenc.patch.config import Layers
+from hf_posenc.patch.config import Layers, of_kind
 from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
 from hf_posenc.patch.report import EffectiveTables, Patch
 from hf_posenc.patch.report import inspect_rope as inspect_rope
@@ -41,8 +40,8 @@ from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.scaled import moving_note
 from hf_posenc.patch.state import STATE, State, config_values, own_config, replace_modules, state_of
-from hf_posenc.seams.held import refuse_replica
-from hf_posenc.seams.hidden import refuse_hidden, version_of
+from hf_posenc.seams.held import ABSENT, refuse_replica, restore
+from hf_posenc.seams.hidden import once, refuse_hidden
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
 
@@ -209,7 +208,7 @@ def _source(
     except NoRotaryError as error:
         lack = error
     try:
-        positions = _positions(model, sample)
+        positions = once(model, "positions", lambda: _inspected(model, sample))
     except UnsupportedModelError:
         without_weights = any(each.is_meta for each in model.parameters())
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
@@ -217,19 +216,6 @@ def _source(
         raise lack from None
     with sample.only():
         return choose(native_seams(), model, positions, methods)
-
-
-_found: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Positions]] = weakref.WeakKeyDictionary()
-"""The places where models get positions from, and the modules and weights that they had then."""
-
-
-def _positions(model: nn.Module, sample: Sample) -> Positions:
-    """Return the places where a model gets positions from, found once for the weights that it has."""
-    version = version_of(model)
-    known = _found.get(model)
-    if known is None or known[0] != version:
-        _found[model] = known = version, _inspected(model, sample)
-    return known[1]
 
 
 def _inspected(model: nn.Module, sample: Sample) -> Positions:
@@ -273,9 +259,9 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
         for place, config in configs_of(model).items():
             now, then = edited.get(place, {}), plain.get(place, {})
             for key in {*now, *then}:
-                value = now.get(key, export.ABSENT)
-                if value != then.get(key, export.ABSENT) and (id(config), key) not in owned:
-                    export.restore(config, {key: value})
+                value = now.get(key, ABSENT)
+                if value != then.get(key, ABSENT) and (id(config), key) not in owned:
+                    restore(config, {key: value})
 
     return put_back
 
@@ -314,10 +300,7 @@ def _refuse_foreign(
     model: nn.Module, tables: Sequence[RotaryTable], method: MethodLike, request: Mapping[str, Any]
 ) -> None:
     """Raise for frequencies that are not those of their config, which a patch would start from or keep."""
-    frequencies = any(
-        issubclass(one if isinstance(one, type) else type(one), RopeScaling)
-        for one in named(method)
-    )
+    frequencies = any(of_kind(one, RopeScaling) for one in named(method))
     for table in tables:
         if table.scaled and request.get("replace") is True and frequencies:
             continue  # starts from rope_theta
@@ -386,9 +369,7 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         state.export = None
         if vars(model.config).get(export.BLOCK) == block:
             state.write_config(model, _longer(state, tables))
-    elif any(
-        method.length_dependent for method in scalings
-    ):  # the length is that of the text alone
+    elif any(method.length_dependent for method in scalings):  # on that of the text alone
         from hf_posenc.patch.attention import count_positions_of, owners_of
 
         for owner in owners_of(model, tables):
@@ -411,12 +392,7 @@ def _undo(model: nn.Module, state: State) -> None:
         remove_attention(model)
     wrappers = [module for module in model.modules() if isinstance(module, PosencRotary)]
     replace_modules(model, {id(wrapper): wrapper.base for wrapper in wrappers})
-    for table, tensor in state.tensors:
-        table.swap(tensor)
-    for hook in state.hooks:
-        hook.remove()
-    for target, before in reversed(state.changes):
-        export.restore(target, before)
+    state.undo()
     unwrap_saving(model)
     delattr(model, STATE)
 
@@ -505,15 +481,13 @@ def moving_notes(model: nn.Module) -> tuple[str, ...]:
     for table in tables_of(inner):
         if not (note := moving_note(inner, table)):
             continue
-        name, takes = get_method(table.rope_type).name, True
-        if not any(each.is_meta for each in inner.parameters()):
-            try:
+        name, way = get_method(table.rope_type).name, ""
+        with contextlib.suppress(PosencError):
+            if not any(each.is_meta for each in inner.parameters()):
                 with patched(model, name):
                     pass
-            except PosencError:
-                takes = False
-        way = f' patch_model(model, "{name}"), without numbers, makes both exact.'
-        notes.append(note + way if takes else note)
+            way = f' patch_model(model, "{name}"), without numbers, makes both exact.'
+        notes.append(note + way)
     return tuple(dict.fromkeys(notes))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling, seam_of
 from hf_posenc.model.discovery import SinCosTable, foreign_frequencies, tables_of
-from hf_posenc.model.repositioned import RepositionedRotary
+from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary, native_rotary
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.config import PatchConfig, short
@@ -197,18 +197,15 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
 
     inner, state = unwrap(model), state_of(model)
     wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}
+    repositioned: list[tuple[int, RepositionedRotary | RepositionedTable]] = [
+        *((id(native_rotary(m)), m) for m in inner.modules() if isinstance(m, RepositionedRotary)),
+        *tables_in_place(inner).items(),
+    ]
     dropped = {
-        (id(native_rotary(rotary)), label)
-        for rotary in inner.modules()
-        if isinstance(rotary, RepositionedRotary)
-        and rotary.encoding
-        and not rotary.encoding.rotates
-        for label in rotary.labels
-    }
-    dropped |= {
-        (holder, "")
-        for holder, table in tables_in_place(inner).items()
-        if table.encoding and not table.encoding.rotates
+        (holder, label)
+        for holder, each in repositioned
+        if each.encoding is not None and not each.encoding.rotates
+        for label in each.labels
     }
     effective: dict[tuple[Any, ...], EffectiveTable] = {}
     for table in tables_of(inner):
@@ -222,12 +219,8 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
                 kind = wrapper.method.label
             theta = wrapper.specs[table.label].theta
         elif state is not None and isinstance(table, SinCosTable):
-            scalings = [
-                each
-                for each in state.methods
-                if isinstance(each, RopeScaling) and each not in state.in_attention
-            ]
-            kind = scalings[0].label if scalings else kind
+            rest = (each for each in state.methods if each not in state.in_attention)
+            kind = next((each.label for each in rest if isinstance(each, RopeScaling)), kind)
         if (id(table.module), table.label) in dropped:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
         patched_table = wrapper is not None and table.label in wrapper.specs

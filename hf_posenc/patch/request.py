@@ -68,13 +68,9 @@ def resolve_request(
             "compose=True and replace=True exclude each other: scale what is there, or drop it first."
         )
     if isinstance(method, Mapping):
-        shared: dict[str, Any] = {
-            "compose": compose,
-            "replace": replace,
-            "scale": scale,
-            "target_length": target,
-        }
+        shared: dict[str, Any] = {"compose": compose, "replace": replace, "scale": scale}
         shared["original_max_position_embeddings"] = original_max_position_embeddings
+        shared["target_length"] = target
         return _by_layers(source, method, layers, options, shared)
     parts = named(method)
     if len(parts) > 1:
@@ -146,13 +142,20 @@ def resolve_request(
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    whole = tuple(_filtered(methods))
+    whole, alone = tuple(_filtered(methods)), tuple[LayerPart, ...]()
     if cut:
         assert isinstance(layers, tuple)
         _check_in_attention(whole)
         alone = (LayerPart(layers, whole, original, compose, strict=True),)
-        return State(config, original, extended, whole, alone, dropped=dropped)
-    return State(config, original, extended, whole, native=native, dropped=dropped)
+    return State(
+        config=config,
+        original=original,
+        extended=extended,
+        methods=whole,
+        parts=alone,
+        native=native,
+        dropped=dropped,
+    )
 
 
 def _tables(
@@ -220,26 +223,22 @@ def _by_layers(
         frequencies = any(of_kind(part, RopeScaling) for part in named(value))
         by_name = key in ("full", "all") and (whole or not frequencies)
         return resolve_request(source, value, layers=key if by_name else numbers, **shared)
-    states = [_part(source, value, shared) for _, _, value in parts]
-    for state in states:
+    states, configs, every = list[State](), list[PatchConfig](), list[LayerPart]()
+    for key, numbers, value in parts:
+        state = _part(source, value, shared)
         _check_in_attention(state.methods)
-    first, *others = (
-        dataclasses.replace(state.config, layers=key)
-        for (key, _, _), state in zip(parts, states, strict=True)
-    )
-    every = tuple(
-        LayerPart(
-            numbers, state.methods, state.original, state.config.compose, not isinstance(key, str)
-        )
-        for (key, numbers, _), state in zip(parts, states, strict=True)
-    )
+        states.append(state)
+        configs.append(dataclasses.replace(state.config, layers=key))
+        own, strict = state.config, not isinstance(key, str)
+        every.append(LayerPart(numbers, state.methods, state.original, own.compose, strict))
+    first, *others = configs
     reached = [state.extended for state in states if state.extended is not None]
     return State(
-        dataclasses.replace(first, elsewhere=tuple(others)),
-        states[0].original,
-        max(reached, default=None),
-        tuple(method for state in states for method in state.methods),
-        every,
+        config=dataclasses.replace(first, elsewhere=tuple(others)),
+        original=states[0].original,
+        extended=max(reached, default=None),
+        methods=tuple(method for state in states for method in state.methods),
+        parts=tuple(every),
         dropped={key: value for state in states for key, value in state.dropped.items()},
     )
 
@@ -302,11 +301,6 @@ def named(method: Any) -> list[Method | type[Method]]:
             raise PosencError(
                 f"A method is a name such as 'yarn' (available_methods() lists them), a Method object, or a list of "
                 f"them, not {part!r}."
-            )
-        if isinstance(part, str) and {*":+="} & {*part}:
-            raise PosencError(
-                f"{part!r} is the form of the command line. In Python, options are arguments, as in "
-                "patch_model(model, 'yarn', scale=8), and several methods are a list, as in [YaRN(scale=8), LogN()]."
             )
     return [named_method(part) if isinstance(part, str) else part for part in given]
 

@@ -23,6 +23,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import available_methods
 from hf_posenc.patch import export
 from hf_posenc.patch.state import BESIDE, State, state_of
+from hf_posenc.seams.held import ABSENT, restore
 
 _NAME = "save_pretrained"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
@@ -179,7 +180,7 @@ def _withhold(values: dict[str, Any], model: Any, advice: str) -> None:
         part = values
         for key in filter(None, path.split(".")):
             part = part.setdefault(key, {})
-        withheld[path] = {key: part.get(key, export.ABSENT) for key in edits}
+        withheld[path] = {key: part.get(key, ABSENT) for key in edits}
         part.update(edits)
     values[export.BLOCK][_WITHHELD] = withheld
 
@@ -236,7 +237,7 @@ def restore_withheld(config: Any) -> Any:
             config._attn_implementation
         ):
             config._attn_implementation = None  # a property; of the configs inside too
-        export.restore(configs[path], true)
+        restore(configs[path], true)
     return config
 
 

@@ -24,10 +24,8 @@ from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.attention import install_biases, warn_untrained
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
-from hf_posenc.seams.held import ShownTable, TableEnd, held
-from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
-from hf_posenc.seams.native import NativeSeam, Undo
-from hf_posenc.seams.tables import Table, new_lengths, run_past, take_over_lengths
+from hf_posenc.seams.held import Record, ShownTable, held
+from hf_posenc.seams.tables import TablesByPosition, axis_of, run_past
 
 
 class Silenced(ShownTable):
@@ -36,17 +34,15 @@ class Silenced(ShownTable):
     rows = 0
 
     def tensor(self, table: Tensor) -> Tensor:
-        row = self.made(table, lambda table: table[self.start :].mean(0, keepdim=True))
-        return row.expand(self.rows, -1)
+        axis, start = axis_of(table), self.start
+        row = self.made(table, lambda table: table.movedim(axis, 0)[start:].mean(0, keepdim=True))
+        return row.expand(self.rows, *row.shape[1:]).movedim(0, axis)
 
 
 @dataclass(frozen=True, eq=False)
-class SilencedTable(NativeSeam):
-    """Tables that are read by position, silenced for a method that gives positions elsewhere, or nowhere."""
+class SilencedTable(TablesByPosition):
+    """Tables that are silenced for a method that gives positions elsewhere, or nowhere."""
 
-    tables: tuple[Table, ...] = ()
-    others: str = ""  # what else gives the model positions, in words; empty if nothing does
-    sources = (LEARNED, SINUSOIDAL)
     in_attention = True
     has_length = True
     purpose = "Methods that replace {} and need training"
@@ -55,69 +51,46 @@ class SilencedTable(NativeSeam):
     def takes(cls, method: type[Method], source: str) -> bool:
         return source in cls.sources and (method.seam == "bias" or issubclass(method, NoPE))
 
-    @classmethod
-    def of(cls, model: nn.Module, positions: Positions) -> SilencedTable:
-        tables = []
-        for source in positions.of_kind(*cls.sources):
-            for path in source.places:
-                if (tensor := held(model, path).tensor()).dim() != 2:
-                    raise UnsupportedModelError(
-                        f"{path} of shape {tuple(tensor.shape)} is no table of rows."
-                    )
-                size = len(tensor) - source.start
-                tables.append(Table(path, source.start, size, source.kind == SINUSOIDAL))
-        length = min(table.positions for table in tables)
-        others = [each for each in positions.sources if each.kind not in cls.sources]
-        rest = ", ".join(map(str, (*others, *positions.rest)))
-        return cls(model.config, length, tuple(tables), rest)
-
-    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def install(self, model: nn.Module, state: Record, method: Method) -> None:
+        name = type(model).__name__
         if getattr(method, "keep_rope", False):
-            raise PosencError(
-                f"{method.name}: keep_rope keeps a rotation, and {type(model).__name__} has none."
-            )
+            raise PosencError(f"{method.name}: keep_rope keeps a rotation, and {name} has none.")
         length = self.length or 0
         target = state.extended = max(state.extended or 0, length)
-        lengths = {table.path: table.positions for table in self.tables}
-        edits: list[tuple[Any, dict[str, Any]]] = []
-        if target > length:
-            lengths = new_lengths(self.tables, target, target / length)
-            edits, _ = take_over_lengths(model, state, self.tables, lengths)
+        lengths = self.new_lengths(target, target / length)
+        edits, _ = self.grow(model, state, lengths)
         for table in self.tables:
-            place, owner = held(model, table.path), owner_of(model, table.path)
-            end = TableEnd(lengths[table.path])
-            state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
-            for module, name in place.places:
-                silenced = Silenced(module, name, table.start)
+            for module, attribute in held(model, table.path).places:
+                silenced = Silenced(module, attribute, table.start)
                 silenced.rows = table.start + lengths[table.path]
-                silenced.install()
-                state.hooks.append(silenced)
+                state.hooks.append(silenced.install())
         with trial(model), state.sample.only():
             left = probes.absolute(model)[""]
-        if not self.others and left > probes.tolerance(model):
+        others = ", ".join(filter(None, (self.beside, self.rest)))
+        if not others and left > probes.tolerance(model):
             raise VerificationError(
-                f"With its table silenced, {type(model).__name__} still tells positions apart ({left:.1e}); the model "
-                "was restored. Please report it, with the model type."
+                f"With its table silenced, {name} still tells positions apart ({left:.1e}); the model was restored. "
+                "Please report it, with the model type."
             )
         state.write_config(model, edits)
         if not isinstance(method, NoPE):
             self._install_biases(model, state, method)
         run_past(model, probes.ordinary_tokens(model, probes.TOKENS), self.tables, lengths)
-        if self.others:
+        if others:
             warnings.warn(
-                f"{type(model).__name__} gets positions from more than its table: {self.others}. That stays as it is.",
+                f"{name} gets positions from more than its table: {others}. That stays as it is.",
                 stacklevel=4,
             )
         warn_untrained([method], stacklevel=4)
         if not method.trainable:
             warnings.warn(
-                f"{method.name} replaces the positions of {type(model).__name__}: the model must be trained with it "
-                "before its output means anything.",
+                f"{method.name} replaces the positions of {name}: the model must be trained with it before its output "
+                "means anything.",
                 UntrainedWarning,
                 stacklevel=4,
             )
 
-    def _install_biases(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def _install_biases(self, model: nn.Module, state: Record, method: Method) -> None:
         # An encoder and a decoder have a table each; attention from one to the other has no position.
         paths = {id(owner_of(model, table.path)): table.path for table in self.tables}
         config: Any = model.config

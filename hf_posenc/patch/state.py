@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable
-from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import configs_of, unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.seams.native import NativeSeam, Removable, Swappable
+from hf_posenc.seams.held import Edits, Record
+from hf_posenc.seams.native import NativeSeam
 
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
@@ -37,36 +37,23 @@ class LayerPart:
     strict: bool  # refuse layers in which the methods have nothing to change
 
 
-@dataclass
-class State:
-    """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own."""
+@dataclass(kw_only=True)
+class State(Record):
+    """A patch, and the record of what it has changed."""
 
     config: PatchConfig
-    original: int  # the original context length, in tokens; 0 if the model has none
-    # The context length that the patch reaches; `None` where it follows the text.
-    extended: int | None
     methods: tuple[Method, ...]
     # The methods by layers, where layers differ or share a rotary table with layers that are not chosen. All of them
     # are then computed in attention.
     parts: tuple[LayerPart, ...] = ()
     # The seam of a model without rotary embedding; `None` where rotation is patched.
     native: NativeSeam | None = None
-    # The form in which plain transformers computes the patch, as in `Patch`.
-    export: str | None = None
     # The attention implementation that the engine replaces, as in `Patch`.
     attention: str | None = None
-    # Every config and module with attributes that were set, and their values from before.
-    changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    # The tables that were swapped, and their tensors from before.
-    tensors: list[tuple[Swappable, Tensor]] = field(default_factory=list)
-    # The forward hooks that refuse texts past the end of those tables, or count positions without padding.
-    hooks: list[Removable] = field(default_factory=list)
     # True once saving has warned that the patch is not loaded with the folder by everyone.
     warned: bool = False
     # The PEFT configs that saving has made carry the patch.
     adapters: list[Any] = field(default_factory=list)
-    # The blocks on which the patch is tried.
-    sample: Sample = field(default_factory=lambda: Sample({}))
     # What the checkpoint's own scaling had and the methods which replace it have not, as in `Patch`.
     dropped: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,13 +66,7 @@ class State:
             return [*self.methods]
         return [method for method in self.methods if seam_of(method) != "rotary"]
 
-    def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Set attributes of a config or module, and return their values from before."""
-        before = export.write(target, values)
-        self.changes.append((target, before))
-        return before
-
-    def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+    def write_config(self, model: nn.Module, edits: Edits) -> None:
         """Write to configs, and to the outermost one the block that `from_pretrained` reads.
 
         The block of a patch that is in the weights is marked: loading these is all that the patch needs.

@@ -32,13 +32,13 @@ from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
 from hf_posenc.model.forward import Forward, carry, named_arguments, text_of
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
-from hf_posenc.model.positions import LAYER
 from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.handover import UnwrittenMasks, hand_over, handed_over, search, take_back
+from hf_posenc.seams.held import Record
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
-from hf_posenc.seams.native import NativeSeam, Undo
+from hf_posenc.seams.native import NativeSeam
 from hf_posenc.seams.traces import Argument, flattened, read_arguments
 
 Key = int | str
@@ -177,19 +177,6 @@ class ModelALiBi(ALiBi):
         return _on(self.own, torch.device("cpu") if device is None else device)
 
 
-@dataclass(eq=False)
-class Handed:
-    """The attention of a model that was handed over for its biases; `remove` takes it back."""
-
-    owner: nn.Module
-
-    def remove(self) -> None:
-        """Restore the modules."""
-        for forward in handed_over(self.owner):
-            vars(forward.module).pop(LAYER, None)
-        take_back(self.owner)
-
-
 class WholeMask:
     """A forward pre-hook of the model around the blocks: its mask covers a static cache, as its biases must."""
 
@@ -262,7 +249,7 @@ class BiasSeam(NativeSeam):
             length = next((value for value in named if isinstance(value, int)), None)
         return cls(model.config, length, tuple(sites), slopes)
 
-    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def install(self, model: nn.Module, state: Record, method: Method) -> None:
         """Find the place of the biases by trial, at scale 1; then put in those of the requested scale."""
         assert isinstance(method, ALiBi)
         if method.keep_rope:
@@ -279,10 +266,9 @@ class BiasSeam(NativeSeam):
             with state.sample.only():
                 _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
             self._hand_over(model, state, scaled)
-        state.export = None
         state.write_config(model, [])
 
-    def _hand_over(self, model: nn.Module, state: Undo, slopes: tuple[float, ...]) -> None:
+    def _hand_over(self, model: nn.Module, state: Record, slopes: tuple[float, ...]) -> None:
         """Let the engine compute attention, if that gives what biases in their place give."""
         register()
         owner = _around(model, self.blocks[0])
@@ -299,12 +285,12 @@ class BiasSeam(NativeSeam):
             settings[IMPLEMENTATION] = before
         limit = probes.tolerance(model) * float(expected.abs().max())
         if output is None or float((output - expected).abs().max()) > limit:
-            Handed(owner).remove()
+            take_back(owner)
             return
         for forward in handed_over(owner):
             forward.least = masks.DENSE
         state.set(owner.config, {IMPLEMENTATION: "eager"})
-        state.hooks += [Handed(owner), UnwrittenMasks.of(owner)]
+        state.hooks += [*handed_over(owner), UnwrittenMasks(owner).install()]
 
     def _by_engine(
         self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...], sample: Sample

@@ -19,8 +19,9 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import T5, Method
 from hf_posenc.model.calibration import trial_tokens
 from hf_posenc.model.unwrapping import configs_of
+from hf_posenc.seams.held import Edits, Record
 from hf_posenc.seams.inspection import BY_DISTANCE, Positions
-from hf_posenc.seams.native import NativeSeam, Undo
+from hf_posenc.seams.native import NativeSeam
 from hf_posenc.seams.traces import read_tables, rows_read
 
 _FAR = 1 << 16  # tokens: up to this distance, rows of a native model are compared
@@ -79,7 +80,7 @@ class DistanceSeam(NativeSeam):
         length = getattr(model.config, "n_positions", None)
         return cls(model.config, length if isinstance(length, int) else None, tables)
 
-    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def install(self, model: nn.Module, state: Record, method: Method) -> None:
         """Divide distances, or raise the distance from which all keys share a row; verify the rows."""
         assert isinstance(method, T5)
         if own := method.options().keys() - {"scale", "mode"}:
@@ -89,8 +90,7 @@ class DistanceSeam(NativeSeam):
             )
         dividing = method.mode == "distance"
         expected = self._far_rows(model, method.scale if dividing else 1.0)
-        edits: list[tuple[Any, dict[str, Any]]] = []
-        state.export = None
+        edits: Edits = []
         if dividing:
             for table in self.tables:
                 module = model.get_submodule(table.path)
@@ -127,11 +127,9 @@ class DistanceSeam(NativeSeam):
         )
         return [heading, *((name, *cells) for name, cells in named)]
 
-    def _raise_limits(
-        self, model: nn.Module, state: Undo, method: T5
-    ) -> list[tuple[Any, dict[str, Any]]]:
+    def _raise_limits(self, model: nn.Module, state: Record, method: T5) -> Edits:
         """Raise the limits in the modules, and return the edits of all configs that name them."""
-        edits: list[tuple[Any, dict[str, Any]]] = []
+        edits = []
         for name in dict.fromkeys(table.limit for table in self.tables):
             if name is None:
                 raise UnsupportedModelError(
@@ -150,7 +148,14 @@ class DistanceSeam(NativeSeam):
     def _far_rows(self, model: nn.Module, scale: float) -> list[Tensor]:
         """Return the rows that the live model reads at distances divided by a scale, for each table."""
         far = torch.arange(-_FAR, _FAR)
-        return [call.of(divided(far, scale)) for call in _calls(model, self.tables)]
+        names: dict[str, list[str]] = {}
+        for table in self.tables:
+            names.setdefault(table.path, []).append(table.function)
+        calls = _calls(model, [table.weight for table in self.tables], names)
+        return [
+            calls[table.weight][table.path, table.function].of(divided(far, scale))
+            for table in self.tables
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,34 +209,37 @@ def _is_whole(value: Any) -> bool:
 def _tables(model: nn.Module) -> Iterator[Table]:
     """Yield the relative position biases, each with the function that returns the rows at which it is read."""
     weights = [reading.name for reading in read_tables(model) if reading.first is None]
-    paths = {path: path.split(".") for path in weights}
     around = {
-        ".".join(names[:end]) for names in paths.values() for end in range(len(names) - 2, 0, -1)
+        weight.rsplit(".", end)[0] for weight in weights for end in range(2, weight.count(".") + 1)
     }
     names = {path: _functions(model.get_submodule(path)) for path in around}
-    ids = trial_tokens(model)
-    with _recorded(model, names) as calls:
-        read = rows_read(model, ids)
-    for weight in weights:
-        rows = read[weight][0][1]
-        found = [
-            (path, name)
-            for (path, name), made in calls.items()
-            if weight.startswith(f"{path}.") and any(torch.equal(one.rows, rows) for one in made)
-        ]
+    for weight, found in _calls(model, weights, names).items():
         if not found:
             raise UnsupportedModelError(
                 f"No function of a module around {weight} of {type(model).__name__} returns the rows at which it is "
                 "read, so hf_posenc cannot change them."
             )
         path, name = max(found, key=lambda place: len(place[0]))
-        module = model.get_submodule(path)
-        limits = [
-            key
-            for key, value in vars(module).items()
-            if "max_distance" in key and isinstance(value, int)
-        ]
-        yield Table(path, weight, name, next(iter(limits), None))
+        own = vars(model.get_submodule(path)).items()
+        limits = (key for key, value in own if "max_distance" in key and isinstance(value, int))
+        yield Table(path, weight, name, next(limits, None))
+
+
+def _calls(
+    model: nn.Module, weights: Sequence[str], names: Mapping[str, Sequence[str]]
+) -> dict[str, dict[tuple[str, str], _Call]]:
+    """Return by weight the calls of functions around it that return the rows at which it is read."""
+    with _recorded(model, names) as calls:
+        read = rows_read(model, trial_tokens(model))
+    return {
+        weight: {
+            place: one
+            for place, made in calls.items()
+            for one in reversed(made)  # the first one stays
+            if weight.startswith(f"{place[0]}.") and torch.equal(one.rows, read[weight][0][1])
+        }
+        for weight in weights
+    }
 
 
 def _functions(module: nn.Module) -> list[str]:
@@ -244,21 +252,6 @@ def _functions(module: nn.Module) -> list[str]:
         and name != "forward"
         and not name.startswith("__")
     ]
-
-
-def _calls(model: nn.Module, tables: Sequence[Table]) -> list[_Call]:
-    """Return one call for each table, whose rows are those at which the table is read."""
-    names: dict[str, list[str]] = {}
-    for table in tables:
-        names.setdefault(table.path, []).append(table.function)
-    with _recorded(model, names) as calls:
-        read = rows_read(model, trial_tokens(model))
-    found = []
-    for table in tables:
-        made = calls.get((table.path, table.function), [])
-        rows = read[table.weight][0][1]
-        found.append(next(one for one in made if torch.equal(one.rows, rows)))
-    return found
 
 
 def _is_native(model: Any, tables: Sequence[Table]) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +16,23 @@ from hf_posenc.model.attention import IMPLEMENTATION, recording
 from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.forward import KEYWORD, Forward, carried, running
 from hf_posenc.model.masks import HANDLE, described, visible
+from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES, RepositionedTable
 from hf_posenc.seams.held import Replaced
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
+from hf_posenc.seams.traces import following
 
 
-class _Search(Scope):
-    """Finds the modules of a model that hand attention over, and those that show later keys to a query."""
+class Search(Scope):
+    """Finds the modules of a model that compute attention in code of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: list[nn.Module]) -> None:
         super().__init__(None, None, weights=False)
-        self.running: list[nn.Module] = []
-        self.operations: dict[str, None] = {}
-        self.both_directions: list[nn.Module] = []
-        self.features_first: list[nn.Module] = []
+        self.running = entered  # the modules that run, the innermost last
+        self.modules: list[nn.Module] = []  # the attention modules
+        self.both_directions: list[nn.Module] = []  # those that show later keys to a query
+        self.features_first: list[nn.Module] = []  # those whose keys have features before tokens
+        self.operations: dict[str, None] = {}  # operations on scores that are unknown
 
     def path(self) -> tuple[nn.Module, ...]:
         return tuple(self.running)
@@ -64,35 +65,15 @@ class _Search(Scope):
         self.operations[operation] = None
 
 
-@dataclass(frozen=True)
-class Found:
-    """Result of `search`."""
-
-    modules: tuple[nn.Module, ...]  # the attention modules
-    both_directions: tuple[nn.Module, ...]  # those that are not causal
-    features_first: tuple[nn.Module, ...]  # modules whose keys have features before tokens
-    operations: tuple[str, ...]  # operations on scores that are unknown
-
-
-def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
+def search(owner: nn.Module, forward: Callable[[], object]) -> Search:
     """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
-    scope = _Search()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        scope.running.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        scope.running.pop()
-
-    with contextlib.ExitStack() as stack:
-        for module in owner.modules():
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        calls = stack.enter_context(recording())
-        stack.enter_context(scope)
-        forward()
-    directions, layouts = tuple(scope.both_directions), tuple(scope.features_first)
-    return Found(tuple(calls), directions, layouts, tuple(scope.operations))
+    modules = ((each, each) for each in owner.modules())
+    with following(modules) as entered, recording() as calls:
+        scope = Search(entered)
+        with scope:
+            forward()
+    scope.modules = [*calls]
+    return scope
 
 
 class HandedOver(Replaced):
@@ -116,6 +97,11 @@ class HandedOver(Replaced):
         self.optional = False
         # Pairs of a query and a key up to which that code is used, where it is optional.
         self.least = 0
+
+    def remove(self) -> None:
+        """Restore the module, which then has no encoding."""
+        super().remove()
+        vars(self.module).pop(LAYER, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = kwargs.pop(KEYWORD, None) or carried((*args, *kwargs.values()))
@@ -150,13 +136,6 @@ class HandedOver(Replaced):
 
 class UnwrittenMasks(Replaced):
     """The forward of a decoder whose attention is handed over: the masks that it makes are `scores_mask`'s."""
-
-    @classmethod
-    def of(cls, owner: nn.Module) -> UnwrittenMasks:
-        """Replace the forward of a decoder."""
-        masks = cls(owner)
-        masks.install()
-        return masks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = self.module.config
@@ -197,7 +176,7 @@ def _settled(output: Any, *, weights: bool) -> Any:
     return output
 
 
-def hand_over(found: Found) -> None:
+def hand_over(found: Search) -> None:
     """Replace the forward of attention modules, until `take_back`."""
     for module in found.modules:
         both, transposed = module in found.both_directions, module not in found.features_first

@@ -1,20 +1,30 @@
-"""Tensors of a live model at the places that hold them, and what a forward is shown instead."""
+"""What a patch changes in a live model, and the record that undoes it.
+
+Tensors are replaced at every module that holds them, and a module's forward may be shown others in their place.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.forward import text_of
 from hf_posenc.model.parameters import PARAMETERS
+from hf_posenc.model.sampled import Sample
+
+ABSENT = "<absent>"
+"""The value from before of an attribute that was not there."""
+Edits = Sequence[tuple[Any, dict[str, Any]]]
+"""Configs with the values that a patch gives them."""
 
 
 @dataclass(eq=False)
@@ -39,10 +49,11 @@ class Held:
             setattr(module, name, new)
 
 
-def held(model: nn.Module, path: str) -> Held:
-    """Return a tensor of a model, by its path, at every module that holds it."""
-    outer, _, name = path.rpartition(".")
-    tensor = getattr(model.get_submodule(outer), name)
+def held(model: nn.Module, tensor: str | Tensor) -> Held:
+    """Return a tensor of a model, given itself or by its path, at every module that holds it."""
+    if isinstance(tensor, str):
+        outer, _, name = tensor.rpartition(".")
+        tensor = getattr(model.get_submodule(outer), name)
     return Held(
         tuple(
             (module, key)
@@ -52,6 +63,70 @@ def held(model: nn.Module, path: str) -> Held:
             if value is tensor
         )
     )
+
+
+def write(target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set attributes of a config or module and return their old values, for `restore`."""
+    mapping = getattr(target, "attribute_map", {})
+    before: dict[str, Any] = {}
+    for key, value in values.items():
+        key = mapping.get(key, key)
+        before[key] = copy.deepcopy(vars(target).get(key, ABSENT))
+        # Not by setattr: `rope_scaling` is a property of configs that would replace the whole block.
+        vars(target)[key] = copy.deepcopy(value)
+    return before
+
+
+def restore(target: Any, before: Mapping[str, Any]) -> None:
+    """Undo `write`."""
+    for key, value in before.items():
+        if isinstance(value, str) and value == ABSENT:
+            vars(target).pop(key, None)
+        else:
+            vars(target)[key] = copy.deepcopy(value)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """All that a patch has changed, which `undo` reverts; kept in the model, so that a copy carries its own."""
+
+    original: int  # the original context length, in tokens; 0 if the model has none
+    # The context length that the patch reaches; `None` where it follows the text.
+    extended: int | None
+    # The form in which plain transformers computes the patch, as in `Patch`.
+    export: str | None = None
+    # Every config and module with attributes that were set, and their values from before.
+    changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    # The tables that were swapped, and their tensors from before.
+    tensors: list[tuple[Held | SinCosTable, Tensor]] = field(default_factory=list)
+    # What is taken out again by its `remove`: forwards that were replaced, and hooks.
+    hooks: list[Any] = field(default_factory=list)
+    # The blocks on which the patch is tried.
+    sample: Sample = field(default_factory=lambda: Sample({}))
+
+    def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Set attributes of a config or module, and return their values from before."""
+        before = write(target, values)
+        self.changes.append((target, before))
+        return before
+
+    def swap(self, place: Held | SinCosTable, tensor: Tensor) -> None:
+        """Replace a tensor."""
+        self.tensors.append((place, place.tensor()))
+        place.swap(tensor)
+
+    def write_config(self, model: nn.Module, edits: Edits) -> None:
+        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        """Restore everything."""
+        for place, tensor in self.tensors:
+            place.swap(tensor)
+        for hook in self.hooks:
+            hook.remove()
+        for target, before in reversed(self.changes):
+            restore(target, before)
 
 
 def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -109,11 +184,12 @@ class Replaced:
         native = types.MethodType(type(self.module).forward, self.module)
         return inspect.signature(native if self.earlier is None else self.earlier)
 
-    def install(self) -> None:
-        """Replace the forward, until `remove`."""
+    def install(self) -> Replaced:
+        """Replace the forward, until `remove`; return the new one."""
         own = vars(self.module)
         slot = self._slots["_hf_hook" in own and "_old_forward" in own]
         self.earlier, own[slot] = own.get(slot), self
+        return self
 
     def remove(self) -> None:
         """Restore the module."""

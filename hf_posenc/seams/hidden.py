@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,8 +38,22 @@ from hf_posenc.seams.inspection import (
 
 _ROTATION = (ROTARY, ROTARY_TABLE, SINKS)  # sinks count keys, wherever these are
 
-_tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-"""Models that have nothing hidden, and the modules and weights that they had."""
+T = TypeVar("T")
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What was found out about models, and the modules and weights that they had."""
+
+
+def once(model: nn.Module, question: str, answer: Callable[[], T]) -> T:
+    """Return what is found out about a model, once for the modules and weights that it has; no error is kept."""
+    known, version = _known.get(model), version_of(model)
+    if known is None or known[0] != version:
+        _known[model] = known = version, {}
+    if question not in known[1]:
+        known[1][question] = answer()
+    found: T = known[1][question]
+    return found
 
 
 def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample) -> None:
@@ -51,36 +65,32 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample)
     lacking = not sample.empty and any(each.is_meta for each in model.parameters())
     if lacking or is_sharded(model):
         return
-    version = version_of(model)
-    if _tried.get(model) == version:
-        return
-    try:
-        # Parts that torch.compile has wrapped in place are not compiled for seven tokens.
-        filled = sample.only() if sample.empty else contextlib.nullcontext()
-        with torch.compiler.set_stance("force_eager"), filled:
-            found = [] if _clean(model, tables, sample) else _beside(model, tables)
-    except Exception:  # whatever a model raises that needs more than tokens
-        return
-    if found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} gets positions from more than its rotary embedding: "
-            f"{', '.join(map(str, found))}. {method} would change the rotation alone, and the two would contradict "
-            "each other. The model was not changed. `hf-posenc inspect MODEL`, or inspect_positions(model), lists "
-            "every place. Take this one out of the model first; or if it is to stay as it is, name its kind in an "
-            "adapter (`beside`, see CONTRIBUTING.md)."
-        )
-    _tried[model] = version
+
+    def check() -> None:
+        if found := _found(model, tables, sample):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} gets positions from more than its rotary embedding: "
+                f"{', '.join(map(str, found))}. {method} would change the rotation alone, and the two would contradict "
+                "each other. The model was not changed. `hf-posenc inspect MODEL`, or inspect_positions(model), lists "
+                "every place. Take this one out of the model first; or if it is to stay as it is, name its kind in an "
+                "adapter (`beside`, see CONTRIBUTING.md)."
+            )
+
+    once(model, "hidden", check)
 
 
-def _clean(model: nn.Module, tables: Tables, sample: Sample) -> bool:
-    """Return whether a model that is run on the blocks of a sample has nothing unexplained."""
-    if not sample.twins:
-        return False
-    try:
-        with sample.only(), _still(model, tables):
-            return not _unexplained(model)
-    except Exception:  # blocks that need what others leave for them
-        return False
+def _found(model: nn.Module, tables: Tables, sample: Sample) -> list[Source]:
+    """Return the places of a whole model whose sample has something unexplained."""
+    filled = sample.only() if sample.empty else contextlib.nullcontext()
+    # Parts that torch.compile has wrapped in place are not compiled for seven tokens.
+    with torch.compiler.set_stance("force_eager"):
+        # Whatever a model raises that needs more than tokens, or blocks that need what others leave for them.
+        with contextlib.suppress(Exception), sample.only(), _still(model, tables):
+            if sample.twins and not _unexplained(model):
+                return []
+        with contextlib.suppress(Exception), filled:
+            return _beside(model, tables)
+    return []
 
 
 def version_of(model: nn.Module) -> tuple[Any, ...]:
@@ -105,7 +115,7 @@ def _beside(model: nn.Module, tables: Tables) -> list[Source]:
         warnings.warn(
             f"{type(model).__name__} may get positions from more than its rotary embedding, and hf_posenc could not "
             f"find out ({one_line(error)}). The patch leaves the rest as it is.",
-            stacklevel=5,
+            stacklevel=8,
         )
         return []
     found = [each for each in positions.sources if each.kind not in _ROTATION]
@@ -174,8 +184,7 @@ def _rows_that_differ(model: nn.Module) -> dict[str, float]:
 
 def _sinks(model: nn.Module, paths: Collection[str]) -> list[Found]:
     """Return the attention sinks of some modules; rows that are read by position are none."""
-    sinks = sinks_of(model, paths)
-    if sinks is None:
+    if not (sinks := sinks_of(model, paths)):
         return []
     reads = traces.rows_read(model, probes.ordinary_tokens(model, probes.TOKENS))
-    return [] if reads.keys() & {*sinks.source.places} else [sinks]
+    return [] if reads.keys() & {*sinks[0][0].places} else sinks

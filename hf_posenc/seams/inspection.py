@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import html
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hf_posenc.model.discovery import UNSCALED, RotaryTable, foreign_frequencies
 from hf_posenc.model.rotary import moves_with_length, table_labels
 from hf_posenc.model.unwrapping import hooked
 from hf_posenc.seams import probes, traces
+from hf_posenc.seams.held import held
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
 
 ROTARY = "rotary embedding"
@@ -208,15 +210,8 @@ def html_table(rows: Rows) -> str:
     return f"<table><thead>{cells('th', heading)}</thead><tbody>{lines}</tbody></table>"
 
 
-Silence = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass
-class Found:
-    """A source that is yet to be measured, and the way to silence it."""
-
-    source: Source
-    silence: Silence = field(repr=False)
+Found = tuple[Source, Callable[[], AbstractContextManager[None]]]
+"""A source that is yet to be measured, and the way to silence it."""
 
 
 def inspect(model: nn.Module) -> Positions:
@@ -231,17 +226,16 @@ def inspect(model: nn.Module) -> Positions:
     found = list(_tables(model))
     if rotaries := _rotary_modules(model):  # one source: silenced, all tokens stand at position 0
         rotation = Source(ROTARY, tuple(rotaries), _rotary_facts(model))
-        found.insert(0, Found(rotation, lambda: unrotated(model)))
+        found.insert(0, (rotation, lambda: unrotated(model)))
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
             found += _arguments(model)
     with silenced(found):
         sinks = sinks_of(model, probes.innermost(probes.absolute(model), limit))
-        if sinks is not None:  # modules count their keys: the count ends without sinks
-            with sinks.silence():
-                if max(probes.absolute(model).values()) <= limit:
-                    found.append(sinks)
+        with silenced(sinks):  # modules count their keys: the count ends without sinks
+            if sinks and max(probes.absolute(model).values()) <= limit:
+                found += sinks
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         beyond = probes.shifted(model)
@@ -271,7 +265,7 @@ def inspect(model: nn.Module) -> Positions:
 
 def _scaled_queries(model: nn.Module, found: Sequence[Found], beyond: float) -> Iterator[Source]:
     """Yield the attention modules that multiply their queries by position, by law."""
-    rotary = next((one.source for one in found if one.source.kind == ROTARY), None)
+    rotary = next((source for source, _ in found if source.kind == ROTARY), None)
     if rotary is None:
         return
     from hf_posenc.model.temperature import temperatures_of  # imports transformers
@@ -291,8 +285,7 @@ def _measured(model: nn.Module, one: Found, found: Sequence[Found], limit: float
     """Return a source with what it does alone; `None` if that is nothing."""
     with silenced([other for other in found if other is not one]):
         absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
-    source = one.source
-    kind = source.kind
+    source, kind = one[0], one[0].kind
     # Half precision may round by more than a source does; a rotation does less to equal tokens than a quarter of that.
     added = kind in (LEARNED, SINUSOIDAL) and absolute > max(relative, limit / 4)
     weak = limit >= _COARSE and (added or kind in (ALIBI, BY_DISTANCE))
@@ -307,8 +300,8 @@ def _measured(model: nn.Module, one: Found, found: Sequence[Found], limit: float
 def silenced(found: Iterable[Found]) -> Iterator[None]:
     """Silence every one of some sources."""
     with contextlib.ExitStack() as stack:
-        for each in found:
-            stack.enter_context(each.silence())
+        for _, silence in found:
+            stack.enter_context(silence())
         yield
 
 
@@ -338,9 +331,7 @@ def unrotated(model: nn.Module) -> Iterator[None]:
 def _rotary_facts(model: nn.Module) -> str:
     try:
         tables = tables_of(model)
-    except (
-        UnsupportedModelError
-    ):  # of a model that does not rotate, or is refused for another reason
+    except UnsupportedModelError:  # it does not rotate, or is refused for another reason
         return ""
     described = ((table.label, _describe(model, table)) for table in tables)
     facts = (f"{label}: {words}" if label else words for label, words in described)
@@ -389,8 +380,8 @@ def _tables(model: nn.Module) -> Iterator[Found]:
             facts = f"{rows - first.first} positions of {size} features"
             facts += f", from row {first.first}" if first.first else ""
             source = Source(kind, names, facts, start=first.first)
-        held = [(tensors[reading.name], reading.axis) for reading in group]
-        yield Found(source, lambda held=held: constant(model, held))  # type: ignore[misc]
+        read = [(tensors[reading.name], reading.axis) for reading in group]
+        yield source, functools.partial(constant, model, read)
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
@@ -404,33 +395,23 @@ def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
 
 @contextlib.contextmanager
 def constant(
-    model: nn.Module, held: Sequence[tuple[Tensor, int]], fill: float | None = None
+    model: nn.Module, tables: Sequence[tuple[Tensor, int]], fill: float | None = None
 ) -> Iterator[None]:
-    """Replace tensors by others whose rows are all the same: the middle one, or a number.
+    """Replace tensors by others whose rows along an axis are all the same: the middle one, or a number.
 
     Every module that holds one of the tensors gets the replacement, and the very tensor back.
     """
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    with torch.no_grad():
-        for tensor, axis in held:
-            row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
-            flat = row.expand_as(tensor) if fill is None else torch.full_like(tensor, fill)
-            other = (
-                nn.Parameter(flat, requires_grad=False)
-                if isinstance(tensor, nn.Parameter)
-                else flat
-            )
-            for module in model.modules():
-                holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for own in holders:
-                    for key in [key for key, value in own.items() if value is tensor]:
-                        own[key] = other
-                        replaced.append((own, key, tensor))
+    replaced = [(held(model, tensor), tensor) for tensor, _ in tables]
     try:
+        for (place, tensor), (_, axis) in zip(replaced, tables, strict=True):
+            row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
+            # A clone, since a parameter of inference mode's tensors takes no gradient outside of it.
+            flat = row.expand_as(tensor).clone() if fill is None else torch.full_like(tensor, fill)
+            place.swap(flat)
         yield
     finally:
-        for own, key, tensor in replaced:
-            own[key] = tensor
+        for place, tensor in replaced:
+            place.swap(tensor)
 
 
 def _arguments(model: nn.Module) -> Iterator[Found]:
@@ -447,16 +428,13 @@ def _arguments(model: nn.Module) -> Iterator[Found]:
         ]
         places = tuple(f"{each.path}({each.key})" for each in outer)
         slopes = max((each.slopes or () for each in group), key=len)
-        facts = (
-            f"slopes {', '.join(f'{s:.4g}' for s in slopes[:4])}" + ", ..." * (len(slopes) > 4)
-            if slopes
-            else ""
-        )
-        yield Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
+        first = ", ".join(f"{slope:.4g}" for slope in slopes[:4]) + ", ..." * (len(slopes) > 4)
+        facts = f"slopes {first}" if slopes else ""
+        yield Source(kind, places, facts), functools.partial(flattened, model, group)
 
 
-def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
-    """Return the vectors among the parameters of modules that count their keys: attention sinks, if any are.
+def sinks_of(model: nn.Module, culprits: Iterable[str]) -> list[Found]:
+    """Return the vectors among the parameters of modules that count their keys: attention sinks, as one source.
 
     Only the first of these modules may have equal rows to read, so the parameters of that name in all layers are taken.
     """
@@ -468,10 +446,10 @@ def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
     }
     sinks = {name: each for name, each in model.named_parameters() if _DIGITS.sub("*", name) in own}
     if not sinks:
-        return None
-    held = [(each, 0) for each in sinks.values()]
+        return []
+    vectors = [(each, 0) for each in sinks.values()]
     source = Source(SINKS, tuple(sinks), "let attention count keys")
-    return Found(source, lambda: constant(model, held, _NO_SINK))
+    return [(source, functools.partial(constant, model, vectors, _NO_SINK))]
 
 
 def _rest(

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
-from hf_posenc.model.sampled import Sample
+from hf_posenc.seams.held import Record
 from hf_posenc.seams.inspection import RECURRENCE, ROTARY, ROTARY_TABLE, Positions, with_article
-
-
-class Swappable(Protocol):
-    """A place of a model that holds a tensor."""
-
-    def swap(self, tensor: Tensor) -> None:
-        """Replace the tensor; device and dtype stay."""
-
-
-class Removable(Protocol):
-    """A part of a patch that can be taken out again: the handle of a hook, for one."""
-
-    def remove(self) -> None:
-        """Take it out."""
-
-
-class Undo(Protocol):
-    """The part of a patch's record (`hf_posenc.patch.state.State`) to which a seam reports all that it changes."""
-
-    original: int
-    extended: int | None
-    export: str | None
-    tensors: list[tuple[Swappable, Tensor]]
-    hooks: list[Removable]
-    sample: Sample
-
-    def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Set attributes of a config or module, and return their values from before."""
-
-    def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +46,7 @@ class NativeSeam:
         """Build the seam of a model with a source that the requested method patches; raise for another form."""
         raise NotImplementedError
 
-    @abstractmethod
-    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def install(self, model: nn.Module, state: Record, method: Method) -> None:
         """Patch a model, verify it, and set `state.export`; the caller undoes what an error leaves half done.
 
         Raises:
@@ -88,11 +55,10 @@ class NativeSeam:
         """
         raise NotImplementedError
 
-    def trained(self, model: nn.Module, state: Undo, method: Method) -> bool:
+    def trained(self, model: nn.Module, state: Record, method: Method) -> bool:
         """Return whether tensors of a patch in force were trained, so that undoing it would lose something."""
         return False
 
-    @abstractmethod
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Read the patch back: the cells of a table, its heading first."""
         raise NotImplementedError
@@ -112,15 +78,14 @@ def advice_on(seams: Seams, positions: Positions) -> list[str]:
         for seam in seams:
             if kind not in seam.sources:
                 continue
+            causal = not (
+                positions.bidirectional and seam.in_attention
+            )  # biases for causal attention
             names = [
                 method.name
                 for method in METHODS
                 if seam.takes(method, kind)
-                and (
-                    method.bidirectional
-                    or method.seam != "bias"
-                    or not (positions.bidirectional and seam.in_attention)
-                )
+                and (causal or method.bidirectional or method.seam != "bias")
             ]
             advice[f"{seam.purpose.format(with_article(kind))}: {', '.join(names)}."] = None
     return list(advice)
@@ -142,18 +107,9 @@ def choose(
             if source.kind not in seam.sources or not seam.takes(kinds[0], source.kind):
                 continue
             if len(kinds) > 1:
-                names = ", ".join(kind.name for kind in kinds)
-                others = [
-                    kind.name
-                    for kind in kinds
-                    if kind.seam != "table" and any(each.takes(kind, source.kind) for each in seams)
-                ]
-                way = (
-                    f" For longer texts, give {others[0]} alone a target_length=." if others else ""
-                )
                 raise PosencError(
-                    f"{type(model).__name__} has no rotary embedding and takes one method at a time, not {names}."
-                    f"{way if len(others) < len(kinds) else ''}"
+                    f"{type(model).__name__} has no rotary embedding and takes one method at a time, not "
+                    f"{', '.join(kind.name for kind in kinds)}. Most of them take target_length= for longer texts."
                 )
             if hidden := positions.hidden:
                 raise UnsupportedModelError(

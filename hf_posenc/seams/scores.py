@@ -55,10 +55,6 @@ class _Product:
         added = tuple((each, own * factor) for each, own in self.added)
         return replace(self, factor=self.factor * factor, added=added)
 
-    def viewed(self, size: torch.Size) -> _Product:
-        """Return the product in another shape, of which the last two axes are the same."""
-        return replace(self, lead=(size[0], size[1])) if len(size) == 4 else self
-
     def mask(self) -> Tensor | None:
         """Return all that was added or hidden as one mask of four dimensions: bool, additive or a handle.
 
@@ -179,6 +175,11 @@ class Pending(LazyTensor):
         """Return the same kind of tensor after an operation."""
         return type(self)(product, self.shape if size is None else size, dtype or self.dtype)
 
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name in ("view", "reshape") and not kwargs:
+            return self.view_of(args)
+        return self.cast_of(name, args, kwargs) if name in _CASTS else NotImplemented
+
     def view_of(self, args: Sequence[Any]) -> Any:
         """Return another view, which keeps the last two axes; `NotImplemented` for others."""
         wanted = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
@@ -187,7 +188,9 @@ class Pending(LazyTensor):
             return NotImplemented
         if len(size) == 4 and self.product.lead not in (None, tuple(size[:2])):
             return NotImplemented
-        return self.like(self.product.viewed(size), size)
+        known = len(size) == 4
+        product = replace(self.product, lead=(size[0], size[1])) if known else self.product
+        return self.like(product, size)
 
     def cast_of(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a cast or a copy."""
@@ -235,10 +238,6 @@ class Scores(Pending):
         if name in ("max", "maximum", "clamp") and len(args) + len(kwargs) == 1:
             least = _number(args[0] if args else kwargs.get("min"))
             return self if least is not None and least < HIDDEN else NotImplemented
-        if name in ("view", "reshape") and not kwargs:
-            return self.view_of(args)
-        if name in _CASTS:
-            return self.cast_of(name, args, kwargs)
         if name == "softmax":
             axis = kwargs.get("dim", args[0] if args else None)
             product = self.product
@@ -247,7 +246,7 @@ class Scores(Pending):
             if axis not in (-1, self.dim() - 1) or product.lead is None:
                 return NotImplemented
             return Weights(product, self.shape, kwargs.get("dtype") or self.dtype)
-        return NotImplemented
+        return super().rule(name, args, kwargs)
 
     def _plus(self, other: Any, sign: float) -> Any:
         if _number(other) == 0:
@@ -319,10 +318,6 @@ class Weights(Pending):
             if self.product.dropout and chance:
                 return NotImplemented
             return self.like(replace(self.product, dropout=self.product.dropout or chance))
-        if name in ("view", "reshape") and not kwargs:
-            return self.view_of(args)
-        if name in _CASTS:
-            return self.cast_of(name, args, kwargs)
         if name == "matmul" and not kwargs and isinstance(args[0], Tensor):
             value, (batch, heads) = args[0], self.product.lead or (0, 0)
             fits = {(batch, heads), (batch, 1)} if value.dim() == 4 else {(batch * heads,)}
@@ -334,7 +329,7 @@ class Weights(Pending):
                 return NotImplemented
             out, self.found = self.product.attend(value, weights=self.product.scope.weights)
             return out
-        return NotImplemented
+        return super().rule(name, args, kwargs)
 
 
 _CASTS = frozenset(("to", "type", "type_as", "float", "double", "contiguous", "clone"))
@@ -485,11 +480,14 @@ class Scope(TorchFunctionMode):
 
     def seen(self, module: nn.Module, mask: Tensor | None) -> Tensor | None:
         """Receive the mask of a call of the attention function, which is returned."""
-        if (
-            self.counts_padding
-            and mask is not None
-            and shared(mask, "padded", lambda: _starts_late(mask))
-        ):
+        if mask is None or not self.counts_padding:
+            return mask
+
+        def first_keys() -> bool:
+            seen = seen_keys(mask)
+            return seen is None or bool(seen[:, 0].all())
+
+        if not shared(mask, "first keys", first_keys):
             raise PosencError(
                 f"{type(module).__name__} gets no positions, so that padding before a text counts as tokens. Pad after "
                 "the text, or run texts one at a time."
@@ -527,9 +525,3 @@ def _unwritten_zeros(
         lambda: torch.zeros(size, dtype=dtype, device=device), size, dtype, device
     )
     return zeros
-
-
-def _starts_late(mask: Tensor) -> bool:
-    """Return whether a mask hides the first key of some text."""
-    seen = seen_keys(mask)
-    return seen is not None and not bool(seen[:, 0].all())

@@ -26,12 +26,22 @@ from hf_posenc.model.memory import free_memory
 from hf_posenc.model.sharding import refuse_parts_of_texts
 from hf_posenc.model.unwrapping import configs_of, hooked, owner_of, trial
 from hf_posenc.seams import probes
-from hf_posenc.seams.held import Held, ShownTable, TableEnd, held, length_of, tokens_of_rows
+from hf_posenc.seams.held import (
+    Edits,
+    Held,
+    Record,
+    ShownTable,
+    TableEnd,
+    held,
+    length_of,
+    tokens_of_rows,
+)
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
-from hf_posenc.seams.native import NativeSeam, Undo
+from hf_posenc.seams.native import NativeSeam
 
-_LENGTH = re.compile(r"position|n_ctx|context_length|max_seq")
-_RELATIVE = "relative"  # numbers of distances, not of positions
+_LENGTH = re.compile(
+    r"^(?!.*relative).*(position|n_ctx|context_length|max_seq)"
+)  # of positions, not of distances
 _APART = 2  # rows that a class may have beside those that a config names
 _BASE = 10_000.0  # of every sinusoidal table since Vaswani et al. 2017
 _FORMULA = 1e-3  # a table of sines in float32, whose angles were float32 too; 16 bits: `_ROUNDED`
@@ -109,7 +119,7 @@ class ByRequest(ShownTable):
 
 def _grown(table: Tensor, start: int, positions: int, method: TableMethod) -> Tensor:
     """Return a table for more positions; the rows before position 0 stay."""
-    axis = _axis(table)
+    axis = axis_of(table)
     rows = table.movedim(axis, 0)
     shape = rows.shape[1:]
     if method.scale == 1:
@@ -124,7 +134,7 @@ def _grown(table: Tensor, start: int, positions: int, method: TableMethod) -> Te
     return torch.cat((rows[:start], new)).movedim(0, axis)
 
 
-def _axis(table: Tensor) -> int:
+def axis_of(table: Tensor) -> int:
     """Return the axis of positions: the first one with more than one entry."""
     return next((axis for axis, size in enumerate(table.shape) if size > 1), 0)
 
@@ -174,8 +184,8 @@ def _waves(rows: Tensor, start: int) -> _Waves:
 
 
 @dataclass(frozen=True, eq=False)
-class TableSeam(NativeSeam):
-    """Tables that are read by position, learned or sinusoidal; those of an encoder and a decoder grow alike."""
+class TablesByPosition(NativeSeam):
+    """Tables that are read by position, learned or sinusoidal."""
 
     tables: tuple[Table, ...] = ()
     # What else gives the model positions, in words, and stays as it is; empty if nothing does.
@@ -183,6 +193,54 @@ class TableSeam(NativeSeam):
     # What depends on order besides all known sources, in words; empty if the certificate is rounding.
     rest: str = ""
     sources = (LEARNED, SINUSOIDAL)
+
+    @classmethod
+    def of(cls, model: nn.Module, positions: Positions) -> TablesByPosition:
+        tables = []
+        for source in positions.of_kind(*cls.sources):
+            for path in source.places:
+                tensor = held(model, path).tensor()
+                axis = axis_of(tensor)
+                if tensor.dim() - axis < 2:
+                    raise UnsupportedModelError(
+                        f"{path} of shape {tuple(tensor.shape)} has no rows."
+                    )
+                size = tensor.shape[axis] - source.start
+                tables.append(Table(path, source.start, size, source.kind == SINUSOIDAL))
+        others = [str(each) for each in positions.sources if each.kind not in cls.sources]
+        rest = "" if positions.complete else ", ".join(map(str, positions.rest)) or "unknown"
+        length = min(table.positions for table in tables)
+        return cls(model.config, length, tuple(tables), ", ".join(others), rest)
+
+    def new_lengths(self, target: int, scale: float) -> dict[str, int]:
+        """Return the new positions of tables by path: the target in the shortest, `scale` times as many in others."""
+        return {
+            table.path: target
+            if table.positions == self.length
+            else math.ceil(table.positions * scale - 1e-6)
+            for table in self.tables
+        }
+
+    def grow(
+        self, model: nn.Module, state: Record, lengths: Mapping[str, int]
+    ) -> tuple[Edits, nn.Module]:
+        """Give a model all that hangs on the length, but the tables themselves; refuse texts past the new ends.
+
+        Returns the edits of configs, which are yet to be written, and a model that was built from them, without
+        weights.
+        """
+        for table in self.tables:
+            end = TableEnd(lengths[table.path])
+            for owner in owners_of(model, held(model, table.path)):
+                state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
+        if all(lengths[table.path] == table.positions for table in self.tables):
+            return [], model
+        return take_over_lengths(model, state, self.tables, lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class TableSeam(TablesByPosition):
+    """Tables that are made longer; those of an encoder and a decoder grow alike."""
 
     @classmethod
     def takes(cls, method: type[Method], source: str) -> bool:
@@ -196,66 +254,44 @@ class TableSeam(NativeSeam):
             return "The rows of a learned table follow no formula that could be computed anew."
         return "Rows that are sines and cosines are computed anew: interpolated or copied ones would be none."
 
-    @classmethod
-    def of(cls, model: nn.Module, positions: Positions) -> TableSeam:
-        tables = []
-        for source in positions.of_kind(*cls.sources):
-            for path in source.places:
-                tensor = held(model, path).tensor()
-                axis = _axis(tensor)
-                if tensor.dim() - axis < 2:
-                    raise UnsupportedModelError(
-                        f"{path} of shape {tuple(tensor.shape)} has no rows."
-                    )
-                size = tensor.shape[axis] - source.start
-                tables.append(Table(path, source.start, size, source.kind == SINUSOIDAL))
-        others = [str(each) for each in positions.sources if each.kind not in cls.sources]
-        rest = "" if positions.complete else ", ".join(map(str, positions.rest)) or "unknown"
-        length = min(table.positions for table in tables)
-        config: Any = model.config
-        return cls(config, length, tuple(tables), ", ".join(others), rest)
-
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         heading = ("table", "kind", "positions", "features", "from row")
         cells = []
         for table in self.tables:
             tensor = held(model, table.path).tensor()
-            axis = _axis(tensor)
+            axis = axis_of(tensor)
             kind = SINUSOIDAL if table.formula else LEARNED
             sizes = tensor.shape[axis] - table.start, tensor.shape[-1], table.start
             cells.append((table.path, kind, *map(str, sizes)))
         return [heading, *cells]
 
-    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+    def install(self, model: nn.Module, state: Record, method: Method) -> None:
         assert isinstance(method, TableMethod)
         self._check(state, method)
         target = state.extended or math.ceil((self.length or 0) * method.scale - 1e-6)
-        lengths = new_lengths(self.tables, target, method.scale)
+        lengths = self.new_lengths(target, method.scale)
         places = {table.path: held(model, table.path) for table in self.tables}
         for table in self.tables:
             tensor = places[table.path].tensor()
-            width = tensor.numel() // tensor.shape[_axis(tensor)]
+            width = tensor.numel() // tensor.shape[axis_of(tensor)]
             check_table(method, table.positions, width, lengths[table.path])
         ids = probes.ordinary_tokens(model, min(probes.TOKENS, self.length or 1))
         with state.sample.only():
             before = _outputs(model, ids)
-        edits, twin = take_over_lengths(model, state, self.tables, lengths)
+        edits, twin = self.grow(model, state, lengths)
         for table in self.tables:
             place, positions = places[table.path], lengths[table.path]
             grown = _grown(place.tensor().detach(), table.start, positions, method)
-            end = TableEnd(positions)
-            for owner in _owners(model, place):
-                state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
             if method.by_request:
-                texts = [LongText(table.positions, method) for _ in _owners(model, place)]
-                for text, owner in zip(texts, _owners(model, place), strict=True):
+                owners = owners_of(model, place)
+                texts = [LongText(table.positions, method) for _ in owners]
+                for text, owner in zip(texts, owners, strict=True):
                     state.hooks += text.around(owner)
                 for module, name in place.places:
                     shown = ByRequest(module, name, table.start, positions, texts)
-                    shown.install()
-                    state.hooks.append(shown)
+                    state.hooks.append(shown.install())
             elif method.scale != 1:
-                _swap(state, place, grown)
+                state.swap(place, grown)
                 for module, _ in place.places:
                     if isinstance(module, nn.Embedding):
                         state.set(module, {"num_embeddings": grown.shape[0]})
@@ -269,11 +305,26 @@ class TableSeam(NativeSeam):
         if stored and not method.by_request and _shapes(model) == _shapes(twin):
             state.export = "weights"
         state.write_config(model, edits)
-        self._verify(model, state, method, lengths, ids, before)
+        if method.keeps_short or method.by_request or method.scale == 1:
+            with state.sample.only():
+                after = _outputs(model, ids)
+            if not all(map(torch.equal, after, before)):
+                raise VerificationError(
+                    f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
+                    "keeps; the model was restored. Please report it, with the model type."
+                )
+        run_past(model, ids, self.tables, lengths)
         if self.beside or self.rest:
-            self._warn(model, method)
+            stays = f"{self.beside} stays as it is. " if self.beside else ""
+            reads = "Something besides its known sources depends on the order of tokens"
+            rest = f"{reads}: {self.rest}. " if self.rest else ""
+            warnings.warn(
+                f"{method.name} makes the table of {type(model).__name__} longer. {stays}{rest}Measure the patched "
+                "model on long texts.",
+                stacklevel=4,
+            )
 
-    def trained(self, model: nn.Module, state: Undo, method: Method) -> bool:
+    def trained(self, model: nn.Module, state: Record, method: Method) -> bool:
         assert isinstance(method, TableMethod)
         for table in self.tables:
             place = held(model, table.path)
@@ -285,7 +336,7 @@ class TableSeam(NativeSeam):
             )
             if (original := next(originals, None)) is None:
                 continue
-            positions = rows.shape[_axis(rows)] - table.start
+            positions = rows.shape[axis_of(rows)] - table.start
             grown = _grown(original.detach(), table.start, positions, method).to(rows.device)
             # A cast and back rounds, and is no training.
             forms = (grown, grown.bfloat16(), grown.half())
@@ -293,7 +344,7 @@ class TableSeam(NativeSeam):
                 return True
         return False
 
-    def _check(self, state: Undo, method: TableMethod) -> None:
+    def _check(self, state: Record, method: TableMethod) -> None:
         if state.original != self.length:
             listing = ", ".join(f"{table.path}: {table.positions:,}" for table in self.tables)
             raise PosencError(
@@ -306,46 +357,8 @@ class TableSeam(NativeSeam):
                 "takes no table method."
             )
 
-    def _verify(
-        self,
-        model: nn.Module,
-        state: Undo,
-        method: TableMethod,
-        lengths: Mapping[str, int],
-        ids: Tensor,
-        before: Sequence[Tensor],
-    ) -> None:
-        """Verify that short texts are as they should be, and that longer texts than before run."""
-        if method.keeps_short or method.by_request or method.scale == 1:
-            with state.sample.only():
-                after = _outputs(model, ids)
-            if not all(map(torch.equal, after, before)):
-                raise VerificationError(
-                    f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
-                    "keeps; the model was restored. Please report it, with the model type."
-                )
-        run_past(model, ids, self.tables, lengths)
 
-    def _warn(self, model: nn.Module, method: TableMethod) -> None:
-        stays = f"{self.beside} stays as it is. " if self.beside else ""
-        rest = (
-            f"Something besides its known sources depends on the order of tokens: {self.rest}. "
-            if self.rest
-            else ""
-        )
-        warnings.warn(
-            f"{method.name} makes the table of {type(model).__name__} longer. {stays}{rest}Measure the patched model "
-            "on long texts.",
-            stacklevel=5,
-        )
-
-
-def _swap(state: Undo, place: Held, tensor: Tensor) -> None:
-    state.tensors.append((place, place.tensor()))
-    place.swap(tensor)
-
-
-def _owners(model: nn.Module, place: Held) -> list[nn.Module]:
+def owners_of(model: nn.Module, place: Held) -> list[nn.Module]:
     """Return the innermost models of transformers around the modules that hold a tensor."""
     holders = {module for module, _ in place.places}
     paths = (p for p, each in model.named_modules(remove_duplicate=False) if each in holders)
@@ -355,20 +368,9 @@ def _owners(model: nn.Module, place: Held) -> list[nn.Module]:
 # What hangs on the length
 
 
-def new_lengths(tables: Sequence[Table], target: int, scale: float) -> dict[str, int]:
-    """Return the new positions of each table by path: the target in the shortest, `scale` times as many in others."""
-    length = min(table.positions for table in tables)
-    return {
-        table.path: target
-        if table.positions == length
-        else math.ceil(table.positions * scale - 1e-6)
-        for table in tables
-    }
-
-
 def take_over_lengths(
-    model: nn.Module, state: Undo, tables: Sequence[Table], lengths: Mapping[str, int]
-) -> tuple[list[tuple[Any, dict[str, Any]]], nn.Module]:
+    model: nn.Module, state: Record, tables: Sequence[Table], lengths: Mapping[str, int]
+) -> tuple[Edits, nn.Module]:
     """Give a model the buffers and numbers of its class for tables of new lengths; the tables themselves stay.
 
     Returns the edits of configs, which are yet to be written, and the model that was built from them, without weights.
@@ -380,19 +382,16 @@ def take_over_lengths(
         near = range(table.positions - _APART, table.positions + table.start + 1)
         growth |= {number: number + more for number in near}
     growth |= {table.positions: lengths[table.path] for table in tables}  # its own comes first
-    edits: list[tuple[Any, dict[str, Any]]] = []
+    edits = []
     for config in configs_of(model).values():
         values = {
             key: growth[value]
             for key, value in vars(config).items()
-            if _is_number(value)
-            and value in growth
-            and _LENGTH.search(key)
-            and _RELATIVE not in key
+            if type(value) is int and value in growth and _LENGTH.search(key)
         }
         edits += [(config, values)] if values else []
     places = {table.path for table in tables}
-    _check_memory(model, edits, tables, lengths)
+    _check_memory(model, edits, lengths)
     twin = _twin(model, edits)
     others = dict(twin.named_parameters(remove_duplicate=False))
     if moved := sorted(
@@ -406,21 +405,17 @@ def take_over_lengths(
         )
     for table in tables:
         longer = held(twin, table.path).tensor()
-        if longer.shape[_axis(longer)] != table.start + lengths[table.path]:
+        rows = longer.shape[axis_of(longer)]
+        if rows != table.start + lengths[table.path]:
             raise UnsupportedModelError(
                 f"{table.path} has {lengths[table.path]:,} positions in no {type(model).__name__} that its config "
-                f"can describe ({longer.shape[_axis(longer)]:,} rows where the length is that): its rows may mean "
-                "something else."
+                f"can describe ({rows:,} rows where the length is that): its rows may mean something else."
             )
     _follow(model, twin, state, growth, places)
     return edits, twin
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.Module:
+def _twin(model: nn.Module, edits: Edits) -> nn.Module:
     """Build a model of the same class from the longer config: buffers with values, weights on the meta device."""
     from accelerate import init_empty_weights
 
@@ -449,24 +444,15 @@ def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.M
         ) from error
 
 
-def _check_memory(
-    model: nn.Module,
-    edits: Sequence[tuple[Any, dict[str, Any]]],
-    tables: Sequence[Table],
-    lengths: Mapping[str, int],
-) -> None:
+def _check_memory(model: nn.Module, edits: Edits, lengths: Mapping[str, int]) -> None:
     """Raise for tables, masks and the like that do not fit into memory, before they are allocated."""
     more = 0
-    for table in tables:
-        tensor = held(model, table.path).tensor()
-        row = tensor.nbytes // tensor.shape[_axis(tensor)]
-        more += (lengths[table.path] - table.positions) * row
-    with contextlib.suppress(Exception), torch.device("meta"):  # of some classes, the tables alone
-        own, longer = (
+    with contextlib.suppress(Exception), torch.device("meta"):  # some classes cannot be built there
+        longer, own = (
             sum(each.nbytes for each in (*one.parameters(), *one.buffers()))
-            for one in (model, _twin(model, edits))
+            for one in (_twin(model, edits), model)
         )
-        more = max(more, longer - own)
+        more = longer - own
     free = free_memory("cpu")
     if free is not None and more > free:
         raise PosencError(
@@ -483,7 +469,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _follow(
-    model: nn.Module, twin: nn.Module, state: Undo, growth: Mapping[int, int], tables: set[str]
+    model: nn.Module, twin: nn.Module, state: Record, growth: Mapping[int, int], tables: set[str]
 ) -> None:
     """Take over the buffers and numbers of a model built for the longer length."""
     others = dict(twin.named_modules(remove_duplicate=False))
@@ -504,17 +490,18 @@ def _follow(
                 )
             # One without values on the meta device is made from weights, later; until then it is zero.
             new = torch.zeros(longer.shape) if longer.is_meta else longer
-            _swap(state, Held(((module, name),)), new)
-        numbers = {
-            key: vars(other).get(key)
+            state.swap(Held(((module, name),)), new)
+        moved = {
+            key: new
             for key, value in vars(module).items()
-            if _is_number(value) and value in growth and not key.startswith("_")
+            if type(value) is int
+            and value in growth
+            and not key.startswith("_")
+            and type(new := vars(other).get(key)) is int
+            and new != value
         }
         if isinstance(module, nn.Embedding):  # its weight decides that
-            numbers.pop("num_embeddings", None)
-        moved = {
-            key: new for key, new in numbers.items() if _is_number(new) and new != vars(module)[key]
-        }
+            moved.pop("num_embeddings", None)
         if moved:
             state.set(module, moved)
 

@@ -156,34 +156,39 @@ def test_a_saved_patch_of_its_own_scaling_is_loaded(
     assert zoo.in_force(loaded).config == zoo.in_force(model).config
 
 
-def test_numbers_or_another_method_are_asked_about() -> None:
+SHARED = r"takes the long list .* for all layers that share"
+REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("phi3", "longrope", {"scale": 8, **LISTS}, '"longrope" without numbers makes its own scaling'),
+    ("phi3", "yarn", {"scale": 2}, r"its long list .* from 64 tokens, to 128"),
+    ("phi3", LongRoPE(**LISTS), {}, "already scaled"),
+    ("phi3", "longrope", {"short_factor": SHORT, "long_factor": SHORT}, "already scaled"),
+    ("phi3", "longrope", {"original_max_position_embeddings": 32}, "already scaled"),
+    (
+        *("phi3", "self_extend", {"scale": 2, "window": 8}),
+        r'patch_model\(model, "self_extend", scale=2, window=8, compose=True\)',
+    ),
+    ("phi3", "rerope", {"layers": [0], "compose": True}, SHARED),
+    ("phi3", {0: ReRoPE(window=8)}, {"compose": True}, SHARED),
+    ("llama-dynamic", "rerope", {"compose": True, **ORIGINAL}, "move with the length of the text"),
+    ("llama-dynamic", "yarn", {"compose": True, **ORIGINAL}, "compose=True needs one table"),
+    *((case, [CASES[case][2], ReRoPE(window=8)], {}, "on one seam") for case in CASES),
+]
+
+
+@pytest.mark.parametrize(("case", "method", "options", "message"), REFUSED)
+def test_what_a_scaling_of_its_own_does_not_allow(
+    case: str, method: Any, options: dict[str, Any], message: str
+) -> None:
+    zoo.refused(build(case)[0], message, method, **options)
+
+
+def test_its_own_scaling_is_one_patch_among_others() -> None:
     model, _ = build("phi3")
-    with pytest.raises(PosencError, match='"longrope" without numbers makes its own scaling exact'):
-        patch_model(model, "longrope", scale=8, **LISTS)
-    with pytest.raises(PosencError, match=r"its long list .* from 64 tokens, to 128"):
-        patch_model(model, "yarn", scale=2)
-    requests: list[tuple[Any, dict[str, Any]]] = [
-        (LongRoPE(**LISTS), {}),
-        ("longrope", {"short_factor": SHORT, "long_factor": SHORT}),
-        ("longrope", {"original_max_position_embeddings": 32}),
-    ]
-    for method, options in requests:
-        with pytest.raises(PosencError, match="already scaled"):
-            patch_model(model, method, **options)
     for name in ("rerope", "longrope"):
         patch_model(model, name, compose=name == "rerope")
         with pytest.raises(PosencError, match="already patched with"):
             patch_model(model, "longrope", update="request")
         unpatch_model(model)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_list_has_no_band_beside_a_table_that_moves(case: str) -> None:
-    model, method = build(case)
-    with pytest.raises(PosencError, match="on one seam"):
-        patch_model(model, [method, ReRoPE(window=8)])
-    with pytest.raises(PosencError, match="on one seam"):
-        patch_model(zoo.build("llama"), ["dynamic_ntk", ReRoPE(window=8)])
 
 
 @pytest.mark.parametrize(
@@ -227,36 +232,31 @@ class _LongList(RopeScaling):
         return math.sqrt(1 + math.log(4) / math.log(16))
 
 
+BAND, EXTENDED = SelfExtend(scale=2, window=8), ("self_extend", {"scale": 2, "window": 8})
+TWICE = [2 * factor for factor in LONG]
+
+
 @pytest.mark.parametrize("length", [12, 100])
-def test_the_long_list_serves_texts_of_every_length(length: int) -> None:
+@pytest.mark.parametrize(
+    ("request_", "replaced"),
+    [
+        (EXTENDED, [_LongList(), BAND]),
+        (EXTENDED, [LongRoPE(short_factor=LONG, long_factor=LONG, scale=4), BAND]),
+        (("pi", {"scale": 2}), LongRoPE(short_factor=TWICE, long_factor=TWICE, scale=4)),
+    ],
+    ids=["band", "list-and-band", "frequencies"],
+)
+def test_the_long_list_serves_texts_of_every_length(
+    request_: tuple[str, dict[str, Any]], replaced: Any, length: int
+) -> None:
     model, _ = build("phi3")
-    line = r'patch_model\(model, "self_extend", scale=2, window=8, compose=True\)'
-    with pytest.raises(PosencError, match=line):
-        patch_model(model, "self_extend", scale=2, window=8)
-    patch_model(model, "self_extend", scale=2, window=8, compose=True)
+    patch_model(model, request_[0], **request_[1], compose=True)
     patch = zoo.in_force(model)
     assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 128)
     logits = run(model, IDS[:, :length]).logits
     unpatch_model(model)
-    patch_model(model, [_LongList(), SelfExtend(scale=2, window=8)], replace=True)
+    patch_model(model, replaced, replace=True)
     assert off(run(model, IDS[:, :length]).logits, logits) < CLOSE
-
-
-def test_layers_that_share_the_table_are_all_chosen() -> None:
-    model, _ = build("phi3")
-    for method, layers in (("rerope", [0]), ({0: ReRoPE(window=8)}, "full")):
-        with pytest.raises(PosencError, match=r"takes the long list .* for all layers that share"):
-            patch_model(model, method, layers=layers, compose=True)
-
-
-def test_one_list_stays_beside_a_band() -> None:
-    model, _ = build("phi3")
-    patch_model(model, "self_extend", scale=2, window=8, compose=True)
-    logits = run(model, IDS).logits
-    unpatch_model(model)
-    static = LongRoPE(short_factor=LONG, long_factor=LONG, scale=4)
-    patch_model(model, [static, SelfExtend(scale=2, window=8)], replace=True)
-    assert off(run(model, IDS).logits, logits) < CLOSE
 
 
 @pytest.mark.parametrize("update", ["row", "request", "sequence"])
@@ -286,22 +286,6 @@ def test_a_table_that_was_set_by_hand_is_refused() -> None:
             tensor.data.div_(4)
     with pytest.raises(PosencError, match="does not have the frequencies of its config"):
         patch_model(model, "pi", scale=2, compose=True)
-
-
-def test_a_frequency_method_scales_the_long_list() -> None:
-    model, _ = build("phi3")
-    with patched(model, "pi", scale=2, compose=True):
-        logits = run(model, IDS[:, :12]).logits
-    doubled = LongRoPE(short_factor=[2 * f for f in LONG], long_factor=SHORT, scale=4)
-    with patched(model, doubled, replace=True):
-        assert off(run(model, IDS[:, :12]).logits, logits) < CLOSE
-
-
-def test_a_dynamic_table_has_no_one_list() -> None:
-    model, _ = build("llama-dynamic")
-    for method in ("rerope", "yarn"):
-        with pytest.raises(PosencError):
-            patch_model(model, method, compose=True, original_max_position_embeddings=64)
 
 
 # What replaces a scaling of the same type

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from hf_posenc.seams import inspection as kinds
 from hf_posenc.seams.inspection import Positions
 from hf_posenc.seams.native import advice_on
 from hf_posenc.seams.probes import absolute, relative
+from tests.seams.test_hidden import ROWS, around, multiplied
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late, quick
-from tests.support.zoo import logits, refused, tokens
+from tests.support.zoo import logits, refused, snapshot, tokens
 
 # Kinds and places of the sources by model type, as its modelling code has them; the certificate must be rounding.
 COMPLETE = {
@@ -123,19 +126,6 @@ def test_a_scaling_of_the_config_is_in_the_row_of_its_table(
 # Sources that are hidden on purpose
 
 
-class _HiddenTable(nn.Module):
-    """An embedding of tokens that adds a vector by position, from a list that no parameter or buffer holds."""
-
-    def __init__(self, embedding: Any) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.hidden = [torch.randn(embedding.weight.shape[1]) for _ in range(64)]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.embedding(ids)
-        return out + 0.1 * torch.stack(self.hidden[: ids.shape[1]])
-
-
 class _HiddenBias(nn.Module):
     """Attention of one head to all tokens, with a bias by distance that no argument or tensor holds."""
 
@@ -149,30 +139,24 @@ class _HiddenBias(nn.Module):
         return scores.softmax(-1) @ hidden_states, None
 
 
-class _HiddenShift(nn.Module):
-    """A block that mixes each token with the one before it."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.block(hidden_states + 0.1 * hidden_states.roll(1, 1), *args, **kwargs)
+HIDDEN: dict[str, Callable[[nn.Module], object]] = {
+    "table": around("transformer.wte", after=lambda out: out + ROWS[: out.shape[1]]),
+    "bias": lambda model: model.set_submodule("transformer.h.2.attn", _HiddenBias()),
+    # On queries, keys and values of one layer.
+    "factor": around(
+        "transformer.h.1.attn.c_attn", after=multiplied(lambda place: 1 + 0.2 * place.log1p())
+    ),
+    # A block that mixes each token with the one before it.
+    "shift": around(
+        "transformer.h.1", before=lambda values, kwargs: (values + 0.1 * values.roll(1, 1), kwargs)
+    ),
+}
 
 
 def _with_hidden(source: str) -> PreTrainedModel:
     model: Any = build_text_model("gpt2")
     model.set_attn_implementation("eager")
-    if source == "table":
-        model.transformer.wte = _HiddenTable(model.transformer.wte)
-    elif source == "bias":
-        model.transformer.h[2].attn = _HiddenBias()
-    elif source == "factor":  # on queries, keys and values of one layer
-        model.transformer.h[1].attn.c_attn.register_forward_hook(
-            lambda _, __, out: out * (1 + 0.2 * torch.arange(out.shape[1]).log1p())[None, :, None]
-        )
-    else:
-        model.transformer.h[1] = _HiddenShift(model.transformer.h[1])
+    HIDDEN[source](model)
     return model
 
 
@@ -199,18 +183,12 @@ def test_a_model_with_a_hidden_source_is_refused(method: str, source: str) -> No
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "gpt_oss"])
 def test_inspecting_leaves_the_model_as_it_was(model_type: str) -> None:
     model = build_text_model(model_type).train()
-    held = {
-        name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()
-    }
-    config = copy.deepcopy(model.config)
+    state, weights = snapshot(model), copy.deepcopy(model.state_dict())
     inspect_positions(model)
+    assert snapshot(model) == state
     for name, value in model.state_dict(keep_vars=True).items():
-        assert id(value) == held[name][0]
-        assert torch.equal(value, held[name][1])
+        assert torch.equal(value, weights[name])
         assert value.grad is None
-    assert all(module.training for module in model.modules())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert model.config.to_dict() == config.to_dict()
 
 
 def test_a_patch_is_suspended_and_put_back() -> None:
@@ -273,33 +251,19 @@ def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"),
+    ("model_type", "method", "words"),
     [
-        ("gpt2", "Positions come from a learned table transformer.wpe.weight"),
-        ("bloom", "Positions come from ALiBi"),
-        (
-            "mamba",
-            "a recurrence or long convolution backbone.layers.*.mixer (MambaMixer). There is nothing to patch",
-        ),
+        ("gpt2", "yarn", "Positions come from a learned table transformer.wpe.weight"),
+        ("bloom", "yarn", "Positions come from ALiBi"),
+        ("mamba", "yarn", "convolution backbone.layers.*.mixer (MambaMixer). There is nothing to"),
+        ("llama", "interpolate", "Methods for a rotary embedding: frequency methods (yarn"),
+        ("gptj", "interpolate", "Methods for a rotary table: frequency methods (yarn"),
     ],
 )
-def test_a_refusal_names_what_the_model_has(model_type: str, words: str) -> None:
-    with pytest.raises(UnsupportedModelError) as error:
-        patch_model(build_text_model(model_type), "yarn", scale=4)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "words"),
-    [
-        ("llama", "Methods for a rotary embedding: frequency methods (yarn"),
-        ("gptj", "Methods for a rotary table: frequency methods (yarn"),
-    ],
-)
-def test_a_model_that_rotates_is_told_its_methods(model_type: str, words: str) -> None:
-    with pytest.raises(UnsupportedModelError) as error:
-        patch_model(build_text_model(model_type), "interpolate", scale=4)
-    assert words in str(error.value)
+def test_a_refusal_names_what_the_model_has_and_its_methods(
+    model_type: str, method: str, words: str
+) -> None:
+    refused(build_text_model(model_type), re.escape(words), method, scale=4)
 
 
 @pytest.mark.parametrize(("model_type", "reads_both"), [("gpt2", False), ("bert", True)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from hf_posenc import (
     PosencError,
@@ -27,7 +25,7 @@ from hf_posenc.seams.inspection import inspect
 from tests.support import zoo
 from tests.support.attention_ways import in_steps
 from tests.support.families import build_text_model
-from tests.support.selection import covering, late, quick
+from tests.support.selection import covering, late
 from tests.support.zoo import relative_difference, tokens
 
 LENGTH, LONG = 40, 150  # the tables have about 64 rows
@@ -43,7 +41,6 @@ TABLES = {
 }
 FEW_TABLES = ("gpt2", "roberta", "ctrl")  # at the start, after rows for padding, and a buffer
 CAUSAL = ("gpt2", "opt")
-REGISTERED = [kind for kind in TABLES if kind != "gpt_neo"]  # which computes attention itself
 
 
 def _run(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
@@ -78,39 +75,6 @@ def _with_mean_rows(model: PreTrainedModel, model_type: str, length: int) -> Pre
     return other
 
 
-def _reference(model: PreTrainedModel, model_type: str, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """Logits in float64 of a model with ALiBi (Press et al. 2022, section 3) in the place of its table."""
-    other = _with_mean_rows(model, model_type, ids.shape[1]).double()
-    causal = {
-        m for n, m in other.named_modules() if model_type in (*CAUSAL, "ctrl") or "decoder" in n
-    }
-    crossing = {m for n, m in other.named_modules() if n.endswith("encoder_attn")}
-
-    def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        heads, count = query.shape[1:3]
-        distance = (torch.arange(count)[:, None] - torch.arange(count)).double()
-        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads) / scale
-        scores = query @ key.mT * scaling
-        if module not in crossing:
-            scores = scores - slopes[:, None, None] * distance.abs()
-        if module in causal and module not in crossing:
-            scores = scores.masked_fill(distance < 0, -torch.inf)
-        return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("alibi_reference", attention)
-    AttentionMaskInterface.register("alibi_reference", lambda **given: sdpa_mask(**given))
-    other.set_attn_implementation("alibi_reference")
-    return _run(other, ids)
-
-
 @pytest.mark.parametrize(
     ("model_type", "length"),
     [
@@ -128,44 +92,6 @@ def test_nope_reads_the_mean_row_everywhere(model_type: str, length: int) -> Non
     assert positions.complete
 
 
-@pytest.mark.parametrize("model_type", quick(REGISTERED, ("gpt2", "bert", "bart")))
-def test_alibi_equals_a_float64_reference(model_type: str) -> None:
-    """Also past the rows of the table, with the slopes of the paper, or divided by the scale."""
-    model = build_text_model(model_type)
-    cases: tuple[tuple[int, Any, dict[str, Any], float], ...] = (
-        (LENGTH, "alibi", {}, 1.0),
-        (LONG, ALiBi(), {"target_length": LONG}, 1.0),
-        (LONG, "alibi", {"scale": 3}, 3.0),
-    )
-    for length, method, options, scale in cases:
-        ids = tokens(length)
-        expected = _reference(model, model_type, ids, scale)
-        patch_model(model, method, **options)
-        assert relative_difference(_run(model, ids), expected) < 1e-5
-        unpatch_model(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_type", "length"),
-    covering(["gpt_neo", "rembert", "megatron-bert", "big_bird", "tapas"], [LENGTH, LONG]),
-)
-def test_alibi_in_code_of_its_own_equals_the_same_bias_as_a_mask(
-    model_type: str, length: int
-) -> None:
-    """Such code adds a mask of four axes to its scores, so the unpatched model computes the reference."""
-    model, ids = build_text_model(model_type), tokens(length)
-    distance = (torch.arange(length)[:, None] - torch.arange(length)).float()
-    slopes = 2.0 ** (-8 * torch.arange(1, 5) / 4)
-    bias = -slopes[None, :, None, None] * distance.abs()
-    if model_type == "gpt_neo":
-        bias = bias.masked_fill(distance < 0, torch.finfo(torch.float32).min)
-    target = max(length, 64)
-    expected = _run(patch_model(model, "nope", target_length=target), ids, attention_mask=bias)
-    patch_model(model, ALiBi(), target_length=target, replace=True)
-    assert relative_difference(_run(model, ids), expected) < 1e-5
-
-
 OWN_CODE: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("git", "mvp", "openai-gpt", "squeezebert")},
     **{kind: {"relative_attention": True} for kind in ("deberta", "deberta-v2")},
@@ -179,6 +105,10 @@ MORE_OWN_CODE = (
 class _AddedBeforeSoftmax(TorchFunctionMode):
     """ALiBi added to all scores of as many keys as queries, by the paper, in whatever code computes them."""
 
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         scores = args[0] if args else None
         if func.__name__ == "softmax" and isinstance(scores, Tensor):
@@ -186,40 +116,52 @@ class _AddedBeforeSoftmax(TorchFunctionMode):
             if queries == keys:
                 heads = scores.shape[1] if scores.dim() == 4 else scores.shape[0] // 2  # two texts
                 distance = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().double()
-                slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads)
+                slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads) / self.scale
                 bias = -slopes[:, None, None] * distance
                 bias = bias.repeat(2, 1, 1) if scores.dim() == 3 else bias
                 args = (scores + bias.to(scores.dtype), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "model_type", quick([*OWN_CODE, *MORE_OWN_CODE], ("openai-gpt", "mvp", "deberta"))
-)
-def test_alibi_in_any_code_equals_a_float64_reference(model_type: str) -> None:
-    model = build_text_model(model_type, **OWN_CODE.get(model_type, {}))
-    ids = torch.cat((tokens(20), tokens(20).flip(1)))
-    arguments = {}
-    if model.config.is_encoder_decoder:  # attention to another text has no position
-        arguments = {"decoder_input_ids": ids[:, :13]}
+EVERY = tuple(dict.fromkeys((*TABLES, *OWN_CODE, *MORE_OWN_CODE)))
 
-    def logits(one: Any) -> Tensor:
+
+@pytest.mark.parametrize(
+    ("model_type", "length", "scale"),
+    [
+        *((kind, 20, 1.0) for kind in ("bert", "openai-gpt", "mvp", "deberta")),
+        *(("gpt2", LONG, 1.0), ("bart", LONG, 3.0)),
+        *late(EVERY, [20], [1.0]),
+        *late([kind for kind in TABLES if kind != "roberta"], [LONG], [3.0]),
+    ],
+)
+def test_alibi_equals_a_float64_reference(model_type: str, length: int, scale: float) -> None:
+    """Also past the rows of the table, with the slopes of the paper divided by the scale; undone to the bit."""
+    model = build_text_model(model_type, **OWN_CODE.get(model_type, {}))
+    ids, options = torch.cat((tokens(length), tokens(length).flip(1))), dict[str, Any]()
+    short, arguments = ids[:, :20], dict[str, Any]()
+    if length > 64:
+        options["target_length"] = length
+    if model.config.is_encoder_decoder:  # attention to another text has no position
+        arguments["decoder_input_ids"] = ids[:, :13]
+
+    def logits(one: Any, ids: Tensor = ids) -> Tensor:
         with torch.no_grad():
             return one(input_ids=ids, use_cache=False, **arguments).logits.double()
 
-    before = logits(model)
-    patch_model(model, "nope")
+    before = logits(model, short)
+    patch_model(model, "nope", **options)
     exact: Any = copy.deepcopy(model)
     if model_type != "xglm":  # whose code fails in float64
         exact.double()
     exact.set_attn_implementation("eager")
     rounding = relative_difference(logits(model), logits(exact))  # 4e-4 in XLM's 2,048 features
-    with _AddedBeforeSoftmax():
+    with _AddedBeforeSoftmax(scale):
         expected = logits(exact)
-    patch_model(model, "alibi", replace=True)
+    patch_model(model, ALiBi(scale=scale), replace=True, **options)
     assert relative_difference(logits(model), expected) < max(1e-5, 2 * rounding)
     assert relative_difference(logits(exact), expected) > 1e-3
-    assert torch.equal(logits(unpatch_model(model)), before)
+    assert torch.equal(logits(unpatch_model(model), short), before)
 
 
 @pytest.mark.parametrize(("model_type", "method"), covering(CAUSAL, ["alibi", "fire"]))
@@ -233,24 +175,6 @@ def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -
     padded = torch.cat((torch.zeros(2, 5, dtype=torch.long), ids), 1)
     mask = torch.cat((torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)), 1)
     assert relative_difference(_run(model, padded, attention_mask=mask)[:, 5:], whole) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("model_type", "method"), [("gpt2", "nope"), ("ctrl", "kerple_log"), ("bart", "alibi")]
-)
-def test_a_patch_survives_copies_and_is_undone_to_the_bit(model_type: str, method: str) -> None:
-    model, ids = build_text_model(model_type), tokens(LENGTH)
-    before, weights = _run(model, ids), copy.deepcopy(model.state_dict())
-    buffers = {name: each.clone() for name, each in model.named_buffers()}
-    patch_model(model, method, target_length=100)
-    out = _run(model, ids)
-    assert relative_difference(out, before) > 1e-2
-    assert torch.equal(_run(copy.deepcopy(model), ids), out)
-    assert torch.equal(_run(pickle.loads(pickle.dumps(model)), ids), out)
-    assert zoo.in_force(model).method == method
-    assert torch.equal(_run(unpatch_model(model), ids), before)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
 
 
 # MRA has `position_ids` among its weights.
@@ -313,11 +237,7 @@ def test_a_text_longer_than_the_silenced_table_is_refused(model_type: str) -> No
 def test_what_cannot_be_is_refused_and_changes_nothing(
     model_type: str, method: Any, words: str
 ) -> None:
-    model, ids = build_text_model(model_type), tokens(9)
-    before = _run(model, ids)
-    with pytest.raises(PosencError, match=words):
-        patch_model(model, method)
-    assert torch.equal(_run(model, ids), before)
+    zoo.refused(build_text_model(model_type), words, method)
 
 
 @pytest.mark.filterwarnings("error::hf_posenc.errors.UntrainedWarning")

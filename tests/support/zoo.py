@@ -176,8 +176,8 @@ def copied(name: str, make: Callable[[], PreTrainedModel], overrides: Mapping[st
             hidden.refuse_hidden(made, tables_of(made), "pi", sample_of(made))
     _AGAIN.add(key)
     found = copy.deepcopy(made)
-    if made in hidden._tried:
-        hidden._tried[found] = hidden.version_of(found)
+    if made in hidden._known:
+        hidden._known[found] = hidden.version_of(found), dict(hidden._known[made][1])
     return found
 
 
@@ -321,14 +321,35 @@ def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
     return final.double()
 
 
+def snapshot(model: torch.nn.Module) -> dict[str, Any]:
+    """All that a patch may change: what modules hold, by identity or value, their order, and the config."""
+    held: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        held[path] = type(module), [*module._modules]
+        for key, value in vars(module).items():
+            if isinstance(value, dict):
+                held |= {f"{path}.{key}.{inner}": id(each) for inner, each in value.items()}
+            elif key != "config" and not key.startswith("_compiled"):
+                held[f"{path}.{key}"] = value if isinstance(value, int | float) else id(value)
+    anything: Any = model
+    config = copy.deepcopy(anything.config.to_dict())
+    return {**held, "config": config, "attention": anything.config._attn_implementation}
+
+
 def refused(model: PreTrainedModel, words: str, method: Any, **options: Any) -> None:
     """Assert that a patch is refused with these words, and that the model is as it was."""
-    ids, config = tokens(9), copy.deepcopy(model.config.to_dict())
-    before = logits(model, ids)
-    with pytest.raises(PosencError, match=words):
+    with unchanged(model), pytest.raises(PosencError, match=words):
         patch_model(model, method, **options)
     assert get_patch(model) is None
-    assert model.config.to_dict() == config
+
+
+@contextlib.contextmanager
+def unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """Assert that a block leaves a model as it was."""
+    ids = tokens(9)
+    before, state = logits(model, ids), snapshot(model)
+    yield
+    assert snapshot(model) == state
     assert torch.equal(logits(model, ids), before)
 
 
