@@ -411,10 +411,6 @@ class Result(abc.ABC):
         """Write everything to a file."""
         write_atomically(path, to_json(self.to_dict()))
 
-    def write_csv(self, path: Path) -> None:
-        """Write the rows of the CSV file; a number that could not be measured has a `status` and no value."""
-        write_atomically(path, to_csv(list(self.columns), self.csv_rows()))
-
     def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
         """Write the files to a folder, and the figures if `plots`, each whole or not at all; return the files' names.
 

@@ -311,7 +311,7 @@ def _score_panel(
     panel.set_xlabel("step")
     panel.set_ylabel("perplexity")
     plots.value_axis(panel)
-    plots.name_lines(panel, names, (_HEIGHT - 1.0) * 72)
+    plots.name_lines(panel, names)
 
 
 def _style(colour: int, marker: int) -> dict[str, Any]:

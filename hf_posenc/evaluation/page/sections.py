@@ -55,7 +55,6 @@ class Section:
     verdicts: list[str]
     notes: list[str]
     parts: list[Part]
-    apart: list[str] = field(default_factory=list)
     recipe: str = ""
 
 
@@ -137,9 +136,13 @@ def _compared(sources: Sequence[Source], kind: str, figures: bool) -> Iterator[S
         if len(group.models) > 1:
             baselines = (labels[0] for labels in group.models.values())
             notes.append(f"Each model has a baseline of its own: {', '.join(baselines)}.")
-        apart = [f"Not comparable with {title} 1: {reason}." for reason in group.apart]
-        title += f" {index}" if len(found) > 1 else ""
-        yield Section(id, title, verdicts, notes, parts, apart)
+        if len(found) > 1:
+            title += f" {index}"
+            notes.append(
+                "Other texts or settings than in the other sections of its kind, with which its numbers are not "
+                "comparable."
+            )
+        yield Section(id, title, verdicts, notes, parts)
 
 
 # Perplexity.

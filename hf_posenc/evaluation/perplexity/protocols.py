@@ -106,15 +106,15 @@ class Settings:
             raise PosencError(f"Lengths are ascending and different, not {list(self.lengths)}.")
         if self.lengths[0] < MIN_LENGTH:
             raise PosencError(f"A length has at least {MIN_LENGTH} tokens, not {self.lengths[0]}.")
-        others = [name for name in self.protocols if name not in PROTOCOLS]
-        if others or not self.protocols:
-            raise PosencError(f"Unknown protocol {', '.join(others)!r}: {', '.join(PROTOCOLS)}.")
-        if len(set(self.protocols)) < len(self.protocols):
-            raise PosencError(f"A protocol is named twice: {', '.join(self.protocols)}.")
-        if self.aggregate not in AGGREGATES:
-            raise PosencError(f"Unknown aggregate {self.aggregate!r}: {', '.join(AGGREGATES)}.")
-        if self.bos_windows not in ("every", "first"):
-            raise PosencError(f"--bos-windows is every or first, not {self.bos_windows!r}.")
+        if not 0 < len(self.protocols) == len(set(self.protocols)):
+            raise PosencError(f"Give at least one protocol, each once, not {list(self.protocols)}.")
+        for kind, given, possible in (
+            *(("protocol", name, PROTOCOLS) for name in self.protocols),
+            ("aggregate", self.aggregate, AGGREGATES),
+            ("value of --bos-windows", self.bos_windows, ("every", "first")),
+        ):
+            if given not in possible:
+                raise unknown(kind, given, possible)
         if self.tail_tokens == 0:
             object.__setattr__(self, "tail_tokens", default_tail_tokens(self.lengths))
         if "tail" in self.protocols and not 1 <= self.tail_tokens < self.lengths[0]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 HEAT = "cividis"  # the same with and without colour blindness, and ordered by lightness
 MAX_COLUMNS = 4
+MAX_DEPTHS = 10  # more of them make no panel higher
 WRITTEN = 8  # with at most so many lengths, each cell contains its number
 
 
@@ -48,50 +49,41 @@ def heat_figure(
     """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
 
     The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
-    grey where a number is missing. Every task has the same methods; `label` is the name of the shares.
+    grey where a number is missing. `label` is the name of the shares.
     """
     plots.require()
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-    colours = mpl.colormaps[HEAT].with_extremes(bad=plots.GRID)
     by_task = {
         task: [m for m in maps if m.task == task] for task in dict.fromkeys(m.task for m in maps)
     }
-    panels = max(map(len, by_task.values()))
-    columns = min(MAX_COLUMNS, panels)
-    rows = -(-panels // columns)
-    depths = [len(group[0].depths) for group in by_task.values()]
-    heights = [rows * (max(0.2, min(0.24, 2.6 / n)) * n + 0.75) + 0.45 for n in depths]
-    width = max(0.42 * len(lengths), 1.5) * columns + 1.6
+    columns = min(MAX_COLUMNS, max(map(len, by_task.values())))
+    rows = [
+        group[start : start + columns]
+        for group in by_task.values()
+        for start in range(0, len(group), columns)
+    ]
+    heights = [0.24 * min(len(row[0].depths), MAX_DEPTHS) + 0.85 for row in rows]
+    size = max(0.42 * len(lengths), 1.5) * columns + 1.6, sum(heights) + 0.4
+    colours = mpl.colormaps[HEAT].with_extremes(bad=plots.GRID)
     with mpl.rc_context({**plots.STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(width, sum(heights) + 0.3), layout="constrained")
-        sides: Any = figure.subfigures(1, 2, width_ratios=[width - 0.9, 0.9])
-        parts = sides[0].subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        for part, (task, group) in zip(parts, by_task.items(), strict=True):
-            part.suptitle(task, x=0.01, ha="left", fontsize=9, fontweight="bold")
-            if original:
-                trained = f"dashed: trained length, {original:,} tokens"
-                look: dict[str, Any] = {"ha": "right", "va": "top", "color": plots.REMARK}
-                part.text(0.99, 0.985, trained, fontsize=7, **look)
-            axes = part.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-            for place, panel in enumerate(axes.flat):
-                if place >= len(group):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+        for row, panels in zip(rows, axes, strict=True):
+            for panel, heat in itertools.zip_longest(panels, row):
+                if heat is None:
                     panel.set_visible(False)
-                    continue
-                _panel(panel, group[place], lengths, original, colours)
-                below = place + columns < len(group)
-                panel.tick_params(labelbottom=not below, labelleft=place % columns == 0, length=0)
-                if not below:
-                    panel.set_xlabel("context (tokens)", fontsize=8)
-            if group[0].depths[0] is not None:
-                for panel in axes[:, 0]:
-                    panel.set_ylabel("needle depth", fontsize=8)
+                else:
+                    _panel(panel, heat, lengths, original, colours)
+            named = row[0].depths[0] is not None
+            panels[0].set_ylabel(f"{row[0].task}\n{'needle depth' if named else ''}", fontsize=8)
+        if original:
+            figure.suptitle(f"dashed: trained length, {original:,} tokens", fontsize=7)
         scale = ScalarMappable(cmap=colours)
         scale.set_clim(0, 1)
-        bar = sides[1].colorbar(scale, cax=sides[1].add_axes((0.05, 0.1, 0.17, 0.8)))
-        bar.set_label(label, fontsize=8)
+        bar = figure.colorbar(scale, ax=axes, label=label)
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
     return figure
 
@@ -105,12 +97,14 @@ def _panel(
     shares = np.ma.masked_invalid(np.array(heat.shares, dtype=float))
     panel.imshow(shares, cmap=colours, vmin=0, vmax=1, aspect="auto")
     panel.set_title(heat.method, loc="left", fontsize=8)
-    for side in ("top", "right", "bottom", "left"):
-        panel.spines[side].set_visible(False)
-    ticks = _thinned(len(lengths))
-    panel.set_xticks(ticks, [plots.tick(lengths[place]) for place in ticks], fontsize=7)
-    ticks = _thinned(rows) if heat.depths[0] is not None else []
-    panel.set_yticks(ticks, [f"{heat.depths[row]:.0%}" for row in ticks], fontsize=7)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(labelsize=7, length=0)
+    ticks = range(0, len(lengths), -(-len(lengths) // plots.MAX_TICKS))
+    panel.set_xticks(ticks, [plots.tick(lengths[place]) for place in ticks])
+    panel.set_xlabel("context (tokens)", fontsize=8)
+    ticks = range(0, rows, -(-rows // plots.MAX_TICKS))
+    depths = [heat.depths[row] for row in ticks]
+    panel.set_yticks(ticks, ["" if depth is None else f"{depth:.0%}" for depth in depths])
     look: dict[str, Any] = {"ha": "center", "va": "center"}
     for column, missing in enumerate(heat.missing):
         if missing:
@@ -118,17 +112,13 @@ def _panel(
             look_missing = {**look, "fontsize": 6, "color": plots.REMARK, "rotation": turned}
             panel.text(column, (rows - 1) / 2, missing, **look_missing)
         elif len(lengths) <= WRITTEN:
-            for row in range(rows):
-                text = percent(heat.shares[row][column]).removesuffix("%")
-                colour = "white" if heat.shares[row][column] < 0.5 else plots.BASELINE
+            for row, values in enumerate(heat.shares):
+                text = percent(values[column]).removesuffix("%")
+                colour = "white" if values[column] < 0.5 else plots.BASELINE
                 panel.text(column, row, text, fontsize=5.5, color=colour, **look)
     if original:
         within = sum(length <= original for length in lengths)
         panel.axvline(within - 0.5, color=plots.BASELINE, linewidth=1.0, linestyle=(0, (4, 3)))
-
-
-def _thinned(count: int) -> list[int]:
-    return list(range(0, count, -(-count // plots.MAX_TICKS)))
 
 
 # Sweep and search.
@@ -162,7 +152,7 @@ def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target
             panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
             above = (0, 2 + 9 * index)  # names above each other, however near
             plots.name_mark(panel, row.label, x, above, color=colour, ha="center", va="bottom")
-        plots.set_ticks(panel.xaxis, plots.value_ticks(*panel.get_xlim()), "{:g}".format)
+        plots.round_ticks(panel.xaxis)
         panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn
 
