@@ -181,7 +181,7 @@ class MethodsResult(Result, Generic[CellT]):
                 finite = math.isfinite(values["nats"] or 0)
                 yield {**values, **key, "status": "ok" if finite else "not finite"}
 
-    def cells_of(self, method: str, condition: str, length: int) -> list[CellT]:
+    def cells_of(self, method: str, condition: str, length: int) -> list[Any]:
         """Return the cells with a row of their own in `frame`."""
         cell = self.cell(method, condition, length)
         return [] if cell is None else [cell]

@@ -146,7 +146,8 @@ class Store(Records):
                 raise PosencError(
                     f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
                 ) from None
-        try:
+        with contextlib.ExitStack() as locked, disk_errors(str(self._path)):
+            locked.callback(self._lock.release)
             if not (self.folder / "settings.json").exists():
                 about = {} if command is None else {"command": command}
                 write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
@@ -156,11 +157,7 @@ class Store(Records):
             self._file = self._path.open("ab", buffering=0)
             self._unsynced, self._synced_at = False, 0.0
             self.refresh()
-        except (OSError, PosencError) as error:
-            self._lock.release()
-            if isinstance(error, PosencError):
-                raise
-            raise PosencError(f"{self._path}: {error.strerror or error}.") from error
+            locked.pop_all()
 
     def __enter__(self) -> Store:
         return self

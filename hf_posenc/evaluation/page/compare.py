@@ -18,6 +18,7 @@ from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     ROUNDING,
+    VERDICTS,
     Cell,
     summarize,
 )
@@ -232,19 +233,17 @@ def perplexity_verdict(group: Group, model: str, protocol: str) -> str:
         return f"{where}: no method has a number to compare."
     ranked = sorted(compared, key=lambda label: compared[label].ratio or 0)
     better = [label for label in ranked if compared[label].differs < 0]
-    best = (better or ranked)[0]
-    ratio, ends = compared[best].ratio or 0, compared[best].ratio_interval
-    interval = f" ({'-'.join(map(ratio_text, ends))})" if ends else ""
-    size = f"with {ratio_text(ratio)}{interval} times the control's perplexity"
+    best, *others = better or ranked[:1]
+    cell = compared[best]
+    interval = f" ({'-'.join(map(ratio_text, cell.ratio_interval))})" if cell.ratio_interval else ""
+    verdict = "not significantly different"
     if documents < FEW_DOCUMENTS:
-        return f"{where}: too few for a verdict; {best} is lowest, {size}."
-    if better:
-        also = f"; so are {', '.join(better[1:])}" if better[1:] else ""
-        text = f"{best} is significantly better, {size}, the best of {len(ranked)}{also}"
-    else:
-        worse = compared[best].differs > 0
-        differs = "significantly worse" if worse else "not significantly different"
-        text = f"no method is significantly better; {best} is nearest, {size}, and {differs}"
+        verdict = "too few documents for a verdict"
+    elif cell.differs:
+        verdict = f"significantly {VERDICTS[cell.differs]}"
+    none = "" if better else "no method is significantly better; "
+    text = f"{none}{best} has {ratio_text(cell.ratio or 0)}{interval} times the control's perplexity, {verdict}"
+    text += f"; significantly better too: {', '.join(others)}" if others else ""
     patched = any(entry.label == control and entry.method for entry in result.candidates)
     if not patched and result.original and length > result.original:
         text += ". An unpatched model breaks down: add truncation"

@@ -113,10 +113,6 @@ class PerplexityResult(MethodsResult[Cell]):
             baseline=self.candidates[0].label if self.candidates else None,
         )
 
-    def __repr__(self) -> str:
-        methods = ", ".join(entry.label for entry in self.candidates)
-        return f"PerplexityResult({methods}; {len(self.documents)} documents, lengths {list(self.settings.lengths)})"
-
     @property
     def curve(self) -> dict[str, Any]:
         """Losses by position in the longest prefix: the edges of the buckets, and each method's sums."""

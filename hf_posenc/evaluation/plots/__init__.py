@@ -288,10 +288,8 @@ def _line(
     panel.plot(x, y, **{**look, **MARKED, "marker": marker}, zorder=3, label=label)
 
 
-STAGGER = 0.35
-"""Largest share of the distance between two lengths over which the methods' intervals are spread."""
-CLOSE = 0.012
-"""Largest distance of two intervals, as a share of the axis."""
+STAGGER = 0.1
+"""Share of the distance between two lengths over which the methods' intervals are spread."""
 
 
 def ratio_figure(result: PerplexityResult, protocol: str = "tail") -> Figure:
@@ -306,8 +304,7 @@ def ratio_figure(result: PerplexityResult, protocol: str = "tail") -> Figure:
         panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
         candidates = list(zip(result.candidates, looks(result.candidates), strict=True))
         gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
-        span = math.log2(lengths[-1] / lengths[0]) or 1.0
-        step = min(STAGGER * gap / len(candidates), CLOSE * span)
+        step = STAGGER * gap / len(candidates)
         for index, (candidate, look) in enumerate(candidates):
             cells = [c for c in _cells(result, candidate.label, protocol) if positive(c.ratio)]
             if candidate.method is None and all(cell.ratio == 1.0 for cell in cells):

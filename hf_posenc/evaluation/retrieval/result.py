@@ -19,7 +19,7 @@ from hf_posenc.evaluation.grid import (
     percent_range,
 )
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
-from hf_posenc.evaluation.plots.results import HeatMap, heat_figure
+from hf_posenc.evaluation.plots.results import heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 
 if TYPE_CHECKING:
@@ -329,25 +329,25 @@ class RetrievalResult(MethodsResult[Cell]):
             raise PosencError(
                 f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
             )
-        pairs = itertools.product(self.settings.tasks, self.candidates)
-        maps = [self._heat_map(task, entry.label, value) for task, entry in pairs]
-        return heat_figure(maps, self.settings.lengths, self.original, VALUES[value])
+        return heat_figure(self, value)
 
-    def _heat_map(self, task: str, method: str, value: str) -> HeatMap:
-        lengths = self.settings.lengths
+    def shares(self, task: str, method: str, value: str) -> list[list[float]]:
+        """Return a heat map: a row for each depth, from the front, a share for each length; NaN where there is none."""
+        key, lengths = (method, task), self.settings.lengths
+        cells = {(c.depth, c.length): c for c in self.depth_cells if (c.method, c.task) == key}
         depths = self.settings.depths if get_task(task).has_depth else (None,)
-        cells = {(c.depth, n): c for n in lengths for c in self.by_depth(method, task, n)}
-        shares = [
+        return [
             [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
             for depth in depths
         ]
-        missing = dict.fromkeys(lengths, "")
-        for n in lengths:
-            if self.is_left_out(task, n):
-                missing[n] = "too short"
-            elif self.cell(method, task, n) is None:
-                missing[n] = failure_field(self.failure(method, task, n)).text
-        return HeatMap(task, method, depths, shares, list(missing.values()))
+
+    def missing(self, task: str, method: str, length: int) -> str:
+        """Return the reason why a length has no number, in a word; `""` if it has one."""
+        if self.is_left_out(task, length):
+            return "too short"
+        if self.cell(method, task, length) is None:
+            return failure_field(self.failure(method, task, length)).text
+        return ""
 
     def tables(self) -> list[Grid]:
         """Return one table per task: accuracy by method and length, and how often the answer is ranked first."""

@@ -210,29 +210,31 @@ def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols()
     assert "trained at (10.00). A method holds where its perplexity (tail)" in next(result.guide())
 
 
-def test_one_stream_has_no_ranges() -> None:
-    result = example(CURVES, documents=1)
-    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=128)
-    notes = " ".join(dataclasses.replace(result, settings=settings).notes())
-    assert "One stream, 1 skipped; no ranges" in notes
-    assert "Fewer than" not in notes
-    assert "is not read" not in notes
-    assert "1 document, 1 skipped; no ranges" in " ".join(result.notes())
+GAPS = "the text between them is not read"
 
 
-def test_windows_with_gaps_between_them_are_named() -> None:
-    result = example(CURVES)
-    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=512)
-    notes = " ".join(dataclasses.replace(result, settings=settings).notes())
-    assert "Windows of 256 tokens lie 512 apart: the text between them is not read" in notes
-
-
-def test_special_tokens_in_front_of_a_window_widen_the_gap() -> None:
-    result = example(CURVES)
-    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=256)
-    for model, told in (({}, False), ({"bos": {"token_ids": [0]}}, True)):
-        same = dataclasses.replace(result, settings=settings, model=model)
-        assert ("the text between them is not read" in " ".join(same.notes())) is told
+@pytest.mark.parametrize(
+    ("documents", "stride", "special", "noted", "unsaid"),
+    [
+        (1, None, [], "1 document, 1 skipped; no ranges", "Fewer than"),
+        (1, 128, [], "One stream, 1 skipped; no ranges", GAPS),
+        (6, 512, [], f"Windows of 256 tokens lie 512 apart: {GAPS}", "Fewer than"),
+        (6, 256, [], "One stream", GAPS),
+        (6, 256, [0], GAPS, "Fewer than"),
+        (4, None, [], "Fewer than 5 documents", GAPS),
+    ],
+)
+def test_notes_on_documents_and_windows(
+    documents: int, stride: int | None, special: list[int], noted: str, unsaid: str
+) -> None:
+    result = example(CURVES, documents=documents)
+    if stride is not None:
+        settings = dataclasses.replace(result.settings, protocols=("stream",), stride=stride)
+        result = dataclasses.replace(result, settings=settings)
+    result = dataclasses.replace(result, model={"bos": {"token_ids": special}})
+    notes = " ".join(result.notes())
+    assert noted in notes
+    assert unsaid not in notes
 
 
 def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
@@ -243,11 +245,9 @@ def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
 
 
 def test_notes_and_guide() -> None:
-    notes = " ".join(example(CURVES, documents=4).notes())
-    assert "4 documents, 1 skipped" in notes
-    assert "Fewer than 5 documents" in notes
+    notes = " ".join(example(CURVES).notes())
+    assert "6 documents, 1 skipped" in notes
     assert "(auto): scale = length / 256" in notes
-    assert "Fewer" not in " ".join(example(CURVES).notes())
     baseline, protocol = example(CURVES).guide()
     assert baseline.startswith(
         "Baseline: the unpatched model at 256 tokens, the length it was trained at (14.55)."
