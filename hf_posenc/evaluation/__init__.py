@@ -8,7 +8,6 @@ folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.exte
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import naming_extras
@@ -27,37 +26,29 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.tuning.search import SearchResult as SearchResult
     from hf_posenc.evaluation.tuning.sweep import SweepResult as SweepResult
 
-
-def on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names, by module, are imported on first use.
-
-    A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
-    """
-    modules = {name: module for module, names in homes.items() for name in names.split()}
-
-    def get(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with naming_extras():
-            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-
-    return get
-
-
+# A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
-    "bench": "BenchResult GpuResult",
-    "documents": "read_dataset read_paths",
-    "extend.result": "ExtendResult",
-    "perplexity": "measure_perplexity",
-    "perplexity.result": "PerplexityResult",
-    "retrieval": "measure_retrieval",
-    "retrieval.result": "RetrievalResult",
-    "scoring.head_replay": "TokenScorer",
-    "tuning.search": "SearchResult",
-    "tuning.sweep": "SweepResult",
+    "BenchResult": "bench",
+    "ExtendResult": "extend.result",
+    "GpuResult": "bench",
+    "PerplexityResult": "perplexity.result",
+    "RetrievalResult": "retrieval.result",
+    "SearchResult": "tuning.search",
+    "SweepResult": "tuning.sweep",
+    "TokenScorer": "scoring.head_replay",
+    "measure_perplexity": "perplexity",
+    "measure_retrieval": "retrieval",
+    "read_dataset": "documents",
+    "read_paths": "documents",
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names.split())
-__getattr__ = on_first_use(__name__, _HOMES)
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with naming_extras():
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hf_posenc.evaluation import on_first_use
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.protocols import make_settings as make_settings
@@ -15,10 +14,18 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.run import measure_perplexity as measure_perplexity
     from hf_posenc.evaluation.perplexity.run import prepare as prepare
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "protocols": "make_settings settings_of",
-        "run": "PerplexityRun document_key joined measure_perplexity prepare",
-    },
-)
+_HOMES = {
+    "make_settings": "protocols",
+    "settings_of": "protocols",
+    "PerplexityRun": "run",
+    "document_key": "run",
+    "joined": "run",
+    "measure_perplexity": "run",
+    "prepare": "run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,7 +1,8 @@
 """Figures of measurements, for papers, notebooks and the report. Needs matplotlib (`pip install hf-posenc[plot]`).
 
-Every function takes a result, or plain data of one, and returns a matplotlib `Figure`. This file has the common look,
-axes and files, and perplexity: against context length, as a ratio to the baseline, and by position in the text.
+Every function takes a result (`Any`, since results import this file), or plain data of one, and returns a matplotlib
+`Figure`. This file has the common look, axes and files, and perplexity: against context length, as a ratio to the
+baseline, and by position in the text.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-
-    from hf_posenc.evaluation.perplexity.result import PerplexityResult
 
 # Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
 # pale yellow.
@@ -106,7 +105,7 @@ def styled_panels(
 
 @contextlib.contextmanager
 def line_panels(
-    result: PerplexityResult, width: float, columns: int = 1, **options: Any
+    result: Any, width: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
     height = max(3.1, 1.5 + 0.14 * len(result.candidates))
@@ -248,7 +247,7 @@ MAX_MARKERS = 16
 """Longer lines have no markers, which would touch."""
 
 
-def figure(result: PerplexityResult, protocols: Sequence[str] | None = None) -> Figure:
+def figure(result: Any, protocols: Sequence[str] | None = None) -> Figure:
     """Draw one panel for each of the protocols (all by default); the last one has the names of the lines."""
     settings = result.settings
     shown = settings.protocols if protocols is None else protocols
@@ -273,7 +272,7 @@ def figure(result: PerplexityResult, protocols: Sequence[str] | None = None) -> 
     return drawn
 
 
-def _cells(result: PerplexityResult, label: str, protocol: str) -> list[Cell]:
+def _cells(result: Any, label: str, protocol: str) -> list[Cell]:
     """The numbers of a method at all lengths that have one."""
     cells = (result.cell(label, protocol, length) for length in result.settings.lengths)
     return [cell for cell in cells if cell is not None]
@@ -292,7 +291,7 @@ STAGGER = 0.1
 """Share of the distance between two lengths over which the methods' intervals are spread."""
 
 
-def ratio_figure(result: PerplexityResult, protocol: str = "tail") -> Figure:
+def ratio_figure(result: Any, protocol: str = "tail") -> Figure:
     """Draw the ratio to the first method's perplexity, with its paired interval at every point and a line at 1.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
@@ -337,7 +336,7 @@ SPAN = 2**0.125
 _LARGEST = 700.0  # nats; the exponential of more is no float
 
 
-def position_figure(result: PerplexityResult) -> Figure:
+def position_figure(result: Any) -> Figure:
     """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
 
     Every token is read with all tokens before it, in windows of the longest length.

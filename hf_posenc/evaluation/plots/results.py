@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-    from hf_posenc.evaluation.retrieval.result import RetrievalResult
     from hf_posenc.evaluation.tuning import Row
 
 # Retrieval: heat maps of needle depth and prompt length, small multiples over tasks and methods.
@@ -26,14 +25,12 @@ MAX_DEPTHS = 10  # more of them make no panel higher
 WRITTEN = 8  # with at most so many lengths, each cell contains its number
 
 
-def heat_figure(result: RetrievalResult, value: str) -> Figure:
+def heat_figure(result: Any, value: str, label: str) -> Figure:
     """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
 
     The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
-    grey where a number is missing. `value` is the attribute of a cell that is shown.
+    grey where a number is missing. `value` is the attribute of a cell that is shown, and `label` its name.
     """
-    from hf_posenc.evaluation.retrieval.result import VALUES
-
     plots.require()
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
@@ -62,14 +59,12 @@ def heat_figure(result: RetrievalResult, value: str) -> Figure:
             figure.suptitle(about, fontsize=7)
         scale = ScalarMappable(cmap=colours)
         scale.set_clim(0, 1)
-        bar = figure.colorbar(scale, ax=axes, label=VALUES[value])
+        bar = figure.colorbar(scale, ax=axes, label=label)
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
     return figure
 
 
-def _panel(
-    panel: Axes, result: RetrievalResult, task: str, method: str, value: str, colours: Colormap
-) -> None:
+def _panel(panel: Axes, result: Any, task: str, method: str, value: str, colours: Colormap) -> None:
     import numpy as np
 
     lengths, shares = result.settings.lengths, result.shares(task, method, value)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hf_posenc.evaluation import on_first_use
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.retrieval.run import RetrievalRun as RetrievalRun
@@ -12,10 +11,15 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.retrieval.run import prepare as prepare
     from hf_posenc.evaluation.retrieval.tasks import settings_of as settings_of
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "run": "RetrievalRun measure_retrieval prepare",
-        "tasks": "settings_of",
-    },
-)
+_HOMES = {
+    "RetrievalRun": "run",
+    "measure_retrieval": "run",
+    "prepare": "run",
+    "settings_of": "tasks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
