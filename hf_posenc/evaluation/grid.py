@@ -12,6 +12,7 @@ import importlib.util
 import io
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
@@ -214,27 +215,17 @@ class _Terminal:
 
     grid: Grid
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        fits = least_width(self.grid) <= options.max_width
-        return iter([_table(self.grid)]) if fits else _lines(self.grid)
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        table = _table(self.grid)
+        least = table.__rich_measure__(console, options.update(max_width=sys.maxsize)).minimum
+        return iter([table]) if least <= options.max_width else _lines(self.grid)
 
 
 def to_rich(grid: Grid) -> RenderableType:
     """Render a grid for a terminal of any width."""
     return _Terminal(grid)
-
-
-def least_width(grid: Grid) -> int:
-    """Return the least width of a table in which no word and no number is broken."""
-    width = 0
-    for index, column in enumerate(grid.columns):
-        fields = (row.fields[index].text for row in grid.rows if index < len(row.fields))
-        texts = [column.head, column.footer, *fields]
-        prose = not column.numeric and any(len(text) > PROSE for text in texts)
-        parts = (text.split("\n" if column.numeric else None) for text in texts)
-        words = max(cell_len(part) for text in parts for part in (*text, ""))
-        width += 2 + max(words, column.least or 0, PROSE_WIDTH * prose)
-    return width
 
 
 def _texts(row: Row) -> list[Text]:
@@ -256,15 +247,16 @@ def _table(grid: Grid) -> Table:
         collapse_padding=headed,
     )
     for index, column in enumerate(grid.columns):
-        texts = (row.fields[index].text for row in grid.rows if index < len(row.fields))
+        texts = [row.fields[index].text for row in grid.rows if index < len(row.fields)]
         whole = column.least is not None and all(cell_len(text) <= column.least for text in texts)
+        prose = not column.numeric and any(len(text) > PROSE for text in texts)
         table.add_column(
             Text(column.head),
             Text(column.footer),
             justify="right" if column.numeric else "left",
             no_wrap=column.numeric or whole,
             overflow="ellipsis" if column.numeric else "fold",
-            min_width=column.least,
+            min_width=max(column.least or 0, PROSE_WIDTH * prose) or None,
         )
     for row in grid.rows:
         if row.rule:
@@ -411,10 +403,6 @@ class Result(abc.ABC):
         """Write everything to a file."""
         write_atomically(path, to_json(self.to_dict()))
 
-    def write_csv(self, path: Path) -> None:
-        """Write the rows of the CSV file; a number that could not be measured has a `status` and no value."""
-        write_atomically(path, to_csv(list(self.columns), self.csv_rows()))
-
     def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
         """Write the files to a folder, and the figures if `plots`, each whole or not at all; return the files' names.
 
@@ -467,35 +455,38 @@ def track(result: Result, name: str, folder: Path) -> None:
         PosencError: The tracker is unknown, not installed, or fails: no login, no network, a full disk.
     """
     check_trackers([name])
+    scalars = sorted(result.scalars(), key=lambda scalar: scalar[1])
+    grids = {
+        grid.title or f"table {number}": grid for number, grid in enumerate(result.tables(), 1)
+    }
+    log = _to_tensorboard if name == "tensorboard" else _to_wandb
     try:
-        _log(result, name, folder)
+        log(result.kind, scalars, grids, folder)
     except Exception as error:  # each tracker has errors of its own
         raise PosencError(f"--report-to {name} failed: {one_line(error)}") from error
 
 
-def _log(result: Result, name: str, folder: Path) -> None:
-    scalars = sorted(result.scalars(), key=lambda scalar: scalar[1])
-    grids = [
-        (grid.title or f"table {number}", grid) for number, grid in enumerate(result.tables(), 1)
-    ]
-    if name == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
+Scalars = Sequence[tuple[str, int, float]]
 
-        with SummaryWriter(str(folder / "runs" / result.kind)) as writer:
-            for tag, step, value in scalars:
-                writer.add_scalar(tag, value, step)
-            for title, grid in grids:
-                writer.add_text(title, to_markdown(grid))
-        return
+
+def _to_tensorboard(kind: str, scalars: Scalars, grids: Mapping[str, Grid], folder: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "runs" / kind)) as writer:
+        for tag, step, value in scalars:
+            writer.add_scalar(tag, value, step)
+        for title, grid in grids.items():
+            writer.add_text(title, to_markdown(grid))
+
+
+def _to_wandb(kind: str, scalars: Scalars, grids: Mapping[str, Grid], _: Path) -> None:
     import wandb
 
-    with wandb.init(project="hf_posenc", job_type=result.kind) as run:
+    with wandb.init(project="hf_posenc", job_type=kind) as run:
         for step, same in itertools.groupby(scalars, key=lambda scalar: scalar[1]):
             run.log({tag: value for tag, _, value in same}, step=step)
-        for title, grid in grids:
+        for title, grid in grids.items():
             heads: list[str | int] = [column.head.replace("\n", " ") for column in grid.columns]
-            empty = [""] * len(heads)
-            rows = [
-                [*(field.text for field in row.fields), *empty][: len(heads)] for row in grid.rows
-            ]
+            texts = ([field.text for field in row.fields] for row in grid.rows)
+            rows = [[*own, *[""] * (len(heads) - len(own))] for own in texts]
             run.summary[title] = wandb.Table(columns=heads, data=rows)

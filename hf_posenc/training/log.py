@@ -304,7 +304,7 @@ def _score_panel(panel: Axes, table: PerplexityResult, lines: Mapping[int, Point
     panel.set_xlabel("step")
     panel.set_ylabel("perplexity")
     plots.value_axis(panel)
-    plots.name_lines(panel, names, (_HEIGHT - 1.0) * 72)
+    plots.name_lines(panel, names)
 
 
 def _style(colour: int, marker: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
@@ -26,41 +26,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, command: str, *more: str) -> None:
-    given = [command, str(folder / "model"), "--text", *(str(folder / f"{n}.txt") for n in (0, 1))]
-    given = given if command != "retrieval" else given[:2]
-    output = ["--output", str(folder / command), "--no-plot"]
-    result = RUNNER.invoke(app, [*given, *output, *more], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+def run(folder: Path, command: str, output: Path, tracker: str) -> Result:
+    texts = ["--text", str(folder / "0.txt"), str(folder / "1.txt"), "--patch", "pi"]
+    own = {"perplexity": [*texts, "--lengths", "128,192"], "retrieval": ["--lengths", "320"]}
+    options = ["--patch", "none", "--no-plot", "--output", str(output), "--report-to", tracker]
+    return RUNNER.invoke(app, [command, str(folder / "model"), *options, *own[command]])
 
 
 def test_tensorboard(folder: Path) -> None:
     reader = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(reader).EventAccumulator
-    run(
-        folder,
-        "perplexity",
-        "--patch",
-        "none",
-        "--patch",
-        "pi",
-        "--lengths",
-        "128,192",
-        "--report-to",
-        "tensorboard",
-    )
-    events = accumulator(str(folder / "perplexity" / "runs" / "perplexity")).Reload()
-    result = PerplexityResult.from_dict(
-        json.loads((folder / "perplexity" / "perplexity.json").read_text())
-    )
-    lengths = list(result.settings.lengths)
+    output = folder / "perplexity"
+    assert run(folder, "perplexity", output, "tensorboard").exit_code == 0
+    events = accumulator(str(output / "runs" / "perplexity")).Reload()
+    result = PerplexityResult.from_dict(json.loads((output / "perplexity.json").read_text()))
     for label in ("none", "pi (auto)"):
         found = [(event.step, event.value) for event in events.Scalars(f"tail/{label}/perplexity")]
-        expected = [result.cell(label, "tail", length) for length in lengths]
-        assert [step for step, _ in found] == lengths
-        assert [value for _, value in found] == pytest.approx(
-            [cell.perplexity for cell in expected if cell]
-        )
+        cells = [cell for cell in result.cells if (cell.method, cell.protocol) == (label, "tail")]
+        assert [step for step, _ in found] == [cell.length for cell in cells]
+        assert [value for _, value in found] == pytest.approx([c.perplexity for c in cells])
     (text, *_) = events.Tags()["tensors"]
     assert b"| pi (auto) |" in events.Tensors(text)[0].tensor_proto.string_val[0]
 
@@ -68,21 +52,9 @@ def test_tensorboard(folder: Path) -> None:
 @pytest.mark.slow
 def test_weights_and_biases_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(folder))
-    run(
-        folder,
-        "retrieval",
-        "--patch",
-        "none",
-        "--samples",
-        "1",
-        "--lengths",
-        "320",
-        "--report-to",
-        "wandb",
-    )
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(folder)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert run(folder, "retrieval", folder / "retrieval", "wandb").exit_code == 0
     (written,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert b"passkey/none/accuracy" in written.read_bytes()
 
@@ -91,9 +63,7 @@ def test_a_tracker_that_fails_is_one_line_and_the_files_are_there(folder: Path) 
     output = folder / "blocked"
     output.mkdir()
     (output / "runs").write_text("a file where the folder goes")
-    given = ["perplexity", str(folder / "model"), "--text", str(folder / "0.txt")]
-    more = ["--no-plot", "--lengths", "128", "--patch", "none", "--report-to", "tensorboard"]
-    result = RUNNER.invoke(app, [*given, *more, "--output", str(output)])
+    result = run(folder, "perplexity", output, "tensorboard")
     assert result.exit_code == 2
     assert "error: --report-to tensorboard failed: " in result.output
     assert (output / "perplexity.json").is_file()
@@ -105,7 +75,6 @@ def test_other_trackers_are_refused_before_anything_is_measured(
     with pytest.raises(PosencError, match="tracker 'paper'"):
         check_trackers(["paper"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    given = ["perplexity", str(folder / "model"), "--report-to", "wandb"]
-    result = RUNNER.invoke(app, given)
+    result = run(folder, "perplexity", folder / "none", "wandb")
     assert result.exit_code == 2
     assert "--report-to wandb needs its package: pip install wandb." in result.output

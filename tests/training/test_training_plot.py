@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 
 from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.plots import MAX_TICKS, MIN_TICKS, value_ticks
 from hf_posenc.training.log import loss_figure, loss_points, score_points, smoothed
 from hf_posenc.training.scoring import Scores
 from tests.support.tiny_text import byte_tokenizer
@@ -87,9 +86,9 @@ def test_with_one_measurement_or_none_there_is_one_panel(table: PerplexityResult
 
 @pytest.mark.parametrize(("low", "high"), [(9.0, 10.5), (1.0, 1.001), (99.0, 101.0), (3.0, 900.0)])
 def test_an_axis_has_enough_ticks_and_not_too_many(low: float, high: float) -> None:
-    ticks = value_ticks(low, high)
-    assert MIN_TICKS <= len(ticks) <= MAX_TICKS
-    assert low <= ticks[0]
-    assert ticks[-1] <= high
-    assert all(first < second for first, second in pairwise(ticks))
+    with plots.styled_panels(3, 3) as (_, (panel,)):
+        panel.set_ylim(low, high)
+        plots.value_axis(panel)
+        ticks = [value for value in panel.get_yticks() if low <= value <= high]
+    assert 3 <= len(ticks) <= 8
     assert len({f"{value:g}" for value in ticks}) == len(ticks)  # as the axis writes them

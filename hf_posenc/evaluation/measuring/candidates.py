@@ -275,28 +275,24 @@ class Candidate:
         from hf_posenc.patch.patching import get_patch
 
         saved = get_patch(model)
-        if not self.parts and not self.truncates:
-            moves, stateful = movement(model)
-            reach = position_limit(model)
-            return dataclasses.replace(self, moves=moves, stateful=stateful, reach=reach)
-        if saved is not None:
+        if saved is not None and (self.parts or self.truncates):
             raise PosencError(
                 f"--patch {self.spec}: this model carries a saved patch ({str(saved).splitlines()[0]}); it is "
                 "measured as it is, with --patch none only."
             )
-        if self.truncates:
-            moves, stateful = movement(model)
-            original = original_length(model, ())
-            return dataclasses.replace(self, original=original, moves=moves, stateful=stateful)
-        trial = dataclasses.replace(self, original=1)
+        reach = None
         try:
-            with trial.applied(model, 1):
+            with dataclasses.replace(self, original=1).applied(model, 1):
                 patch, (moves, stateful) = get_patch(model), movement(model)
-                reach = None if self.auto_scale else position_limit(model)
+                if not (self.auto_scale or self.truncates):
+                    reach = position_limit(model)
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
-        assert patch is not None
-        original = patch.original_max_position_embeddings
+        original = None
+        if self.truncates:
+            original = original_length(model, ())
+        elif self.parts and patch is not None:
+            original = patch.original_max_position_embeddings
         about: dict[str, Any] = {"moves": moves, "stateful": stateful, "reach": reach}
         return dataclasses.replace(self, original=original, **about)
 

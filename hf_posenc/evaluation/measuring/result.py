@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from hf_posenc.evaluation.grid import Result
+from hf_posenc.evaluation.grid import Result, listed
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.files import finite
 
@@ -79,7 +79,9 @@ class MethodsResult(Result, Generic[CellT]):
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
     tracked: ClassVar[Sequence[str]]
-    """Attributes of a cell that trackers plot."""
+    """Columns that trackers plot."""
+    nothing: ClassVar[str]
+    """The status of a row without a number that did not fail."""
 
     settings: Any
     candidates: Sequence[MethodEntry]
@@ -135,10 +137,12 @@ class MethodsResult(Result, Generic[CellT]):
             "methods": self.candidates,
             **details,
         }
-        for name, value in values.items():
-            if isinstance(value, list | tuple):
-                values[name] = listed_fields(value)
-        ready: dict[str, Any] = finite(values)
+        ready: dict[str, Any] = finite(
+            {
+                name: listed_fields(value) if isinstance(value, list | tuple) else value
+                for name, value in values.items()
+            }
+        )
         return ready
 
     @staticmethod
@@ -154,13 +158,10 @@ class MethodsResult(Result, Generic[CellT]):
 
     def scalars(self) -> Iterator[tuple[str, int, float]]:
         """Yield the tracked numbers of every cell."""
-        lengths = self.settings.lengths
-        for entry, name, length in itertools.product(self.candidates, self.conditions, lengths):
-            cell = self.cell(entry.label, name, length)
-            for attribute in self.tracked if cell is not None else ():
-                value: float | None = getattr(cell, attribute)
-                if value is not None:
-                    yield f"{name}/{entry.label}/{attribute}", length, value
+        for row in self.csv_rows():
+            for name in self.tracked:
+                if row.get("depth") is None and row.get(name) is not None:
+                    yield f"{row[self.condition]}/{row['method']}/{name}", row["length"], row[name]
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the rows of every method, condition and length: one per cell, or one with the reason of its absence."""
@@ -168,9 +169,10 @@ class MethodsResult(Result, Generic[CellT]):
         for entry, name, length in itertools.product(self.candidates, self.conditions, lengths):
             key = {"method": entry.label, self.condition: name, "length": length}
             key["scale"] = entry.scale_at(length)
-            cells = self.csv_cells(entry.label, name, length)
+            cells = self.cells_of(entry.label, name, length)
             if not cells:
-                yield {**key, "status": self.absence(entry.label, name, length)}
+                reason = self.failure(entry.label, name, length)
+                yield {**key, "status": reason or self.nothing}
             for cell in cells:
                 values = dataclasses.asdict(cell)
                 for column, interval in self.intervals:
@@ -179,14 +181,18 @@ class MethodsResult(Result, Generic[CellT]):
                 finite = math.isfinite(values["nats"] or 0)
                 yield {**values, **key, "status": "ok" if finite else "not finite"}
 
-    def csv_cells(self, method: str, condition: str, length: int) -> list[Any]:
-        """Return the cells with a row of their own in the CSV file."""
+    def cells_of(self, method: str, condition: str, length: int) -> list[Any]:
+        """Return the cells with a row of their own in `frame`."""
         cell = self.cell(method, condition, length)
         return [] if cell is None else [cell]
 
-    def absence(self, method: str, condition: str, length: int) -> str:
-        """Return the status of a row without a number."""
-        return self.failure(method, condition, length) or "nothing to score"
+    def lengths_of_failures(self, *names: str) -> dict[tuple[str, ...], str]:
+        """Return the lengths at which methods failed, by these attributes of the failures."""
+        lengths: dict[tuple[str, ...], set[int]] = {}
+        for failure in self.failures:
+            key = tuple(getattr(failure, name) for name in names)
+            lengths.setdefault(key, set()).add(failure.length)
+        return {key: listed(sorted(found)) for key, found in lengths.items()}
 
 
 def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:

@@ -87,15 +87,13 @@ def curve(losses: Tensor, first: int, length: int, buckets: int) -> dict[str, li
 class Cell:
     """One number of the table: a method under a protocol at a length, over all documents.
 
+    Most attributes are the columns of that name (`COLUMNS` of a `PerplexityResult`).
+
     Attributes:
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
         interval: 95 % interval of the perplexity over documents; `None` with fewer than two documents.
-        ratio: Perplexity divided by the baseline's (the run's first method) at the same protocol and length.
         ratio_interval: Interval of the ratio, paired by document; the intervals of all methods under a protocol at a
             length hold together in 95 % of samples.
-        bits_per_byte: `total nats / (ln 2 x total bytes)`: comparable between tokenizers.
-        word_perplexity: `exp(total nats / total words)`, PG19's unit: comparable between tokenizers too.
-        nats: Total of the negative log-likelihoods, as the following are totals of the `Record`s.
     """
 
     method: str

@@ -68,22 +68,24 @@ def current_shard(text: str | None = None) -> Shard:
             )
         return Shard(int(rank), int(world), launched=True)
     if os.environ.get("SLURM_ARRAY_TASK_ID"):
-        # As for a single task, where a variable is not set.
-        values = {"ID": "", "MIN": "0", "STEP": "1", "COUNT": "1"}
-        given = {n: os.environ.get(f"SLURM_ARRAY_TASK_{n}", value) for n, value in values.items()}
-        known = all(value.isdecimal() for value in given.values()) and int(given["STEP"]) > 0
-        task, first, step, count = map(int, given.values()) if known else (0, 0, 1, 0)
-        index = (task - first) // step
-        last = os.environ.get("SLURM_ARRAY_TASK_MAX", str(first + step * (count - 1)))
-        if not 0 <= index < count or last != str(first + step * (count - 1)):
-            given["MAX"] = last
-            shown = ", ".join(f"SLURM_ARRAY_TASK_{name}={value}" for name, value in given.items())
-            raise PosencError(
-                f"The Slurm array ({shown}) does not number its tasks evenly: submit it as --array=0-N, or pass "
-                "--shard I/N."
-            )
-        return Shard(index, count)
+        return _slurm_shard()
     return Shard()
+
+
+def _slurm_shard() -> Shard:
+    """Return the share of a task of a Slurm array, whose tasks are numbered evenly."""
+    defaults = {"ID": "", "MIN": "0", "MAX": "", "STEP": "1", "COUNT": "1"}  # of a single task
+    given = {n: os.environ.get(f"SLURM_ARRAY_TASK_{n}", value) for n, value in defaults.items()}
+    given["MAX"] = given["MAX"] or given["ID"]
+    with contextlib.suppress(ValueError):
+        task, first, last, step, count = map(int, given.values())
+        numbers = range(first, last + 1, step)
+        if task in numbers and numbers[-1] == last and len(numbers) == count:
+            return Shard(numbers.index(task), count)
+    shown = ", ".join(f"SLURM_ARRAY_TASK_{name}={value}" for name, value in given.items())
+    raise PosencError(
+        f"The Slurm array ({shown}) does not number its tasks evenly: submit it as --array=0-N, or pass --shard I/N."
+    )
 
 
 def fingerprint_of(settings: Mapping[str, Any]) -> str:
@@ -144,7 +146,8 @@ class Store(Records):
                 raise PosencError(
                     f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
                 ) from None
-        try:
+        with contextlib.ExitStack() as locked, disk_errors(str(self._path)):
+            locked.callback(self._lock.release)
             if not (self.folder / "settings.json").exists():
                 about = {} if command is None else {"command": command}
                 write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
@@ -154,11 +157,7 @@ class Store(Records):
             self._file = self._path.open("ab", buffering=0)
             self._unsynced, self._synced_at = False, 0.0
             self.refresh()
-        except (OSError, PosencError) as error:
-            self._lock.release()
-            if isinstance(error, PosencError):
-                raise
-            raise PosencError(f"{self._path}: {error.strerror or error}.") from error
+            locked.pop_all()
 
     def __enter__(self) -> Store:
         return self

@@ -123,24 +123,19 @@ def _shortened(value: str, mark: str = "") -> Field:
 
 
 def _methods(source: Source) -> Grid:
-    grid = Grid.of(
-        f"Methods of run {source.number}", "method", "--patch", "scale", "forwards for prefix"
-    )
-    forwards = {True: "one for all lengths", False: "one for each length"}
+    grid = Grid.of(f"Methods of run {source.number}", "method", "--patch", "scale")
     for method in source.data["methods"]:
         scale, original = method.get("scale"), method.get("original")
         shown = "-" if scale is None else f"{scale:g}"
         if scale is None and method.get("auto_scale"):
             shown = f"length / {original:,}, at least 1" if original else "auto"
-        shared = forwards.get(method.get("prefix_from_one_forward"), "-")
-        grid.row(method["label"], Field(method["spec"], "mono"), shown, shared)
+        grid.row(method["label"], Field(method["spec"], "mono"), shown)
     return grid
 
 
 def _documents(source: Source) -> Grid:
     caption = "Hashes: SHA-256 of the text and of the tokens that were read, first digits; the JSON has all of them."
-    grid = Grid.of(f"Documents of run {source.number}", caption=caption)
-    grid.column("document")
+    grid = Grid.of(f"Documents of run {source.number}", "document", caption=caption)
     for head in ("tokens", "bytes"):
         grid.column(head, numeric=True)
     for head in ("text", "tokens read"):

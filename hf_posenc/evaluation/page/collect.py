@@ -85,7 +85,14 @@ def collect(paths: Sequence[Path]) -> Collection:
     for path in paths:
         if not path.exists():
             raise PosencError(f"There is no folder {path}. Give the --output folder of a run.")
-        files = [path] if path.is_file() else _results_in(path)
+        inside = (file for file in path.rglob("*.json") if file.stem in KINDS)
+        found = (file for file in inside if RECORDS not in file.relative_to(path).parts)
+        order = list(KINDS)
+        files = (
+            [path]
+            if path.is_file()
+            else sorted(found, key=lambda file: (file.parent.as_posix(), order.index(file.stem)))
+        )
         for file in files:
             if reason := _add(collection, file, file.parent if path.is_dir() else file, seen):
                 collection.remarks.append(f"{file}: {reason}.")
@@ -99,12 +106,6 @@ def collect(paths: Sequence[Path]) -> Collection:
         reasons = " ".join(collection.remarks)
         raise PosencError(f"There is nothing to report. {reasons} A run's folder has {names}.")
     return collection
-
-
-def _results_in(folder: Path) -> list[Path]:
-    files = (path for path in folder.rglob("*.json") if path.stem in KINDS)
-    inside = (path for path in files if RECORDS not in path.relative_to(folder).parts)
-    return sorted(inside, key=lambda path: (path.parent.as_posix(), list(KINDS).index(path.stem)))
 
 
 def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) -> str:
@@ -123,10 +124,9 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
             result = _comparable(result)
         for shown in (result.tables, result.notes, result.guide, result.problems):
             list(shown())
-    except KeyError as error:
-        return f"damaged, or written by another version: it lacks {error.args[0]}"
     except Exception as error:  # a value of another kind may fail anywhere
-        return f"damaged, or written by another version ({one_line(error)})"
+        lacks = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else one_line(error)
+        return f"damaged, or written by another version: {lacks}"
     first = seen.setdefault(hashlib.sha256(text).hexdigest(), file)
     if first is not file:
         return f"the same result as {first}"

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.evaluation.grid import number
@@ -18,6 +18,7 @@ from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     ROUNDING,
+    VERDICTS,
     Cell,
     summarize,
 )
@@ -38,6 +39,18 @@ _OF_PROTOCOL = {**READERS, "read_last": ("tail",), "evaluator": ("longppl",)}
 
 
 @dataclass
+class Group:
+    """Runs that read the same texts, and their joined result; with several runs, labels end with their numbers.
+
+    `models` has the labels of each model's methods, the baseline first.
+    """
+
+    runs: list[Source]
+    result: Any
+    models: dict[str, list[str]]
+
+
+@dataclass
 class Line:
     """One method of some runs with the same numbers of it: its records and failures, and its curve by position."""
 
@@ -52,85 +65,31 @@ class Line:
         return f"{self.entry.label} [{', '.join(map(str, self.runs))}]"
 
 
-@dataclass
-class Group:
-    """Runs that read the same texts, and their joined result; with several runs, labels end with their numbers.
-
-    `models` has the labels of each model's methods, the baseline first; `apart` are the reasons why the runs cannot be
-    compared with those of the first group.
-    """
-
-    runs: list[Source]
-    result: Any = None
-    models: dict[str, list[str]] = field(default_factory=dict)
-    apart: list[str] = field(default_factory=list)
-
-
 def groups(sources: Sequence[Source], kind: str) -> list[Group]:
-    """Join the results of a kind that read the same texts, in the order of their first appearance."""
-    found: list[Group] = []
+    """Join the results of a kind whose numbers have one meaning, in the order of their first appearance."""
+    found: dict[str, list[Source]] = {}
     for source in (source for source in sources if source.kind == kind):
-        fitting = (g for g in found if not any(differences(run, source) for run in g.runs))
-        group = next(fitting, None)
-        if group is None:
-            apart = (differences(run, source) for run in (found[0].runs if found else ()))
-            found.append(group := Group([], apart=next(filter(None, apart), [])))
-        group.runs.append(source)
-    for group in found:
-        group.result, group.models = _joined(group.runs)
-    return found
+        found.setdefault(meaning_of(source.result), []).append(source)
+    return [_joined(runs) for runs in found.values()]
 
 
-def differences(one: Source, two: Source) -> list[str]:
-    """Return the reasons why two results of a kind are not of the same texts and the same part of them."""
-    first, second = one.result, two.result
-    common = set(first.conditions) & set(second.conditions)
-    mine, theirs = (_decisive(result, common) for result in (first, second))
-    reasons = []
-    if mine.pop("tokenizer") != theirs.pop("tokenizer"):
-        reasons.append("another tokenizer, so a token is not the same piece of text")
-    elif one.kind == "perplexity" and _hashes(first) != _hashes(second):
-        reasons.append(f"other documents ({_documents_differ(first, second)})")
-    if one.kind == "perplexity" and common not in (set(first.conditions), set(second.conditions)):
-        reasons.append(" instead of ".join(", ".join(r.conditions) for r in (second, first)))
-    return reasons + [
-        f"{name} {theirs.get(name)} instead of {mine.get(name)}"
-        for name in dict.fromkeys([*mine, *theirs])
-        if mine.get(name) != theirs.get(name)
-    ]
-
-
-def _decisive(result: Any, protocols: set[str]) -> dict[str, Any]:
-    """Everything beside the documents that gives numbers under some of the protocols, or in tasks, their meaning."""
-    model, settings = result.model, result.settings
+def meaning_of(result: Any) -> str:
+    """Return what gives the numbers of a result their meaning, in one line: its texts, and the settings that matter."""
+    settings = dataclasses.asdict(result.settings)
+    protocols = settings.get("protocols", ())
     kept = {
         name: value
-        for name, value in dataclasses.asdict(settings).items()
+        for name, value in settings.items()
         if name not in _FREE
-        if name not in _OF_PROTOCOL or protocols & set(_OF_PROTOCOL[name])
+        if name not in _OF_PROTOCOL or set(protocols) & set(_OF_PROTOCOL[name])
     }
     if kept.get("windows_per_document") not in (None, 1):  # spread over the rest of the longest
-        kept["longest length"] = settings.lengths[-1]
-    return {
-        "tokenizer": model.get("tokenizer", {}).get("sha256"),
-        "special tokens in front": model.get("bos", {}).get("token_ids"),
-        "haystack": getattr(result, "haystack", None),
-        **kept,
-    }
-
-
-def _hashes(result: PerplexityResult, name: str = "tokens_sha256") -> list[Any]:
-    return [document.get(name) for document in result.documents]
-
-
-def _documents_differ(first: PerplexityResult, other: PerplexityResult) -> str:
-    mine, theirs = (_hashes(result, "text_sha256") for result in (first, other))
-    if mine == theirs and None not in mine:
-        return "the same texts, cut at other lengths"
-    one, two = set(_hashes(first)), set(_hashes(other))
-    if one == two:
-        return "the same ones in another order"
-    return f"{len(theirs)} instead of {len(mine)}, {len(one & two)} in common"
+        kept["longest length"] = settings["lengths"][-1]
+    texts = [document.get("tokens_sha256") for document in getattr(result, "documents", ())]
+    special = result.model.get("bos", {}).get("token_ids")
+    tokenizer = result.model.get("tokenizer", {}).get("sha256")
+    haystack = getattr(result, "haystack", None)
+    return json.dumps([kept, sorted(protocols), texts, special, tokenizer, haystack])
 
 
 def model_of(model: Mapping[str, Any]) -> str:
@@ -140,32 +99,30 @@ def model_of(model: Mapping[str, Any]) -> str:
     return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
 
 
-def _joined(runs: Sequence[Source]) -> tuple[Any, dict[str, list[str]]]:
+def _joined(runs: list[Source]) -> Group:
     """Return one result with the methods of all runs, and the labels of each model's methods."""
     results = [run.result for run in runs]
-    # the run with most protocols has the settings of all of them
-    first = max(results, key=lambda result: len(result.conditions))
+    first = results[0]
     if len(runs) == 1:
-        return first, {model_of(first.model): [entry.label for entry in first.candidates]}
+        return Group(runs, first, {model_of(first.model): [e.label for e in first.candidates]})
     models: dict[str, list[Line]] = {}
     for run in runs:
         own = models.setdefault(model_of(run.result.model), [])
         for line in _lines(run):
             twin = next((other for other in own if _repeats(line, other)), None)
-            own += [line] if twin is None else []
-            if twin is not None:
+            if twin is None:
+                own.append(line)
+            else:
                 twin.runs += line.runs
     for own in models.values():  # the baseline comes first: the model as loaded, if a run has it
-        baseline = next((line for line in own if line.entry.method is None), own[0])
-        own.sort(key=lambda line: line is not baseline)
+        own.sort(key=lambda line: line.entry.method is not None)
     lines = [line for own in models.values() for line in own]
     labels = {model: [line.label for line in own] for model, own in models.items()}
     measured = [dataclasses.replace(m, method=line.label) for line in lines for m in line.measured]
+    conditions = dict.fromkeys(name for result in results for name in result.conditions)
     shared: dict[str, Any] = {
         "lengths": tuple(sorted({length for r in results for length in r.settings.lengths})),
-        f"{first.condition}s": tuple(
-            dict.fromkeys(n for r in (first, *results) for n in r.conditions)
-        ),
+        f"{first.condition}s": tuple(conditions),
     }
     details: dict[str, Any] = {}
     if isinstance(first, PerplexityResult):
@@ -185,15 +142,16 @@ def _joined(runs: Sequence[Source]) -> tuple[Any, dict[str, list[str]]]:
         original=originals.pop() if len(originals) == 1 else None,
         **details,
     )
-    if isinstance(joined, PerplexityResult) and len(models) > 1:  # each model has its own baseline
-        how: dict[str, Any] = {
-            name: getattr(joined.settings, name) for name in ("aggregate", "base")
-        }
-        joined.cells = []
-        for names in labels.values():
-            records = [record for record in joined.records if record.method in names]
-            joined.cells += summarize(records, **how, baseline=names[0])
-    return joined, labels
+    if isinstance(joined, PerplexityResult):  # each model has its own baseline
+        how = _arithmetic(joined)
+        joined.cells = [
+            cell
+            for names in labels.values()
+            for cell in summarize(
+                [r for r in joined.records if r.method in names], **how, baseline=names[0]
+            )
+        ]
+    return Group(runs, joined, labels)
 
 
 def _lines(run: Source) -> list[Line]:
@@ -213,6 +171,10 @@ def _repeats(line: Line, other: Line) -> bool:
     """Return whether a line of the same model has numbers of another one, to the last bit, and no others."""
     numbers, others = (set(map(repr, each.measured)) for each in (line, other))
     return line.entry.label == other.entry.label and numbers <= others
+
+
+def _arithmetic(result: PerplexityResult) -> dict[str, Any]:
+    return {"aggregate": result.settings.aggregate, "base": result.settings.base}
 
 
 # Verdicts.
@@ -236,8 +198,7 @@ def against(
         for record in result.records
         if (record.method, record.length, record.protocol) == (*key, protocol)
     ]
-    how: dict[str, Any] = {name: getattr(result.settings, name) for name in ("aggregate", "base")}
-    cells = summarize(records, **how, baseline="", comparisons=comparisons)
+    cells = summarize(records, **_arithmetic(result), baseline="", comparisons=comparisons)
     cell = next((cell for cell in cells if cell.method), None)
     return None if cell is None or cell.ratio is None or not math.isfinite(cell.ratio) else cell
 
@@ -272,19 +233,17 @@ def perplexity_verdict(group: Group, model: str, protocol: str) -> str:
         return f"{where}: no method has a number to compare."
     ranked = sorted(compared, key=lambda label: compared[label].ratio or 0)
     better = [label for label in ranked if compared[label].differs < 0]
-    best = (better or ranked)[0]
-    ratio, ends = compared[best].ratio or 0, compared[best].ratio_interval
-    interval = f" ({'-'.join(map(ratio_text, ends))})" if ends else ""
-    size = f"with {ratio_text(ratio)}{interval} times the control's perplexity"
+    best, *others = better or ranked[:1]
+    cell = compared[best]
+    interval = f" ({'-'.join(map(ratio_text, cell.ratio_interval))})" if cell.ratio_interval else ""
+    verdict = "not significantly different"
     if documents < FEW_DOCUMENTS:
-        return f"{where}: too few for a verdict; {best} is lowest, {size}."
-    if better:
-        also = f"; so are {', '.join(better[1:])}" if better[1:] else ""
-        text = f"{best} is significantly better, {size}, the best of {len(ranked)}{also}"
-    else:
-        worse = compared[best].differs > 0
-        differs = "significantly worse" if worse else "not significantly different"
-        text = f"no method is significantly better; {best} is nearest, {size}, and {differs}"
+        verdict = "too few documents for a verdict"
+    elif cell.differs:
+        verdict = f"significantly {VERDICTS[cell.differs]}"
+    none = "" if better else "no method is significantly better; "
+    text = f"{none}{best} has {ratio_text(cell.ratio or 0)}{interval} times the control's perplexity, {verdict}"
+    text += f"; significantly better too: {', '.join(others)}" if others else ""
     patched = any(entry.label == control and entry.method for entry in result.candidates)
     if not patched and result.original and length > result.original:
         text += ". An unpatched model breaks down: add truncation"
@@ -297,11 +256,8 @@ def retrieval_verdict(group: Group, model: str) -> str:
     Its p is multiplied by the number of methods of which it is the best (Bonferroni).
     """
     result, labels = group.result, group.models[model]
-    lengths = [
-        set(run.result.settings.lengths)
-        for run in group.runs
-        if model_of(run.result.model) == model
-    ]
+    own = (run.result for run in group.runs if model_of(run.result.model) == model)
+    lengths = [set(measured.settings.lengths) for measured in own]
     length = max(set.intersection(*lengths) or set.union(*lengths))
     outcomes: dict[str, dict[Any, tuple[bool, bool]]] = {}
     for record in result.records:

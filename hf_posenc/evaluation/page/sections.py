@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from hf_posenc.evaluation.page.compare import (
     ratio_text,
     retrieval_verdict,
 )
-from hf_posenc.evaluation.retrieval.result import RetrievalResult
+from hf_posenc.evaluation.retrieval.result import VALUES, RetrievalResult
+from hf_posenc.evaluation.retrieval.tasks import get_task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +57,6 @@ class Section:
     verdicts: list[str]
     notes: list[str]
     parts: list[Part]
-    apart: list[str] = field(default_factory=list)
     recipe: str = ""
 
 
@@ -137,9 +138,13 @@ def _compared(sources: Sequence[Source], kind: str, figures: bool) -> Iterator[S
         if len(group.models) > 1:
             baselines = (labels[0] for labels in group.models.values())
             notes.append(f"Each model has a baseline of its own: {', '.join(baselines)}.")
-        apart = [f"Not comparable with {title} 1: {reason}." for reason in group.apart]
-        title += f" {index}" if len(found) > 1 else ""
-        yield Section(id, title, verdicts, notes, parts, apart)
+        if len(found) > 1:
+            title += f" {index}"
+            notes.append(
+                "Other texts or settings than in the other sections of its kind, with which its numbers are not "
+                "comparable."
+            )
+        yield Section(id, title, verdicts, notes, parts)
 
 
 # Perplexity.
@@ -230,31 +235,23 @@ def _heat_maps(result: RetrievalResult, task: str) -> tuple[str, list[Grid]]:
 
     They show the ranks of the answers if no answer is right.
     """
-    cells = {
-        (cell.method, cell.depth, cell.length): cell
-        for cell in result.depth_cells
-        if cell.task == task and cell.depth is not None
-    }
-    ranked = all(cell.beaten is not None and not cell.accuracy for cell in cells.values())
-    lengths = sorted({length for *_, length in cells})
+    settings, right = result.settings, [cell.accuracy for cell in result.cells if cell.task == task]
+    value = "beaten" if settings.ranks and not any(right) else "accuracy"
     maps = []
-    for label in (entry.label for entry in result.candidates if cells):
+    for label in (entry.label for entry in result.candidates if get_task(task).has_depth):
         title = f"{label} in {task}, by depth and length"
-        grid = Grid.of(title, "depth", *(f"{n:,}" for n in lengths), caption=label, kind="heat")
-        for depth in sorted({depth for _, depth, _ in cells}):
-            shares = []
-            for length in lengths:
-                cell = cells.get((label, depth, length))
-                share = None if cell is None else cell.beaten if ranked else cell.accuracy
-                text = "-" if share is None else f"{100 * share:.0f}"
-                shares.append(Field(text, "", share, shade=round(100 * (share or 0))))
+        heads = (f"{length:,}" for length in settings.lengths)
+        grid = Grid.of(title, "depth", *heads, caption=label, kind="heat")
+        for depth, row in zip(settings.depths, result.shares(task, label, value), strict=True):
+            shares = (
+                Field("-")
+                if math.isnan(share)
+                else Field(f"{100 * share:.0f}", "", share, shade=round(100 * share))
+                for share in row
+            )
             grid.row(f"{depth:.0%}", *shares)
         maps.append(grid)
-    quantity = "share of answers that are right"
-    if ranked:
-        quantity = (
-            "share of distractors that are less probable than the answer (one half by chance)"
-        )
+    quantity = " ".join(VALUES[value].split())
     about = (
         f"In percent: {quantity}. Rows: depth of the needle, from the front (0 %) to the end (100 %); columns: tokens "
         "of the prompt."

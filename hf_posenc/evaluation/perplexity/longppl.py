@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
@@ -57,8 +56,6 @@ def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[
     Each has `short` tokens (K) that are context only, and up to `step` tokens behind them that it scores. Together they
     score the tokens `short .. tokens-1`, each once.
     """
-    for name, value in (("short", short), ("step", step)):
-        read_whole(value, f"LongPPL's {name} context")
     starts = range(0, tokens - short, step)
     return [(start, min(start + short + step, tokens)) for start in starts]
 
@@ -106,10 +103,6 @@ def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
     `mask` (n,) is true for the evaluator's key tokens. Its ends (n,) and the model's (m,) are in bytes or in characters
     and never decrease. The result (m,) is true for the model's key tokens.
     """
-    if mask.shape != evaluator_ends.shape:
-        raise PosencError(
-            f"{len(mask)} tokens have {len(evaluator_ends)} ends; leave out the special tokens of both."
-        )
     begins, ends = (bounds[mask] for bounds in _bounds(evaluator_ends))
     begin, end = _bounds(model_ends)
     # For each place in the text: the stretches that began minus those that ended, then the key bytes up to it.

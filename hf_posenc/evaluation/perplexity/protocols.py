@@ -57,27 +57,20 @@ BATCH = 32
 class Settings:
     """Settings that determine the numbers of a run, beside the model, the methods and the documents.
 
+    Most fields are those of `PerplexityOptions`, with their defaults filled in.
+
     Attributes:
-        lengths: Context lengths in tokens, special tokens in front included, ascending.
-        protocols: Names from `PROTOCOLS`.
         tail_tokens: The K of `tail`, in tokens; 0: `default_tail_tokens`.
         stride: Tokens from one window of `sliding` and `stream` to the next; 0: 256, for `sliding` at most half of the
             shortest length, so that every token but the first is scored.
         windows_per_document: Of `tail`, evenly spaced windows per document whose targets never overlap (default 1).
             Of `sliding`, the number of full windows after the first (default: all, and the first).
-        bos_windows: Windows of `sliding` with special tokens in front: `"every"` or `"first"`.
         read_last: Whether the last token of a `tail` window is read too, though nothing behind it is scored. Then L
             counts the tokens with the last target; otherwise those before it.
         joined: Concatenate the documents first; `stream` always does.
         aggregate: The way from losses to one number, from `AGGREGATES`.
         base: Base of the power of the mean loss.
-        min_tokens: Documents with fewer tokens are left out; `None`: the longest length, for `sliding` too, so that
-            every length reads the same documents.
-        buckets: Number of equal parts of the longest prefix whose losses are kept apart, for the curve by position.
         evaluator: Name and numbers of the model that selects the key tokens of `longppl`.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-        prefill: Tokens that are run at a time, with the earlier keys and values cached; `None`: all at once.
-        batch: Windows of one document and one shape that are run at once.
         preset: The preset that they come from.
     """
 
@@ -106,15 +99,15 @@ class Settings:
             raise PosencError(f"Lengths are ascending and different, not {list(self.lengths)}.")
         if self.lengths[0] < MIN_LENGTH:
             raise PosencError(f"A length has at least {MIN_LENGTH} tokens, not {self.lengths[0]}.")
-        others = [name for name in self.protocols if name not in PROTOCOLS]
-        if others or not self.protocols:
-            raise PosencError(f"Unknown protocol {', '.join(others)!r}: {', '.join(PROTOCOLS)}.")
-        if len(set(self.protocols)) < len(self.protocols):
-            raise PosencError(f"A protocol is named twice: {', '.join(self.protocols)}.")
-        if self.aggregate not in AGGREGATES:
-            raise PosencError(f"Unknown aggregate {self.aggregate!r}: {', '.join(AGGREGATES)}.")
-        if self.bos_windows not in ("every", "first"):
-            raise PosencError(f"--bos-windows is every or first, not {self.bos_windows!r}.")
+        if not 0 < len(self.protocols) == len(set(self.protocols)):
+            raise PosencError(f"Give at least one protocol, each once, not {list(self.protocols)}.")
+        for kind, given, possible in (
+            *(("protocol", name, PROTOCOLS) for name in self.protocols),
+            ("aggregate", self.aggregate, AGGREGATES),
+            ("value of --bos-windows", self.bos_windows, ("every", "first")),
+        ):
+            if given not in possible:
+                raise unknown(kind, given, possible)
         if self.tail_tokens == 0:
             object.__setattr__(self, "tail_tokens", default_tail_tokens(self.lengths))
         if "tail" in self.protocols and not 1 <= self.tail_tokens < self.lengths[0]:

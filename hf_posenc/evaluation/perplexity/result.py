@@ -94,6 +94,7 @@ class PerplexityResult(MethodsResult[Cell]):
     version = 2
     columns = COLUMNS
     tracked = ("perplexity",)
+    nothing = "nothing to score"
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
 
     settings: Settings
@@ -111,10 +112,6 @@ class PerplexityResult(MethodsResult[Cell]):
             base=self.settings.base,
             baseline=self.candidates[0].label if self.candidates else None,
         )
-
-    def __repr__(self) -> str:
-        methods = ", ".join(entry.label for entry in self.candidates)
-        return f"PerplexityResult({methods}; {len(self.documents)} documents, lengths {list(self.settings.lengths)})"
 
     @property
     def curve(self) -> dict[str, Any]:
@@ -227,7 +224,6 @@ class PerplexityResult(MethodsResult[Cell]):
         if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in self.cells):
             yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
         yield from self._short_texts()
-        yield from self._orders()
         yield from auto_scale_note(self.candidates)
 
     @property
@@ -266,25 +262,6 @@ class PerplexityResult(MethodsResult[Cell]):
                 f"Short texts ({short[-1]:,} tokens, {protocol}, against {self._baseline}): {'; '.join(changes)}."
             )
 
-    def _orders(self) -> Iterator[str]:
-        """Note that two protocols rank the methods differently, as they often do."""
-        length, orders = self.settings.lengths[-1], []
-        for protocol in self.settings.protocols:
-            cells = (self.cell(entry.label, protocol, length) for entry in self.candidates)
-            ranked = sorted(
-                (c.perplexity, c.method) for c in cells if c and math.isfinite(c.perplexity)
-            )
-            orders.append((protocol, [method for _, method in ranked]))
-        first, order = orders[0]
-        for protocol, other in orders[1:]:
-            if order != other and set(order) == set(other):
-                one, two = next((a, b) for a, b in zip(order, other, strict=True) if a != b)
-                yield (
-                    f"The order of methods at {length:,} tokens depends on the protocol: {protocol} ranks {two} where "
-                    f"{first} ranks {one}."
-                )
-                return
-
     def guide(self) -> Iterator[str]:
         """Yield the number to compare with, and the meaning of each protocol."""
         settings = self.settings
@@ -306,16 +283,15 @@ class PerplexityResult(MethodsResult[Cell]):
     def problems(self) -> Iterator[str]:
         more_digits = str(self.model.get("dtype")) not in ("float32", "float64")
         advice = "; try --dtype float32" if more_digits else ""
+        failed = self.lengths_of_failures("method", "reason")
         for label in (entry.label for entry in self.candidates):
-            own = [cell for cell in self.cells if cell.method == label]
-            lengths = {cell.length for cell in own if not math.isfinite(cell.nats)}
-            if lengths:
+            own = (cell for cell in self.cells if cell.method == label)
+            if lengths := {cell.length for cell in own if not math.isfinite(cell.nats)}:
                 at = listed(sorted(lengths))
                 yield f"{label}: the loss is not a finite number at length {at}{advice}."
-            failures = [failure for failure in self.failures if failure.method == label]
-            for reason in dict.fromkeys(failure.reason for failure in failures):
-                failed = {failure.length for failure in failures if failure.reason == reason}
-                yield f"{label}: failed at length {listed(sorted(failed))}: {reason}"
+            for (method, reason), at in failed.items():
+                if method == label:
+                    yield f"{label}: failed at length {at}: {reason}"
 
 
 def record_of(entry: Mapping[str, Any]) -> Record:

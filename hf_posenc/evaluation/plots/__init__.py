@@ -1,7 +1,8 @@
 """Figures of measurements, for papers, notebooks and the report. Needs matplotlib (`pip install hf-posenc[plot]`).
 
-Every function takes a result, or plain data of one, and returns a matplotlib `Figure`. This file has the common look,
-axes and files, and perplexity: against context length, as a ratio to the baseline, and by position in the text.
+Every function takes a result (`Any`, since results import this file), or plain data of one, and returns a matplotlib
+`Figure`. This file has the common look, axes and files, and perplexity: against context length, as a ratio to the
+baseline, and by position in the text.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import contextlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
@@ -23,19 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-
-
-class Measured(Protocol):
-    """Attributes of a `PerplexityResult` that the figures read."""
-
-    settings: Any
-    candidates: Sequence[Any]
-    original: int | None
-
-    @property
-    def curve(self) -> Mapping[str, Any]: ...
-    def cell(self, method: str, condition: str, length: int) -> Cell | None: ...
-
 
 # Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
 # pale yellow.
@@ -49,10 +37,8 @@ MARKERS = "osD^vP*X<>"
 MARKED = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.5, "linewidth": 1.3}
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))
 LABEL_SIZE = 7.5
-LINE = 1.25  # distance of two labels, as a multiple of their size
 MAX_LABEL = 36  # characters
-MIN_TICKS, MAX_TICKS = 3, 8
-_STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
+MAX_TICKS = 8
 MAX_BANDS = 4
 """Lines up to this number are drawn with their intervals; more would hide each other."""
 
@@ -119,14 +105,13 @@ def styled_panels(
 
 @contextlib.contextmanager
 def line_panels(
-    result: Measured, width: float, columns: int = 1, **options: Any
+    result: Any, width: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
-    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
+    height = max(3.1, 1.5 + 0.14 * len(result.candidates))
     with styled_panels(width, height, columns, **options) as (figure, panels):
         yield figure, panels
-        labels = {candidate.label for candidate in result.candidates}
-        name_lines(panels[-1], labels, (height - 1.0) * 72)
+        name_lines(panels[-1], {candidate.label for candidate in result.candidates})
 
 
 def length_axis(panel: Axes, lengths: Sequence[int]) -> None:
@@ -182,28 +167,22 @@ def name_mark(
 def value_axis(panel: Axes) -> None:
     """Make the y axis a log axis with round numbers."""
     panel.set_yscale("log")
-    set_ticks(panel.yaxis, value_ticks(*panel.get_ylim()), "{:g}".format)
+    round_ticks(panel.yaxis)
 
 
-def value_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers on a log axis: the finest set of steps that gives at most `MAX_TICKS` of them.
+def round_ticks(axis: Axis) -> None:
+    """Set round numbers as the ticks of a log axis; where its ends are close, they are equally far apart."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    If even the finest gives fewer than `MIN_TICKS`, the ends are close, and the numbers are equally far apart.
-    """
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks: list[float] = []
-    for steps in _STEPS:
-        ticks = [step * 10.0**decade for decade in decades for step in steps]
-        ticks = [value for value in ticks if low <= value <= high]
-        if len(ticks) <= MAX_TICKS:
-            break
-    if len(ticks) >= MIN_TICKS:
-        return ticks
-    # multiples of 1, 2 or 5 times a power of ten: of the smallest that gives at most MAX_TICKS
-    power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
-    step = next(n * power for n in (1, 2, 5, 10, 20, 50) if (high - low) / (n * power) < MAX_TICKS)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    low, high = axis.get_view_interval()
+    if high < 10 * low:
+        axis.set_major_locator(MaxNLocator(MAX_TICKS, steps=[1, 2, 5, 10]))
+    elif high < 1000 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        axis.set_major_locator(LogLocator(numticks=MAX_TICKS))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def tick(length: int) -> str:
@@ -211,61 +190,29 @@ def tick(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
-def set_ticks(axis: Axis, values: Sequence[Any], shown: Callable[[Any], str] = tick) -> None:
-    """Set the ticks of an axis, and no minor ones."""
+def set_ticks(axis: Axis, lengths: Sequence[int]) -> None:
+    """Set the ticks of an axis of tokens, and no minor ones."""
     from matplotlib.ticker import NullLocator
 
-    axis.set_ticks(values, [shown(value) for value in values])
+    axis.set_ticks(lengths, [tick(length) for length in lengths])
     axis.set_minor_locator(NullLocator())
 
 
-def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
-    """Write the name of each line of a log axis beside its end, moved apart where ends are close; height in points."""
-    low, high = (math.log(limit) for limit in panel.get_ylim())
+def name_lines(panel: Axes, labels: Collection[str]) -> None:
+    """Name the lines beside a panel, in their colours and in the order of their ends."""
     lines: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
     lines = [line for line in lines if len(line.get_ydata())]
-    ends = {line: (math.log(line.get_ydata()[-1]) - low) / (high - low) for line in lines}
-    gap = LABEL_SIZE * LINE / height
-    for (line, end), place in zip(ends.items(), spread(list(ends.values()), gap), strict=True):
-        label = str(line.get_label())
-        panel.annotate(
-            label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…",
-            (line.get_xdata()[-1], math.exp(low + end * (high - low))),
-            xytext=(1.07, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=LABEL_SIZE,
-            color=line.get_color(),
-            arrowprops={
-                "arrowstyle": "-",
-                "relpos": (0, 0.5),  # begins at the left edge of the name
-                "color": line.get_color(),
-                "linewidth": 0.5,
-                "shrinkA": 1,
-                "shrinkB": 3,
-            },
-            annotation_clip=False,
-        )
-
-
-def spread(places: list[float], gap: float) -> list[float]:
-    """Move places apart as little as possible so that neighbours are at least `gap` apart, in the same order.
-
-    Places that are too close become a block around their mean; blocks that touch are merged.
-    """
-    order = sorted(range(len(places)), key=lambda index: places[index])
-    blocks: list[tuple[float, list[int]]] = []  # middle and members of each
-    for index in order:
-        middle, members = places[index], [index]
-        while blocks and middle - blocks[-1][0] < gap * (len(members) + len(blocks[-1][1])) / 2:
-            members = blocks.pop()[1] + members
-            middle = sum(places[member] for member in members) / len(members)
-        blocks.append((middle, members))
-    moved = list(places)
-    for middle, members in blocks:
-        for rank, member in enumerate(members):
-            moved[member] = middle + (rank - (len(members) - 1) / 2) * gap
-    return moved
+    lines.sort(key=lambda line: line.get_ydata()[-1], reverse=True)
+    names = (str(line.get_label()) for line in lines)
+    panel.legend(
+        lines,
+        [name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…" for name in names],
+        loc="center left",
+        bbox_to_anchor=(1.02, 0.5),
+        frameon=False,
+        fontsize=LABEL_SIZE,
+        labelcolor="linecolor",
+    )
 
 
 # Files.
@@ -300,7 +247,7 @@ MAX_MARKERS = 16
 """Longer lines have no markers, which would touch."""
 
 
-def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
+def figure(result: Any, protocols: Sequence[str] | None = None) -> Figure:
     """Draw one panel for each of the protocols (all by default); the last one has the names of the lines."""
     settings = result.settings
     shown = settings.protocols if protocols is None else protocols
@@ -325,7 +272,7 @@ def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
     return drawn
 
 
-def _cells(result: Measured, label: str, protocol: str) -> list[Cell]:
+def _cells(result: Any, label: str, protocol: str) -> list[Cell]:
     """The numbers of a method at all lengths that have one."""
     cells = (result.cell(label, protocol, length) for length in result.settings.lengths)
     return [cell for cell in cells if cell is not None]
@@ -340,13 +287,11 @@ def _line(
     panel.plot(x, y, **{**look, **MARKED, "marker": marker}, zorder=3, label=label)
 
 
-STAGGER = 0.35
-"""Largest share of the distance between two lengths over which the methods' intervals are spread."""
-CLOSE = 0.012
-"""Largest distance of two intervals, as a share of the axis."""
+STAGGER = 0.1
+"""Share of the distance between two lengths over which the methods' intervals are spread."""
 
 
-def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
+def ratio_figure(result: Any, protocol: str = "tail") -> Figure:
     """Draw the ratio to the first method's perplexity, with its paired interval at every point and a line at 1.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
@@ -358,8 +303,7 @@ def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
         panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
         candidates = list(zip(result.candidates, looks(result.candidates), strict=True))
         gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
-        span = math.log2(lengths[-1] / lengths[0]) or 1.0
-        step = min(STAGGER * gap / len(candidates), CLOSE * span)
+        step = STAGGER * gap / len(candidates)
         for index, (candidate, look) in enumerate(candidates):
             cells = [c for c in _cells(result, candidate.label, protocol) if positive(c.ratio)]
             if candidate.method is None and all(cell.ratio == 1.0 for cell in cells):
@@ -392,7 +336,7 @@ SPAN = 2**0.125
 _LARGEST = 700.0  # nats; the exponential of more is no float
 
 
-def position_figure(result: Measured) -> Figure:
+def position_figure(result: Any) -> Figure:
     """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
 
     Every token is read with all tokens before it, in windows of the longest length.

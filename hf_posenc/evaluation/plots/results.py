@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation import plots
@@ -22,113 +21,79 @@ if TYPE_CHECKING:
 
 HEAT = "cividis"  # the same with and without colour blindness, and ordered by lightness
 MAX_COLUMNS = 4
+MAX_DEPTHS = 10  # more of them make no panel higher
 WRITTEN = 8  # with at most so many lengths, each cell contains its number
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """Shares of one method in one task, by needle depth and prompt length.
-
-    Attributes:
-        depths: The rows: depths from 0, the front of the prompt, to 1; `(None,)` for a task without depths.
-        shares: A row of shares per depth, one per length; NaN where there is none.
-        missing: For every length the reason why it has no number, in a word; `""` where it has one.
-    """
-
-    task: str
-    method: str
-    depths: Sequence[float | None]
-    shares: Sequence[Sequence[float]]
-    missing: Sequence[str]
-
-
-def heat_figure(
-    maps: Sequence[HeatMap], lengths: Sequence[int], original: int | None, label: str
-) -> Figure:
+def heat_figure(result: Any, value: str, label: str) -> Figure:
     """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
 
     The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
-    grey where a number is missing. Every task has the same methods; `label` is the name of the shares.
+    grey where a number is missing. `value` is the attribute of a cell that is shown, and `label` its name.
     """
     plots.require()
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
+    lengths, labels = result.settings.lengths, [entry.label for entry in result.candidates]
+    columns = min(MAX_COLUMNS, len(labels))
+    starts = range(0, len(labels), columns)
+    rows = [(task, labels[n : n + columns]) for task in result.settings.tasks for n in starts]
+    depths = [len(result.shares(task, labels[0], value)) for task, _ in rows]
+    heights = [0.24 * min(count, MAX_DEPTHS) + 0.85 for count in depths]
+    size = max(0.42 * len(lengths), 1.5) * columns + 1.6, sum(heights) + 0.4
     colours = mpl.colormaps[HEAT].with_extremes(bad=plots.GRID)
-    by_task = {
-        task: [m for m in maps if m.task == task] for task in dict.fromkeys(m.task for m in maps)
-    }
-    panels = max(map(len, by_task.values()))
-    columns = min(MAX_COLUMNS, panels)
-    rows = -(-panels // columns)
-    depths = [len(group[0].depths) for group in by_task.values()]
-    heights = [rows * (max(0.2, min(0.24, 2.6 / n)) * n + 0.75) + 0.45 for n in depths]
-    width = max(0.42 * len(lengths), 1.5) * columns + 1.6
     with mpl.rc_context({**plots.STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(width, sum(heights) + 0.3), layout="constrained")
-        sides: Any = figure.subfigures(1, 2, width_ratios=[width - 0.9, 0.9])
-        parts = sides[0].subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        for part, (task, group) in zip(parts, by_task.items(), strict=True):
-            part.suptitle(task, x=0.01, ha="left", fontsize=9, fontweight="bold")
-            if original:
-                trained = f"dashed: trained length, {original:,} tokens"
-                look: dict[str, Any] = {"ha": "right", "va": "top", "color": plots.REMARK}
-                part.text(0.99, 0.985, trained, fontsize=7, **look)
-            axes = part.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-            for place, panel in enumerate(axes.flat):
-                if place >= len(group):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+        for (task, methods), panels in zip(rows, axes, strict=True):
+            for panel, method in itertools.zip_longest(panels, methods):
+                if method is None:
                     panel.set_visible(False)
-                    continue
-                _panel(panel, group[place], lengths, original, colours)
-                below = place + columns < len(group)
-                panel.tick_params(labelbottom=not below, labelleft=place % columns == 0, length=0)
-                if not below:
-                    panel.set_xlabel("context (tokens)", fontsize=8)
-            if group[0].depths[0] is not None:
-                for panel in axes[:, 0]:
-                    panel.set_ylabel("needle depth", fontsize=8)
+                else:
+                    _panel(panel, result, task, method, value, colours)
+            panels[0].set_ylabel(task, fontsize=8)
+        if result.original:
+            about = f"rows: needle depth; dashed: trained length, {result.original:,} tokens"
+            figure.suptitle(about, fontsize=7)
         scale = ScalarMappable(cmap=colours)
         scale.set_clim(0, 1)
-        bar = sides[1].colorbar(scale, cax=sides[1].add_axes((0.05, 0.1, 0.17, 0.8)))
-        bar.set_label(label, fontsize=8)
+        bar = figure.colorbar(scale, ax=axes, label=label)
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
     return figure
 
 
-def _panel(
-    panel: Axes, heat: HeatMap, lengths: Sequence[int], original: int | None, colours: Colormap
-) -> None:
+def _panel(panel: Axes, result: Any, task: str, method: str, value: str, colours: Colormap) -> None:
     import numpy as np
 
-    rows = len(heat.depths)
-    shares = np.ma.masked_invalid(np.array(heat.shares, dtype=float))
-    panel.imshow(shares, cmap=colours, vmin=0, vmax=1, aspect="auto")
-    panel.set_title(heat.method, loc="left", fontsize=8)
-    for side in ("top", "right", "bottom", "left"):
-        panel.spines[side].set_visible(False)
-    ticks = _thinned(len(lengths))
-    panel.set_xticks(ticks, [plots.tick(lengths[place]) for place in ticks], fontsize=7)
-    ticks = _thinned(rows) if heat.depths[0] is not None else []
-    panel.set_yticks(ticks, [f"{heat.depths[row]:.0%}" for row in ticks], fontsize=7)
+    lengths, shares = result.settings.lengths, result.shares(task, method, value)
+    rows = len(shares)
+    shown = np.ma.masked_invalid(np.array(shares, dtype=float))
+    panel.imshow(shown, cmap=colours, vmin=0, vmax=1, aspect="auto")
+    panel.set_title(method, loc="left", fontsize=8)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(labelsize=7, length=0)
+    ticks = range(0, len(lengths), -(-len(lengths) // plots.MAX_TICKS))
+    panel.set_xticks(ticks, [plots.tick(lengths[place]) for place in ticks])
+    panel.set_xlabel("context (tokens)", fontsize=8)
+    depths = [f"{depth:.0%}" for depth in result.settings.depths] if rows > 1 else [""]
+    ticks = range(0, rows, -(-rows // plots.MAX_TICKS))
+    panel.set_yticks(ticks, [depths[row] for row in ticks])
     look: dict[str, Any] = {"ha": "center", "va": "center"}
-    for column, missing in enumerate(heat.missing):
-        if missing:
+    for column, length in enumerate(lengths):
+        if missing := result.missing(task, method, length):
             turned = 90 if rows > 2 else 0
             look_missing = {**look, "fontsize": 6, "color": plots.REMARK, "rotation": turned}
             panel.text(column, (rows - 1) / 2, missing, **look_missing)
         elif len(lengths) <= WRITTEN:
-            for row in range(rows):
-                text = percent(heat.shares[row][column]).removesuffix("%")
-                colour = "white" if heat.shares[row][column] < 0.5 else plots.BASELINE
+            for row, values in enumerate(shares):
+                text = percent(values[column]).removesuffix("%")
+                colour = "white" if values[column] < 0.5 else plots.BASELINE
                 panel.text(column, row, text, fontsize=5.5, color=colour, **look)
-    if original:
-        within = sum(length <= original for length in lengths)
+    if result.original:
+        within = sum(length <= result.original for length in lengths)
         panel.axvline(within - 0.5, color=plots.BASELINE, linewidth=1.0, linestyle=(0, (4, 3)))
-
-
-def _thinned(count: int) -> list[int]:
-    return list(range(0, count, -(-count // plots.MAX_TICKS)))
 
 
 # Sweep and search.
@@ -162,7 +127,7 @@ def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target
             panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
             above = (0, 2 + 9 * index)  # names above each other, however near
             plots.name_mark(panel, row.label, x, above, color=colour, ha="center", va="bottom")
-        plots.set_ticks(panel.xaxis, plots.value_ticks(*panel.get_xlim()), "{:g}".format)
+        plots.round_ticks(panel.xaxis)
         panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn
 

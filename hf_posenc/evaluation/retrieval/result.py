@@ -15,12 +15,11 @@ from hf_posenc.evaluation.grid import (
     auto_scale_note,
     failure_field,
     length_head,
-    listed,
     percent,
     percent_range,
 )
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
-from hf_posenc.evaluation.plots.results import HeatMap, heat_figure
+from hf_posenc.evaluation.plots.results import heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 
 if TYPE_CHECKING:
@@ -109,15 +108,8 @@ class LeftOut:
 class Cell:
     """One number of a table or a heat map.
 
-    Attributes:
-        depth: The needle's depth; `None` for all depths together.
-        accuracy: The share of samples whose answer is right, all of it, with its 95 % Wilson `interval`.
-        score: Mean share of the answer's parts that are right.
-        first: The share of samples whose answer is the most probable candidate, with its 95 % Wilson interval.
-        chance: `first` of random ranks.
-        beaten: Mean share of the distractors that are less probable than the answer; one half for random ranks.
-        nats: Mean negative log-likelihood of the answer, as `rank` is the mean rank.
-        distance: The largest distance of a needle from the end.
+    Its attributes are the columns of that name (`COLUMNS`); `interval` and `first_interval` are 95 % Wilson intervals
+    of `accuracy` and `first`. `depth` is `None` for all depths together.
     """
 
     method: str
@@ -248,6 +240,7 @@ class RetrievalResult(MethodsResult[Cell]):
     version = 1
     columns = COLUMNS
     tracked = ("accuracy", "first")
+    nothing = "too short for the task"
     intervals = (("accuracy", "interval"), ("first", "first_interval"))
 
     settings: RetrievalSettings
@@ -312,14 +305,9 @@ class RetrievalResult(MethodsResult[Cell]):
             haystack=dict(values["haystack"]),
         )
 
-    def csv_cells(self, method: str, condition: str, length: int) -> list[Cell]:
+    def cells_of(self, method: str, condition: str, length: int) -> list[Cell]:
         depths = self.by_depth(method, condition, length) if get_task(condition).has_depth else []
-        return [*super().csv_cells(method, condition, length), *depths]
-
-    def absence(self, method: str, condition: str, length: int) -> str:
-        if self.is_left_out(condition, length):
-            return "too short for the task"
-        return super().absence(method, condition, length)
+        return [*super().cells_of(method, condition, length), *depths]
 
     def figures(self) -> dict[str, Figure]:
         figures = {"retrieval": self.plot("accuracy")}
@@ -341,25 +329,25 @@ class RetrievalResult(MethodsResult[Cell]):
             raise PosencError(
                 f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
             )
-        pairs = itertools.product(self.settings.tasks, self.candidates)
-        maps = [self._heat_map(task, entry.label, value) for task, entry in pairs]
-        return heat_figure(maps, self.settings.lengths, self.original, VALUES[value])
+        return heat_figure(self, value, VALUES[value])
 
-    def _heat_map(self, task: str, method: str, value: str) -> HeatMap:
-        lengths = self.settings.lengths
+    def shares(self, task: str, method: str, value: str) -> list[list[float]]:
+        """Return a heat map: a row for each depth, from the front, a share for each length; NaN where there is none."""
+        key, lengths = (method, task), self.settings.lengths
+        cells = {(c.depth, c.length): c for c in self.depth_cells if (c.method, c.task) == key}
         depths = self.settings.depths if get_task(task).has_depth else (None,)
-        cells = {(c.depth, n): c for n in lengths for c in self.by_depth(method, task, n)}
-        shares = [
+        return [
             [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
             for depth in depths
         ]
-        missing = dict.fromkeys(lengths, "")
-        for n in lengths:
-            if self.is_left_out(task, n):
-                missing[n] = "too short"
-            elif self.cell(method, task, n) is None:
-                missing[n] = failure_field(self.failure(method, task, n)).text
-        return HeatMap(task, method, depths, shares, list(missing.values()))
+
+    def missing(self, task: str, method: str, length: int) -> str:
+        """Return the reason why a length has no number, in a word; `""` if it has one."""
+        if self.is_left_out(task, length):
+            return "too short"
+        if self.cell(method, task, length) is None:
+            return failure_field(self.failure(method, task, length)).text
+        return ""
 
     def tables(self) -> list[Grid]:
         """Return one table per task: accuracy by method and length, and how often the answer is ranked first."""
@@ -452,9 +440,7 @@ class RetrievalResult(MethodsResult[Cell]):
                 )
 
     def problems(self) -> Iterator[str]:
-        lengths: dict[tuple[str, str], list[int]] = {}
-        for failure in self.failures:
-            key = f"{failure.method}: {failure.task}", failure.reason
-            lengths.setdefault(key, []).append(failure.length)
-        for (failed, reason), at in lengths.items():
-            yield f"{failed} failed at length {listed(sorted(at))}: {reason}"
+        for (method, task, reason), at in self.lengths_of_failures(
+            "method", "task", "reason"
+        ).items():
+            yield f"{method}: {task} failed at length {at}: {reason}"

@@ -287,13 +287,7 @@ DEFAULT_TASKS = ("passkey", "niah_single_1", "niah_multikey_2")
 class RetrievalSettings:
     """Settings that determine the numbers of a run, beside the model, the methods and the haystack.
 
-    Attributes:
-        lengths: Tokens of prompt and answer, special tokens included, ascending.
-        depths: Depths of the needle from 0 to 1, ascending; a number: so many at equal distances.
-        samples: Samples at every depth; tasks without a depth have as many at every length as the others.
-        distractors: Wrong answers that the right one is ranked among; 0 for no rank.
-        decode: A name from `DECODES`.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
+    The fields are those of `RetrievalOptions`. Tasks without a depth have as many samples at a length as the others.
     """
 
     lengths: tuple[int, ...]

@@ -71,6 +71,8 @@ def test_which_methods_scale_automatically() -> None:
             {"window": 128, "log_n": True},
         ),
         ("self_extend", "self_extend (auto)", "self_extend", {"scale": 4.0}),
+        ("linear", "pi (auto)", "pi", {"scale": 4.0}),
+        ("yarn:scale=2.5", "yarn (scale 2.5)", "yarn", {"scale": 2.5}),
         ("yarn:scale=4+log_n", "yarn (scale 4) + log_n", [YaRN(scale=4), LogN()], {}),
         (
             "yarn + rerope:window=9",

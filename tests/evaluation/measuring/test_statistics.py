@@ -181,16 +181,6 @@ def test_intervals_cover_the_truth(shape: str, lengths: str, documents: int) -> 
     assert least <= np.mean(inside) <= most
 
 
-@pytest.mark.parametrize(("documents", "most"), [(5, 0.86), (12, 0.92)])
-def test_the_percentile_bootstrap_would_not_cover_it(documents: int, most: float) -> None:
-    rng, inside = np.random.default_rng(0), []
-    for sums, weights in zip(*simulated("normal", "equal", documents), strict=True):
-        drawn = rng.integers(0, documents, (500, documents))
-        low, high = np.quantile(sums[drawn].sum(1) / weights[drawn].sum(1), [0.025, 0.975])
-        inside.append(low <= 0 <= high)
-    assert np.mean(inside) < most
-
-
 @pytest.mark.parametrize(
     ("interval", "documents", "side"),
     [

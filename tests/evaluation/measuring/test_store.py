@@ -208,22 +208,24 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         Store(tmp_path / "file" / "out", SETTINGS)
 
 
+def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    """Set the variables of a launcher, and no others; `array` is the ID, least, most, count and step of Slurm's."""
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT", "STEP")]
+    for name in ("RANK", "WORLD_SIZE", *names):
+        monkeypatch.delenv(name, raising=False)
+    values |= dict(zip(names, values.pop("array", "").split(), strict=False))
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "expected"),
     [
         (None, {}, Shard()),
         ("2/8", {"RANK": "0", "WORLD_SIZE": "4"}, Shard(1, 8)),
         (None, {"RANK": "3", "WORLD_SIZE": "4"}, Shard(3, 4, launched=True)),
-        (
-            None,
-            {
-                "SLURM_ARRAY_TASK_ID": "14",
-                "SLURM_ARRAY_TASK_MIN": "10",
-                "SLURM_ARRAY_TASK_STEP": "2",
-                "SLURM_ARRAY_TASK_COUNT": "5",
-            },
-            Shard(2, 5),
-        ),
+        (None, {"array": "0"}, Shard()),
+        *((None, {"array": f"{n} 3 11 3 4"}, Shard(i, 3)) for i, n in enumerate((3, 7, 11))),
     ],
 )
 def test_a_process_knows_its_place(
@@ -232,61 +234,32 @@ def test_a_process_knows_its_place(
     expected: Shard,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_ARRAY_TASK_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    _environment(monkeypatch, **environment)
     assert current_shard(given) == expected
 
 
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2"])
-def test_a_place_that_does_not_exist(text: str) -> None:
-    with pytest.raises(PosencError, match="--shard"):
-        current_shard(text)
+ARRAYS = ("7 1 7 3 1", "2 1 7 3 1", "9 0 9 5 1", "6 5 8 3 1", "x 0 2 3 1", "0 0 2 0 1", "4 5 7 3 1")
+"""The last tasks of --array=1,2,7, 0-3,9 and 5,6,8 take another's share, or none, where numbers are taken as even."""
 
 
-@pytest.mark.parametrize(("world", "rank"), [("2", None), ("2", "5"), ("2", "a"), ("many", "0")])
-def test_an_environment_that_no_launcher_made(
-    world: str, rank: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    with pytest.raises(PosencError, match="unset both, or pass --shard"):
-        current_shard()
-
-
-# The last tasks of --array=1,2,7, 0-3,9 and 5,6,8 take another's share, or none, where numbers are taken as even.
 @pytest.mark.parametrize(
-    ("task", "least", "most", "count"),
+    ("given", "environment", "reason"),
     [
-        *[("7", "1", "7", "3"), ("2", "1", "7", "3"), ("9", "0", "9", "5"), ("6", "5", "8", "3")],
-        *[("x", "0", "2", "3"), ("0", "0", "2", "0"), ("4", "5", "7", "3")],  # not what Slurm sets
+        *((text, {}, "--shard") for text in ("0/2", "3/2", "1", "a/b", "1/0", "-1/2")),
+        (None, {"WORLD_SIZE": "2"}, "unset both, or pass --shard"),
+        *(
+            (None, {"WORLD_SIZE": world, "RANK": rank}, "unset both, or pass --shard")
+            for world, rank in (("2", "5"), ("2", "a"), ("many", "0"))
+        ),
+        *((None, {"array": array}, "does not number its tasks evenly") for array in ARRAYS),
     ],
 )
-def test_a_slurm_array_without_even_numbers(
-    task: str, least: str, most: str, count: str, monkeypatch: pytest.MonkeyPatch
+def test_a_place_that_does_not_exist(
+    given: str | None, environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    given = {"ID": task, "MIN": least, "MAX": most, "COUNT": count, "STEP": "1"}
-    for name, value in given.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    with pytest.raises(
-        PosencError, match=rf"SLURM_ARRAY_TASK_ID={task}, .*MAX={most}\) does not number its tasks"
-    ):
-        current_shard()
-
-
-def test_an_even_slurm_array_shares_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for name, value in {"MIN": "3", "MAX": "11", "COUNT": "3", "STEP": "4"}.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    shards = []
-    for task in ("3", "7", "11"):
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
-        shards.append(current_shard())
-    assert shards == [Shard(index, 3) for index in range(3)]
+    _environment(monkeypatch, **environment)
+    with pytest.raises(PosencError, match=reason):
+        current_shard(given)
 
 
 def test_shares_cover_everything_once() -> None:

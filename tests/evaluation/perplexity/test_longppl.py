@@ -198,19 +198,10 @@ def test_a_text_within_the_short_context_has_no_key_token() -> None:
     scorer: Any = Calls(4, 0.0, 9.0)
     assert key_tokens(scorer, torch.arange(4), short=4, step=3).tolist() == [False] * 4
     assert not scorer.windows
-    for options in ({"short": 0}, {"step": 0}):
-        with pytest.raises(PosencError, match="of at least 1, not 0"):
-            key_tokens(scorer, torch.arange(4), **options)
 
 
 def overlapping(offsets: list[tuple[int, int]], stretches: list[tuple[int, int]]) -> list[bool]:
     return [any(b <= begin and end <= e for b, e in stretches) for begin, end in offsets]
-
-
-def test_carrying_to_the_same_tokens_changes_nothing() -> None:
-    ends = torch.tensor([1, 4, 9, 10, 15, 21])
-    for mask in torch.rand(20, 6, generator=torch.Generator().manual_seed(0)) > 0.5:
-        assert torch.equal(carry(mask, ends, ends), mask)
 
 
 def test_a_token_is_key_if_one_stretch_holds_all_of_its_text() -> None:
@@ -264,12 +255,6 @@ def test_characters_that_are_split_over_tokens() -> None:
     key = carry(mask, ends, model_ends)
     expected = [False] * len("né – ".encode()) + [True] * 3
     assert key.tolist() == expected + [False] * (len(tokens.ids) - len(expected))
-
-
-def test_ends_and_tokens_belong_together() -> None:
-    ends = torch.tensor([1, 2, 3])
-    with pytest.raises(PosencError, match="2 tokens have 3 ends"):
-        carry(torch.tensor([True, False]), ends, ends)
 
 
 def evaluator_for(longest: int, longppl: str, model: Any, load: Any = None) -> Evaluator:

@@ -80,43 +80,40 @@ def reference(
     return math.fsum(losses), len(losses)
 
 
-SPECS = {
-    "none": "none",
-    "yarn (scale 4)": "yarn:scale=4",
-    "pi (auto)": "pi",
-    "dynamic_ntk (update sequence)": "dynamic_ntk:update=sequence",
-    "dynamic_ntk (update request)": "dynamic_ntk:update=request",
-    "dynamic_yarn (update row, bucket 16)": "dynamic_yarn:update=row,bucket=16",
-    "rerope (window 24)": "rerope:window=24",
-    "self_extend (auto)": "self_extend",
-    "alibi": "alibi",
-    "pi (scale 2) + log_n": "pi:scale=2+log_n",
+ASKED: dict[str, tuple[str, Any]] = {
+    "none": ("none", lambda scale: None),
+    "yarn (scale 4)": ("yarn:scale=4", lambda scale: ("yarn", {"scale": 4})),
+    "pi (auto)": ("pi", lambda scale: ("pi", {"scale": scale})),
+    "dynamic_ntk (update sequence)": (
+        "dynamic_ntk:update=sequence",
+        lambda scale: ("dynamic_ntk", {"update": "sequence"}),
+    ),
+    "dynamic_ntk (update request)": (
+        "dynamic_ntk:update=request",
+        lambda scale: ("dynamic_ntk", {"update": "request"}),
+    ),
+    "dynamic_yarn (update row, bucket 16)": (
+        "dynamic_yarn:update=row,bucket=16",
+        lambda scale: ("dynamic_yarn", {"update": "row", "bucket": 16}),
+    ),
+    "rerope (window 24)": ("rerope:window=24", lambda scale: ("rerope", {"window": 24})),
+    "self_extend (auto)": ("self_extend", lambda scale: ("self_extend", {"scale": scale})),
+    "alibi": ("alibi", lambda scale: ("alibi", {})),
+    "pi (scale 2) + log_n": (
+        "pi:scale=2+log_n",
+        lambda scale: ([PositionInterpolation(scale=2), LogN()], {}),
+    ),
 }
-FEW = tuple(label for label in SPECS if not label.startswith(("yarn", "self_extend")))
+"""By its label, the text of `--patch` and the arguments of `patch_model` at an automatic scale."""
+FEW = tuple(label for label in ASKED if not label.startswith(("yarn", "self_extend")))
 
 
-@pytest.mark.parametrize(("special", "labels"), [((0,), FEW), *late([(0,), ()], [tuple(SPECS)])])
+@pytest.mark.parametrize(("special", "labels"), [((0,), FEW), *late([(0,), ()], [tuple(ASKED)])])
 def test_every_number_is_what_full_logits_give(
     special: tuple[int, ...], labels: tuple[str, ...]
 ) -> None:
     model, tail = tiny(), 16
-    scales = {length: max(1.0, length / 64) for length in LENGTHS}
-    patches: dict[str, Any] = {
-        "none": lambda length: None,
-        "yarn (scale 4)": lambda length: ("yarn", {"scale": 4}),
-        "pi (auto)": lambda length: ("pi", {"scale": scales[length]}),
-        "dynamic_ntk (update sequence)": lambda length: ("dynamic_ntk", {"update": "sequence"}),
-        "dynamic_ntk (update request)": lambda length: ("dynamic_ntk", {"update": "request"}),
-        "dynamic_yarn (update row, bucket 16)": lambda length: (
-            "dynamic_yarn",
-            {"update": "row", "bucket": 16},
-        ),
-        "rerope (window 24)": lambda length: ("rerope", {"window": 24}),
-        "self_extend (auto)": lambda length: ("self_extend", {"scale": scales[length]}),
-        "alibi": lambda length: ("alibi", {}),
-        "pi (scale 2) + log_n": lambda length: ([PositionInterpolation(scale=2), LogN()], {}),
-    }
-    result = run(model, [SPECS[label] for label in labels], special=special)
+    result = run(model, [ASKED[label][0] for label in labels], special=special)
     records = by_cell(result)
     assert len(records) == len(labels) * 2 * len(LENGTHS) * len(DOCUMENTS)
     assert result.head_replay == "bit-exact"
@@ -129,7 +126,7 @@ def test_every_number_is_what_full_logits_give(
     twins: dict[str, Any] = {}
     for (label, protocol, length, name), record in records.items():
         document = next(document for document in DOCUMENTS if document.name == name)
-        patch = patches[label](length)
+        patch = ASKED[label][1](max(1.0, length / 64))
         if (known := f"{label} {patch}") not in twins:
             twins[known] = tiny()
             if patch is not None:
@@ -225,20 +222,6 @@ def test_the_scale_follows_the_length_and_never_shrinks_a_text() -> None:
     assert [own.scale_at(length) for length in LENGTHS] == [1.0, 2.0, 4.0, 8.0]
 
 
-def test_which_candidates_are_automatic() -> None:
-    labels = {
-        "none": "none",
-        "yarn:scale=8": "yarn (scale 8)",
-        "linear": "pi (auto)",
-        "ntk:target_length=512": "ntk (target_length 512)",
-        "dynamic_ntk": "dynamic_ntk",
-        "yarn:scale=2.5,beta_fast=16": "yarn (scale 2.5, beta_fast 16)",
-        "abf:rope_theta=500000": "abf (rope_theta 500000)",
-    }
-    assert {spec: Candidate.parse(spec).label for spec in labels} == labels
-    assert [spec for spec in labels if Candidate.parse(spec).auto_scale] == ["linear"]
-
-
 def test_the_model_is_as_before() -> None:
     model = tiny().train()
     config, state = copy.deepcopy(model.config.to_dict()), copy.deepcopy(model.state_dict())
@@ -325,20 +308,25 @@ def test_a_loss_that_is_not_a_number_stays_one() -> None:
     assert not measurement.failures
 
 
-def test_progress_counts_the_tokens_of_the_run() -> None:
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "specs", "labels"),
+    [
+        ({}, ["none", "yarn"], ["none", "yarn (auto)"]),
+        ({"rope_parameters": DYNAMIC}, ["none"], ["none"]),  # more than one forward for all lengths
+    ],
+)
+def test_progress_counts_the_tokens_of_the_run(
+    more: dict[str, Any], specs: list[str], labels: list[str]
+) -> None:
     calls: list[tuple[str, int, int]] = []
-    run(tiny(), ["none", "yarn"], progress=lambda *call: calls.append(call))
+    run(tiny(**more), specs, progress=lambda *call: calls.append(call))
     done = [call[1] for call in calls]
     assert done == sorted(done)
     assert {call[2] for call in calls} == {done[-1]}
-    assert list(dict.fromkeys(label for label, *_ in calls)) == ["none", "yarn (auto)"]
-
-
-def test_progress_grows_when_more_forwards_are_needed_than_planned() -> None:
-    calls: list[tuple[str, int, int]] = []
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    run(tiny(rope_parameters=rope), ["none"], progress=lambda *call: calls.append(call))
-    assert calls[-1][1] == calls[-1][2]
+    assert list(dict.fromkeys(label for label, *_ in calls)) == labels
 
 
 def test_candidates_that_cannot_be_measured() -> None:

@@ -16,7 +16,7 @@ from hf_posenc.evaluation.perplexity import joined, make_settings
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, plan
 from tests.support import peers, zoo
 from tests.support.perplexities import measured
-from tests.support.selection import covering, late
+from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 BOS = 0
@@ -47,34 +47,36 @@ def cell(
     return made
 
 
-def test_yarn_truncated() -> None:
-    model = tiny()
-    expected = peers.yarn(model, IDS, LENGTH, bos=BOS, truncate=True)
-    assert cell("yarn", model, special=(BOS,)).perplexity == pytest.approx(expected, rel=FLOAT32)
-
-
-@pytest.mark.parametrize(("stride", "batch"), covering([13, 16], [1, 4]))
-def test_yarn_sliding(stride: int, batch: int) -> None:
-    model = tiny()
-    expected = peers.yarn(model, IDS, LENGTH, bos=BOS, stride=stride)
-    made = cell("yarn", model, special=(BOS,), protocols=("sliding",), stride=stride, batch=batch)
-    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
-
-
-@pytest.mark.parametrize("stride", [13, 16])
-def test_pose(stride: int) -> None:
-    model = tiny()
-    expected = peers.pose(model, IDS, LENGTH, bos=BOS, stride=stride)
-    made = cell("pose", model, special=(BOS,), stride=stride)
-    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
-
-
-@pytest.mark.parametrize("stride", [13, LENGTH])
-def test_hf_docs(stride: int) -> None:
-    model = tiny()
-    expected = peers.hf_docs(model, IDS, LENGTH, stride=stride)
-    # the page adds up in float32
-    assert cell("hf-docs", model, stride=stride).perplexity == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize(
+    ("preset", "program", "given"),
+    [
+        ("yarn", {"bos": BOS, "truncate": True}, {}),
+        *(
+            (
+                "yarn",
+                {"bos": BOS, "stride": n},
+                {"protocols": ("sliding",), "stride": n, "batch": m},
+            )
+            for n, m in ((13, 1), (16, 4))
+        ),
+        *(("pose", {"bos": BOS, "stride": n}, {"stride": n}) for n in (13, 16)),
+        *(("hf-docs", {"stride": n}, {"stride": n}) for n in (13, LENGTH)),
+        *(
+            ("pi", {"bos": bos, "stride": n}, {"stride": n, "bos_windows": "first"})
+            for bos, n in ((None, 13), (BOS, 16))
+        ),
+    ],
+)
+def test_a_preset_gives_the_number_of_its_program(
+    preset: str, program: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """That of `pi` is the sliding window of Press et al."""
+    model, names = tiny(), {"hf-docs": "hf_docs", "pi": "press"}
+    expected = getattr(peers, names.get(preset, preset))(model, IDS, LENGTH, **program)
+    special = () if program.get("bos") is None else (BOS,)
+    precision = 1e-5 if preset == "hf-docs" else FLOAT32  # the page adds up in float32
+    made = cell(preset, model, special=special, **given)
+    assert made.perplexity == pytest.approx(expected, rel=precision)
 
 
 @pytest.mark.parametrize("stride", [*late([5]), 12])
@@ -107,15 +109,6 @@ def test_lm_eval() -> None:
     assert made.word_perplexity == pytest.approx(
         peers.weighted_perplexity(sums, words), rel=FLOAT32
     )
-
-
-@pytest.mark.parametrize(("bos", "stride"), covering([None, BOS], [13, 16]))
-def test_pi_is_the_sliding_window_of_press(bos: int | None, stride: int) -> None:
-    model = tiny()
-    expected = peers.press(model, IDS, LENGTH, bos=bos, stride=stride)
-    special = () if bos is None else (bos,)
-    made = cell("pi", model, special=special, stride=stride, bos_windows="first")
-    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
 
 
 def test_every_preset_is_tested() -> None:
@@ -166,21 +159,6 @@ def test_a_few_sliding_windows_are_full_ones() -> None:
         (80, 128, 40),
         (152, 200, 40),
     ]
-
-
-def test_ranges_of_lengths() -> None:
-    assert parse_lengths("2k:8k:2k,64") == (64, 2048, 4096, 6144, 8192)
-    assert len(parse_lengths("2k:128k:2k")) == 64
-    for bad in ("1:2", "2:8:0", "1k:2k:3k:4k", "x"):
-        with pytest.raises(PosencError, match="--lengths"):
-            parse_lengths(bad)
-
-
-def test_protocols_that_do_not_go_together() -> None:
-    with pytest.raises(PosencError, match="measure them in two runs"):
-        Settings(lengths=(64,), protocols=("prefix", "stream"))
-    with pytest.raises(PosencError, match="need documents of the longest length"):
-        Settings(lengths=(64,), protocols=("prefix",), min_tokens=8)
 
 
 def test_a_64_point_curve_of_prefixes_costs_33_times_fewer_tokens_than_64_runs() -> None:

@@ -184,12 +184,6 @@ def test_shares_are_whole_percent_but_never_lie_about_0_and_100() -> None:
     assert [percent(share) for share in shares] == ["0%", "0.1%", "25%", "99.9%", "100%"]
 
 
-def test_a_notebook_gets_the_tables() -> None:
-    page = result()._repr_html_()
-    assert page.startswith("<pre>")
-    assert "good (auto)" in page
-
-
 def shown_by(panel: Any) -> Any:
     """The numbers of a heat map; NaN where there is none."""
     import numpy as np
@@ -263,6 +257,7 @@ def test_the_papers_numbers_at_their_limits() -> None:
     assert passing(cells)[0] == 512
     assert passing(cells)[1] == pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4)
     assert passing(cells[1:3]) == (None, None)
+    assert summarize([], by_depth=True) == []
 
 
 @pytest.mark.skipif(not available(), reason="needs matplotlib")

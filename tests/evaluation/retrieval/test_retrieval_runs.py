@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
-import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,7 @@ from hf_posenc.evaluation.measuring.execute import collected, execute, write_tim
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.retrieval import RetrievalRun, measure_retrieval
 from hf_posenc.evaluation.retrieval.result import (
-    Cell,
-    Record,
     RetrievalResult,
-    k_max,
-    passing,
-    summarize,
     wilson,
 )
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
@@ -204,8 +199,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
         again = RetrievalResult.from_dict(values)
         assert again == result
         assert again.to_dict() == values
-        result.write_csv(tmp_path / "r.csv")
-        rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+        rows = list(csv.DictReader(io.StringIO(result.files()["retrieval.csv"])))
         overall = [row for row in rows if not row["depth"]]
         generated = "decode" in given  # which this model does at any length
         last = "ok" if generated else "RuntimeError: too long for me"
@@ -270,24 +264,3 @@ def test_wilson_intervals() -> None:
     assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
     assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
-
-
-_CELL = summarize(
-    [Record("m", "t", 8, None, 0, True, 1.0, None, None, None, None)], by_depth=False
-)[0]
-
-
-def cell(length: int, accuracy: float, distance: int | None = None) -> Cell:
-    return dataclasses.replace(_CELL, length=length, accuracy=accuracy, distance=distance)
-
-
-def test_the_papers_numbers_by_hand() -> None:
-    near_far = [cell(8, 0.1, 400), cell(8, 0.9, 100), cell(8, 0.2, 200), cell(8, 1.0, 900)]
-    assert k_max(near_far) == 200  # 900 is found too, but not everything up to it
-    assert k_max([cell(8, 0.0, 10)]) == 0
-    assert k_max([cell(8, 1.0)]) is None
-    context, mean = passing([cell(4, 1.0), cell(8, 0.7), cell(16, 0.85), cell(32, 0.2)])
-    assert context == 16
-    assert mean == pytest.approx((1.0 + 0.7 + 0.85) / 3)
-    assert passing([cell(4, 0.5)]) == (None, None)
-    assert summarize([], by_depth=True) == []
