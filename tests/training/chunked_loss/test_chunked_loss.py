@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc import patch_model
-from hf_posenc.training.chunked_loss import head as head_chunks
+from hf_posenc.training.chunked_loss import loss as head_chunks
 from hf_posenc.training.chunked_loss.loss import chunk_loss
 from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from hf_posenc.training.chunked_loss import head as head_chunks
+from hf_posenc.training.chunked_loss import loss as head_chunks
 from hf_posenc.training.chunked_loss.loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
