@@ -29,7 +29,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
     UnreadableError,
 )
-from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
+from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.lengths import read_length
@@ -228,8 +228,6 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
     for part, _ in _mixture(data):
         if part.documents is not None:
             read_whole(part.documents, "documents")
-    if data.mixture is None:
-        _refuse_ignored(data)
 
 
 def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
@@ -449,28 +447,6 @@ def training_blocks(
     if data.mixture is None:
         return parts[0][0], {k: v for k, v in about[0].items() if k != "weight"}
     return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
-
-
-def _refuse_ignored(data: DataArguments) -> None:
-    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
-
-    `split` is of those to train on alone.
-    """
-    sources = [(data.text, data.dataset, data.split)]
-    if data.score_text or data.score_dataset is not None:
-        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
-    errors = []
-    for source in sources:
-        given = _documents(data, *source)
-        for name in ("split", "streaming"):  # whose defaults are others there
-            if getattr(given, name) == getattr(DataArguments, name):
-                given = replace(given, **{name: getattr(DocumentOptions, name)})
-        try:
-            refuse_ignored(given)
-        except PosencError as error:
-            errors.append(error)
-    if len(errors) == len(sources):
-        raise errors[0]
 
 
 def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:

@@ -128,8 +128,8 @@ def _named(place: str, name: str) -> bool:
 
 
 def check_documents(options: DocumentOptions) -> None:
-    """Refuse options that exclude each other or that nothing reads, and files of which there is none."""
-    from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
+    """Refuse options that exclude each other, and files of which there is none."""
+    from hf_posenc.evaluation.documents.source import check_readable, source_of
 
     if (
         options.dataset
@@ -142,7 +142,6 @@ def check_documents(options: DocumentOptions) -> None:
     cache = options.token_cache
     if cache is not None and cache.exists() and not cache.is_dir():
         raise PosencError(f"--token-cache {cache} is a file: give a folder.")
-    refuse_ignored(options)
     check_readable(source_of(options), options.text or ())
 
 

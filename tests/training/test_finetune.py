@@ -312,7 +312,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
     "no documents": (("--documents", "0"), "documents is a whole number of at least 1, not 0"),
-    "a column that nothing has": (("--column", "body"), "--column body is for rows"),
     "a rank without a LoRA": (("--lora_rank", "4"), "--lora_rank 4 is for --train lora"),
     "no folder": (("--output_dir", ""), "--output_dir is empty"),
     "a stream in a fresh process": (

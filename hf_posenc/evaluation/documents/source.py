@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import (
     Conversation,
     Document,
@@ -23,13 +23,7 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.readers import (
-    TOKEN_DTYPES,
-    files_of,
-    is_saved,
-    read_dataset,
-    read_paths,
-)
+from hf_posenc.evaluation.documents.readers import is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
@@ -124,8 +118,6 @@ def source_of(options: DocumentOptions) -> Source:
                 raise PosencError(
                     f"--text {path} is a model's folder. MODEL goes in front of the options."
                 )
-        if options.token_dtype not in TOKEN_DTYPES:
-            raise unknown("token type", options.token_dtype, TOKEN_DTYPES)
         reading["token_dtype"] = options.token_dtype
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
         return Source(lambda: read_paths(paths, **reading), about, False, cache)
@@ -137,32 +129,6 @@ def source_of(options: DocumentOptions) -> Source:
     if options.tokenized is not None:
         raise PosencError("--tokenized names a column of a --dataset, or of rows in --text files.")
     return Source(token_cache=cache)
-
-
-def refuse_ignored(options: DocumentOptions) -> None:
-    """Raise if an option was given that nothing in these documents would use."""
-    paths, hub = [Path(path).expanduser() for path in options.text or ()], options.dataset
-    saved = any(map(is_saved, paths if hub is None else (*paths, Path(hub))))
-    on_hub, rows = hub is not None and not saved, hub is not None or saved
-    files = (file for path in paths for file in files_of(str(path), path, path.is_dir()))
-    names = (printable(file) for file in files if isinstance(file, Path))
-    with_rows = (end in name for name in names for end in (".jsonl", ".ndjson", ".parquet"))
-    column = "rows (a --dataset, JSON lines or parquet) without --tokenized"
-    users: dict[str, tuple[str, Iterable[bool]]] = {
-        "config": ("a --dataset on the hub", [on_hub]),
-        "split": ("a --dataset", [rows]),
-        "streaming": ("a --dataset on the hub", [on_hub]),
-        "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
-        "token_dtype": ("a .bin file in --text", (str(path).endswith(".bin") for path in paths)),
-    }
-    for name, (user, uses) in users.items():
-        value = getattr(options, name)
-        if value != getattr(DocumentOptions, name) and not any(uses):
-            given = f"--{name.replace('_', '-')} {value}"
-            given = "--no-streaming" if name == "streaming" else given
-            raise PosencError(
-                f"{given} is for {user}, and nothing here would use it: leave it out."
-            )
 
 
 def check_readable(source: Source, paths: Sequence[str]) -> None:

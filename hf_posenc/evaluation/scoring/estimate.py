@@ -112,15 +112,6 @@ def run_cost(
     counted = Counter(forwards)
     if not counted:
         raise PosencError("There is no window to estimate: give one or more.")
-    sizes = {
-        "windows": batch,
-        "chunk": chunk,
-        "prefill_chunk": prefill_chunk,
-        "mlp_chunk": mlp_chunk,
-    }
-    for name, value in {"length": min(counted)[0], **sizes}.items():
-        if value is not None and value < 1:
-            raise PosencError(f"{name} is at least 1, not {value}.")
     shape, weights = read_shape(model), _weights(model, dtype)
     size = (dtype or shape.dtype).itemsize
     chunk = chunk or max(1, LOGITS_PER_CHUNK // shape.vocabulary)

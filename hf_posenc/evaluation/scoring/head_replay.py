@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
@@ -97,14 +98,10 @@ class TokenScorer:
         prefill: int | None = None,
         mlp: int | None = None,
     ) -> None:
-        for name, tokens, least in (
-            ("chunk", chunk, 1),
-            ("prefill", prefill, LEAST),
-            ("mlp", mlp, 1),
-        ):
-            if tokens is not None and (not isinstance(tokens, int) or tokens < least):
-                some = f"{least} token{'s' * (least > 1)}"
-                raise PosencError(f"A {name} has at least {some}, not {tokens!r}.")
+        sizes = {"chunk": (chunk, 1), "prefill": (prefill, LEAST), "mlp": (mlp, 1)}
+        for name, (tokens, least) in sizes.items():
+            if tokens is not None:
+                read_whole(tokens, name, least)
         if not hasattr(unwrap(model), "get_input_embeddings"):
             raise PosencError(
                 f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."

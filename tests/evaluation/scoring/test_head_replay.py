@@ -156,18 +156,21 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_an_error_in_the_forward_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(40)[0]
-    scorer = TokenScorer(model, ids)
+    model, ids = zoo.build("llama").train(), zoo.tokens(40)[0]
+    with evaluation_mode(model):
+        scorer = TokenScorer(model, ids)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    hooks = dict(model.model._forward_hooks)
 
     def broken(hidden: Tensor) -> Tensor:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(model.lm_head, "forward", broken)
-    with pytest.raises(RuntimeError, match="broken"), evaluation_mode(model.train()):
-        scorer(ids)
-    assert "forward" not in vars(model.model)
-    assert model.training
-    assert model.model.training
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", broken)
+        with pytest.raises(RuntimeError, match="broken"), evaluation_mode(model):
+            scorer(ids)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert model.model._forward_hooks == hooks
 
 
 def test_a_forward_that_was_already_replaced_is_put_back() -> None:
@@ -271,5 +274,5 @@ def test_a_window_needs_a_token_to_score() -> None:
     for first in (0, 10):
         with pytest.raises(PosencError, match="10 tokens"):
             scorer(ids, first)
-    with pytest.raises(PosencError, match="at least 1 token, not 0"):
+    with pytest.raises(PosencError, match="chunk is a whole number of at least 1, not 0"):
         TokenScorer(model, ids, chunk=0)

@@ -20,8 +20,6 @@ from scripts.benchmark_training import CHUNKS, LENGTHS, RESULT, VOCABULARY, WHOL
 from tests.support import zoo
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
 
-LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
-
 
 def test_everything_is_put_back() -> None:
     model = zoo.build("gemma2").train()
