@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training.chunked_loss import chunk_loss
 from scripts.benchmark import _machine
 from scripts.benchmark_attention import peak_mebibytes
 

@@ -30,9 +30,8 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring.decoder import sizes_alone
+from hf_posenc.evaluation.scoring.decoder import linear_features, mlps, sizes_alone
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
-from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
 from hf_posenc.model.attention import native_implementation
 from hf_posenc.model.discovery import layer_type
 from hf_posenc.model.masks import DENSE, CausalMask

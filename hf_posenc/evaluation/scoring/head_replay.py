@@ -26,15 +26,16 @@ from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
+    in_slices,
     input_device,
     input_embeddings,
     returning,
     run_decoder,
     sizes_alone,
     sliced,
+    tokenwise_mlps,
     without_cache,
 )
-from hf_posenc.evaluation.scoring.mlp import in_slices, tokenwise_mlps
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
 from hf_posenc.model.unwrapping import unwrap

@@ -77,7 +77,7 @@ PIECES = (7, 20)
 IDS = zoo.tokens(29)[0]
 # One for each kind of cache, and each way from the decoder to the logits.
 FAST = {"llama", "gemma3", "gpt_oss", "gpt_neox", "deepseek_v2", "bert", "granite4_vision_text"}
-FAST |= {"mamba", "rwkv", "qwen3_next", "prophetnet"}
+FAST |= {"mamba", "rwkv", "qwen3_next", "prophetnet", "gemma2", "bloom", "mixtral"}
 
 
 class Wrapped(nn.Module):

@@ -222,24 +222,15 @@ def test_nothing_is_left_in_modules() -> None:
 
 # The losses of whole texts, and what is run at a time once memory has run out.
 
-CACHED = ("llama", "gemma2", "bloom", "deepseek_v3")
-"""The kinds of caches and of positions beside them; all families are in `test_every_family.py`."""
 DOCUMENTS = [
     tokenize(Document(f"d{n}", prose(300 + 41 * n, n)), byte_tokenizer()) for n in range(2)
 ]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "piece"),
-    [*covering(CACHED, (7, 16, 64)), *late(["gpt2", "opt", "mixtral"], (7, 16, 64))],
-)
-def test_a_prefill_in_pieces_gives_the_same_losses(model_type: str, piece: int) -> None:
-    check_pieces(zoo.build(model_type), prefill=piece, chunk=5)
-
-
 @pytest.mark.parametrize(("method", "options"), [("yarn", {"scale": 4}), *IN_ATTENTION])
-def test_a_patched_model_too(method: str, options: dict[str, Any]) -> None:
-    check_pieces(patch_model(zoo.build("llama"), method, **options), prefill=9)
+def test_a_prefill_in_pieces_gives_the_same_losses(method: str, options: dict[str, Any]) -> None:
+    """All families are in `test_every_family.py`."""
+    check_pieces(patch_model(zoo.build("llama"), method, **options), prefill=9, chunk=5)
 
 
 def test_a_model_wrapped_by_peft_too() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc import patch_model
-from hf_posenc.training.chunked_loss import loss as head_chunks
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training.chunked_loss import chunk_loss
 from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo
 from tests.support.selection import covering, late, quick
@@ -184,14 +183,3 @@ def test_logits_never_exceed_a_chunk() -> None:
         assert largest(partial(trained, model, **given)) == head
         with torch.no_grad():
             assert largest(partial(model, **given)) == max(chunk * vocabulary, 2 * length * 96)
-
-
-def test_without_gradients_nothing_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.build("llama")
-    chunk_loss(model, CHUNK)
-    expected = trained(model, **texts())[0]
-    monkeypatch.setattr(head_chunks, "checkpoint", None)
-    with torch.no_grad():
-        assert model(**texts()).loss == expected
-    with pytest.raises(TypeError):
-        trained(model, **texts())

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from hf_posenc.training.chunked_loss import loss as loss_probe
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training import chunked_loss as loss_probe
+from hf_posenc.training.chunked_loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, texts, trained

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.training.chunked_loss.loss import chunk_loss, default_chunk
+from hf_posenc.training.chunked_loss import chunk_loss, default_chunk
 from scripts.benchmark_training import CHUNKS, LENGTHS, RESULT, VOCABULARY, WHOLE, _llama, title
 from tests.support import zoo
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
