@@ -14,7 +14,8 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ from hf_posenc.evaluation.scoring.decoder import (
     hidden_states,
     input_embeddings,
     replaced,
-    returning,
-    run_decoder,
     sliced,
     without_cache,
 )
@@ -172,13 +171,33 @@ class ChunkedLoss:
         output = self._run(_without_loss(arguments))[1]
         with torch.no_grad():
             self._decide(*self._first_tokens(arguments, output))
-        with returning(self._decoder, output):
+        with self._returning(output):
             return self(**arguments)
 
     def _run(self, arguments: Arguments, outputs: list[Any] | None = None) -> tuple[Any, Any]:
         """Run the forward with the logits of the last token only; return its output and the decoder's whole one."""
         outputs = [] if outputs is None else outputs
-        return run_decoder(self._decoder, self._forward, arguments, outputs), outputs[0]
+
+        def keep_last(module: nn.Module, _: Any, output: Any) -> Any:
+            outputs.append(output)  # before the head runs
+            return sliced(output, slice(-1, None))
+
+        hook = self._decoder.register_forward_hook(keep_last)  # behind those of FSDP
+        try:
+            return self._forward(**arguments), outputs[0]
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def _returning(self, output: Any) -> Iterator[None]:
+        """Replace the decoder by a stub that returns an output; neither its forward nor its hooks run."""
+        path, _, name = self._path.rpartition(".")
+        parent, decoder = self.model.get_submodule(path), self._decoder
+        setattr(parent, name, _Stub(decoder, output))
+        try:
+            yield
+        finally:
+            setattr(parent, name, decoder)
 
     def _chunked(self, arguments: Arguments) -> Any:
         if not self._uses_loss_function:
@@ -229,12 +248,16 @@ class ChunkedLoss:
         off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
         options = {**_without_loss(arguments), **off}
         options.pop("past_key_values", None)
+        # The modules sharded by FSDP2 that are neither in the decoder nor around it.
+        sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
+        inside = set(self._decoder.modules())
+        sharded = [p for p in sharded if p not in inside and self._decoder not in p.modules()]
 
         def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
             # Contiguous, as the whole is: some heads view it in another shape.
             handed = _with_hidden(sliced(output, part), states.contiguous())
             few = {name: _slice_argument(value, hidden, part) for name, value in options.items()}
-            with returning(self._decoder, handed), sums, _unsharded(self.model, self._decoder):
+            with self._returning(handed), sums, _unsharded(sharded):
                 return loss(self._forward(**few).logits, aims)
 
         total: Any = 0
@@ -272,24 +295,29 @@ class ChunkedLoss:
         A LookupError is raised if it calls no part that holds the embeddings.
         """
 
-        def stop(module: nn.Module, _: Any) -> None:
-            raise _ReachedError(module)
+        def stop(path: str, *_: Any) -> None:
+            raise _ReachedError(path)
 
         embeddings = input_embeddings(self.model)
         hooks = [
-            module.register_forward_pre_hook(stop, prepend=True)
-            for module in self.model.modules()
+            module.register_forward_pre_hook(partial(stop, path), prepend=True)
+            for path, module in self.model.named_modules()
             if module not in (self.model, embeddings) and embeddings in module.modules()
         ]
         try:
             self._forward(**_without_loss(arguments))
         except _ReachedError as reached:
-            self._decoder: nn.Module = reached.args[0]
+            self._path = str(reached)
         else:
             raise LookupError("its forward calls no part that holds its embeddings")
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """The part that was found, read on each access: wrappers such as FSDP's replace it."""
+        return self.model.get_submodule(self._path)
 
     def _first_tokens(self, arguments: Arguments, output: Any) -> tuple[Arguments, Any]:
         """Return the first tokens of a batch and of the decoder's output for it.
@@ -347,7 +375,7 @@ class ChunkedLoss:
             cases[" with shift_labels"] = {**arguments, "shift_labels": arguments["labels"]}
         for name, case in cases.items():
             try:
-                with returning(self._decoder, handed):
+                with self._returning(handed):
                     expected = _loss_and_gradients(self._forward(**case), inputs)
                     actual = _loss_and_gradients(self._chunked(case), inputs)
             except Exception as error:
@@ -358,8 +386,25 @@ class ChunkedLoss:
         return None
 
 
+class _Stub(nn.Module):
+    """Returns hidden states; all other attributes are the decoder's."""
+
+    def __init__(self, decoder: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("decoder", "output"):
+            return super().__getattr__(name)
+        return getattr(self.decoder, name)
+
+
 class _ReachedError(Exception):
-    """The forward has called a part that holds the embeddings."""
+    """The forward has called a part that holds the embeddings: its path."""
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -528,24 +573,16 @@ class _Use(_Function):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _unsharded(model: nn.Module, decoder: nn.Module) -> Iterator[None]:
-    """Gather the whole weights of modules sharded by FSDP2 behind the decoder, and hide their forwards from FSDP.
+def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the whole weights of modules sharded by FSDP2, and hide their forwards from FSDP.
 
     FSDP's hooks reduce gradients and free weights behind the backward of each module. accelerate puts the last norm and
     the head into one group, which counts as run when each of its modules has run once. A head that runs once per slice
     would be freed and reduced behind the first slice that comes back, while the others still need its weights:
     gradients would be missing, or the process would access freed memory. With this, FSDP registers one run of the head.
     """
-    inside = set(decoder.modules())
     with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            # Neither in the decoder nor around it.
-            if (
-                not isinstance(module, FSDPModule)
-                or decoder in module.modules()
-                or module in inside
-            ):
-                continue
+        for module in modules:
             sharded: Any = module
             sharded.unshard()
             for name in ("_forward_pre_hooks", "_forward_hooks"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,36 +129,6 @@ def sliced(output: Any, positions: slice) -> Any:
         return part.unflatten(1, (-1, tokens))[:, :, positions].flatten(1, 2)
 
     return type(output)(**{name: slice_of(part) for name, part in output.items()})
-
-
-def run_decoder(
-    decoder: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any], outputs: list[Any]
-) -> Any:
-    """Run a model's forward with the logits of the last token only, and return its output.
-
-    The list `outputs` receives the decoder's whole output before the head runs.
-    """
-
-    def keep_last(module: nn.Module, _: Any, output: Any) -> Any:
-        outputs.append(output)
-        return sliced(output, slice(-1, None))
-
-    hook = decoder.register_forward_hook(keep_last)  # behind those of FSDP, which get it whole
-    try:
-        return forward(**arguments)
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def returning(decoder: nn.Module, output: Any) -> Iterator[None]:
-    """Let a decoder return this output inside a `with` block; neither its forward nor its hooks run."""
-    with (
-        replaced(decoder, "forward", lambda *_, **__: output),
-        replaced(decoder, "_forward_hooks", OrderedDict()),
-        replaced(decoder, "_forward_pre_hooks", OrderedDict()),
-    ):
-        yield
 
 
 @contextlib.contextmanager

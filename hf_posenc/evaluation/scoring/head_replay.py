@@ -29,8 +29,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     in_slices,
     input_device,
     input_embeddings,
-    returning,
-    run_decoder,
+    replaced,
     sizes_alone,
     sliced,
     tokenwise_mlps,
@@ -221,7 +220,7 @@ class TokenScorer:
                 # Some processors round products of few rows differently: a short last chunk repeats rows before it.
                 low = max(lowest, min(begin, end - min(step, _TILE)))
                 part, ids = sliced(output, slice(low - offset, end - offset)), windows[:, low:end]
-                with returning(decoder, part):
+                with replaced(decoder, "forward", lambda *_, part=part, **__: part):
                     logits: Tensor = self.model(input_ids=ids, **self._options).logits
                 yield logits[:, begin - low :]
 
@@ -229,23 +228,33 @@ class TokenScorer:
         self, windows: Tensor, decoder: nn.Module, pieces: Pieces | None
     ) -> Iterator[tuple[int, int, Any]]:
         """Run the decoder; yield the begin, the end and the output of every piece of the prefill."""
-        tokens, before, options = windows.shape[1], None, self._options
+        output: Any = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal output
+            output = forward(*args, **kwargs)
+            return sliced(output, slice(-1, None))  # the head then computes a single token
+
+        forward = decoder.forward
+        tokens, before = windows.shape[1], None
         for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
+            options = self._options
             if pieces is not None:
                 options = pieces.arguments(before, windows, begin, end)
-            outputs: list[Any] = []
-            self.in_head = False
-            attention = contextlib.nullcontext() if pieces is None else pieces.attention()
-            with self._sliced(), attention:
-                arguments = {"input_ids": windows[:, begin:end], **options}
+            output, self.in_head = None, False
+            with (
+                replaced(decoder, "forward", run),
+                self._sliced(),
+                contextlib.nullcontext() if pieces is None else pieces.attention(),
+            ):
                 try:
-                    before = run_decoder(decoder, self.model, arguments, outputs)
+                    before = self.model(input_ids=windows[:, begin:end], **options)
                 except Exception:
                     # A head may count the token ids and fail on a single position. The decoder's output is complete.
-                    if not outputs or pieces is not None:
+                    if output is None or pieces is not None:
                         raise
             self.in_head = True
-            yield begin, end, outputs.pop()
+            yield begin, end, output
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
         """Return the losses of a text run in these pieces, shape (n - 1,)."""
