@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training.chunked_loss import chunk_loss
 from scripts.benchmark import MMAP_THRESHOLD, Results, machine
 from scripts.benchmark_attention import MEBIBYTE, peak_mebibytes
 from scripts.results import BENCHMARKS

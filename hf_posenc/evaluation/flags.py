@@ -126,17 +126,12 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Return the retrieval tasks in a text: names, or `all`."""
+    """Return the retrieval tasks in a text: names, `all`, or `none`."""
     from hf_posenc.evaluation.retrieval.tasks import TASKS
 
-    names = parse_names(text)
+    names = () if text.strip() == "none" else parse_names(text)
     others = [task for task in TASKS if task not in names]
     return tuple(task for name in names for task in (others if name == "all" else [name]))
-
-
-def parse_tasks_or_none(text: str) -> tuple[str, ...]:
-    """Return the retrieval tasks in a text: names, `all`, or `none`."""
-    return () if text.strip() == "none" else parse_tasks(text)
 
 
 def parse_target(text: str) -> int:
@@ -179,18 +174,10 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
 
-_DTYPES_ELSEWHERE = {
-    **dict.fromkeys(("fp16", "half"), "float16"),
-    **dict.fromkeys(("fp32", "float", "single"), "float32"),
-    **dict.fromkeys(("fp64", "double"), "float64"),
-    "bf16": "bfloat16",
-}
-
-
 def parse_dtype(text: str) -> str:
-    """Return PyTorch's name of a number format; `fp16`, `bf16`, `half`, ... are understood."""
+    """Return PyTorch's name of a number format; `bf16`, `fp16`, `half` and `fp32` are understood."""
     name = text.strip().lower().removeprefix("torch.")
-    return _DTYPES_ELSEWHERE.get(name, name)
+    return "float16" if name == "half" else re.sub(r"^(b?)fp?(\d\d)$", r"\1float\2", name)
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:

@@ -29,7 +29,6 @@ from hf_posenc.evaluation.flags import (
     parse_scales,
     parse_target,
     parse_tasks,
-    parse_tasks_or_none,
     plain_option,
     read_duration,
 )
@@ -369,7 +368,7 @@ class BenchOptions(ProtocolOptions):
         f"{_TASK_NAMES}, or none.",
         shown="the suite's",
         metavar="NAMES",
-        parse=parse_tasks_or_none,
+        parse=parse_tasks,
     )
     seed: int = option(default=0, **_SEED)
     rounds: int | None = option(

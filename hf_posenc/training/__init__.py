@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.training.checkpoints import SafeCheckpoints as SafeCheckpoints
     from hf_posenc.training.checkpoints import last_complete_checkpoint as last_complete_checkpoint
     from hf_posenc.training.checks import check_run as check_run
-    from hf_posenc.training.chunked_loss.loss import chunk_loss as chunk_loss
+    from hf_posenc.training.chunked_loss import chunk_loss as chunk_loss
     from hf_posenc.training.folder import TrainingFolder as TrainingFolder
     from hf_posenc.training.log import TrainingLog as TrainingLog
     from hf_posenc.training.log import loss_figure as loss_figure
@@ -34,7 +34,7 @@ _MODULES = {
     "callbacks": "PerplexityCallback SaveOnSignal",
     "checkpoints": "SafeCheckpoints last_complete_checkpoint",
     "checks": "check_run",
-    "chunked_loss.loss": "chunk_loss",
+    "chunked_loss": "chunk_loss",
     "folder": "TrainingFolder",
     "log": "TrainingLog loss_figure",
     "parameters": "choose_parameters lora_config",

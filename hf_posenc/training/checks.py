@@ -18,7 +18,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import Growing
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
-from hf_posenc.training.chunked_loss.loss import ChunkedLoss
+from hf_posenc.training.chunked_loss import ChunkedLoss
 from hf_posenc.training.ranks import gather
 
 _CONFIGS = "scripts/configs/"

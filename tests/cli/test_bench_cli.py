@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.evaluation.bench import SUITES, BenchResult
-from hf_posenc.evaluation.flags import parse_tasks_or_none
+from hf_posenc.evaluation.flags import parse_tasks
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.files import to_json
@@ -96,4 +96,4 @@ def test_what_it_will_cost(model: Path, texts: Path, tmp_path: Path) -> None:
     [("all", tuple(TASKS)), ("none", ()), ("vt, fwe", ("vt", "fwe")), (None, None)],
 )
 def test_tasks_by_name(text: str | None, tasks: Any) -> None:
-    assert (None if text is None else parse_tasks_or_none(text)) == tasks
+    assert (None if text is None else parse_tasks(text)) == tasks

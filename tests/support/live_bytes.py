@@ -52,16 +52,23 @@ class LiveBytes(_DispatchMode):  # type: ignore[misc]
 
 
 def measured(
-    model: Any, length: int, *, chunk: int, prefill: int | None = None, mlp: int | None = None
+    model: Any,
+    length: int,
+    *,
+    chunk: int,
+    windows: int = 1,
+    full_logits: bool = False,
+    **sizes: Any,
 ) -> int:
-    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk)
+    """Return the peak of scoring windows of one length; `sizes` are those of a prefill and of MLPs."""
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk, **sizes)
     assert scorer.replays
-    scorer.prefill, scorer.mlp = prefill, mlp
-    if mlp is not None:
-        assert scorer.mlps
+    assert scorer.mlp is None or scorer.mlps
+    scorer.replays = not full_logits
+    ids = zoo.tokens(length)
     live: Any = LiveBytes(model)
     with live:
-        scorer(zoo.tokens(length)[0])
+        scorer(ids[0] if windows == 1 else ids.expand(windows, -1))
     return int(live.peak)
 
 

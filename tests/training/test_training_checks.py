@@ -17,7 +17,7 @@ from hf_posenc import PosencError, patch_model
 from hf_posenc.methods import DynamicNTK, LongRoPE
 from hf_posenc.training import checks, chunk_loss
 from hf_posenc.training.checks import check_run
-from hf_posenc.training.chunked_loss.loss import ChunkedLoss
+from hf_posenc.training.chunked_loss import ChunkedLoss
 from tests.support import zoo
 from tests.support.selection import covering
 

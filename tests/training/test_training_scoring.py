@@ -20,7 +20,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import PositionInterpolation
 from hf_posenc.patch.config import parse_method
 from hf_posenc.training.callbacks import PerplexityCallback
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training.chunked_loss import chunk_loss
 from hf_posenc.training.scoring import FILE, Scores, before_and_after, label_of, score, stages_of
 from tests.support import zoo
 from tests.support.selection import late

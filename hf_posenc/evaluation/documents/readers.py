@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.documents.document import (
@@ -32,9 +32,6 @@ from hf_posenc.evaluation.documents.document import (
     UnreadableError,
     printable,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SMALL = 1 << 20  # characters, or bytes, from which on a text stays in its file
 PIECE = 1 << 16  # bytes that are read at a time
@@ -95,13 +92,8 @@ def read_paths(
     if token_dtype not in TOKEN_DTYPES:
         raise unknown("token type", token_dtype, TOKEN_DTYPES)
     seen: dict[tuple[int, int], Path] = {}
-    paths = [paths] if isinstance(paths, str | Path) else paths  # and not its characters
-    if not isinstance(paths, Iterable):
-        raise PosencError(f"Files are a list of paths, not {type(paths).__name__}.")
-    for argument in paths:
-        if not isinstance(argument, str | Path):
-            raise PosencError(f"A file is given by its path, not by {type(argument).__name__}.")
-        argument = str(argument)
+    rows = Column(column, tokenized)
+    for argument in map(str, [paths] if isinstance(paths, str | Path) else paths):
         # os.path, since pathlib raises for an unknown user and for a name that is too long
         path = Path(os.path.expanduser(argument))  # noqa: PTH111
         folder = os.path.isdir(path)  # noqa: PTH112
@@ -115,25 +107,23 @@ def read_paths(
             if isinstance(file, Skipped):
                 yield file
                 continue
-            first, name = file, printable(file)
-            with contextlib.suppress(OSError):  # the reader raises the reason
-                status = file.stat()
-                first = seen.setdefault((status.st_dev, status.st_ino), file)
             try:
+                status = _status(file)
+                first = seen.setdefault((status.st_dev, status.st_ino), file)
                 if first is file:
                     dtype = None if folder else token_dtype
-                    yield from _read_file(file, Column(column, tokenized), dtype)
+                    yield from _read_file(file, status.st_size, rows, dtype)
                 elif os.path.abspath(first) != os.path.abspath(file):  # noqa: PTH100 (links stay)
-                    yield Skipped(name, f"the same file as {printable(first)}")
+                    yield Skipped(printable(file), f"the same file as {printable(first)}")
             except UnreadableError as error:
-                yield Skipped(name, str(error))
+                yield Skipped(printable(file), str(error))
 
 
 def files_of(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
     """Yield the files of an argument: itself, those below a folder, or the matches of a pattern."""
     files: Iterator[Path | Skipped]
     if os.path.lexists(path):
-        files = _below(path)
+        files = _below(path, set())
     else:
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = (Path(file) for file in matches if not os.path.isdir(file))  # noqa: PTH112
@@ -142,29 +132,27 @@ def files_of(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped
     yield from files
 
 
-def _below(path: Path) -> Iterator[Path | Skipped]:
+def _below(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path | Skipped]:
     """Yield a file, or every file below a folder, by name and through links; hidden entries are left out."""
-    seen: set[tuple[int, int]] = set()
-    pending = [path]
-    while pending:
-        path = pending.pop()
-        if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some names)
-            yield path
-            continue
-        try:
-            status = path.stat()
-            if (status.st_dev, status.st_ino) in seen:
-                yield Skipped(printable(path), "a link to a folder that is read already")
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            entries = sorted(path.iterdir(), key=lambda entry: entry.name, reverse=True)
-        except OSError as error:
-            yield Skipped(printable(path), _system_reason(error))
-            continue
-        pending += [entry for entry in entries if not entry.name.startswith(".")]
+    if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some names)
+        yield path
+        return
+    try:
+        status = path.stat()
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        yield Skipped(printable(path), _system_reason(error))
+        return
+    if (status.st_dev, status.st_ino) in seen:
+        yield Skipped(printable(path), "a link to a folder that is read already")
+        return
+    seen.add((status.st_dev, status.st_ino))
+    for entry in entries:
+        if not entry.name.startswith("."):
+            yield from _below(entry, seen)
 
 
-def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[Entry]:
+def _read_file(path: Path, size: int, column: Column, token_dtype: str | None) -> Iterator[Entry]:
     """Yield the documents of a file, in the format of its suffix; a `.bin` file needs the type of its ids."""
     compressed = path.suffix.lower() in _COMPRESSED
     suffix = Path(path.stem if compressed else path).suffix.lower()
@@ -175,13 +163,11 @@ def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[
     elif suffix == ".parquet":
         yield from _read_parquet(path, column)
     elif suffix == ".npy":
-        yield from _read_npy(path)
-    elif suffix == ".bin" and token_dtype is None:
-        raise UnreadableError("may be token ids or anything else: name the file to read it")
+        yield from _read_npy(path, size)
     elif suffix == ".bin":
-        import numpy as np
-
-        yield from _read_bin(path, np.dtype(token_dtype).newbyteorder("<"))
+        if token_dtype is None:
+            raise UnreadableError("may be token ids or anything else: name the file to read it")
+        yield _read_bin(path, size, token_dtype)
     elif column.tokens is not None:
         raise UnreadableError("text without columns, and --tokenized names one: leave it out")
     elif suffix in _TABLES and token_dtype is not None:
@@ -190,7 +176,7 @@ def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[
             "it to .txt to read it as it is"
         )
     else:
-        yield _read_text(path, compressed)
+        yield _read_text(path, size, compressed)
 
 
 # The errors of files, as reasons of one line.
@@ -214,8 +200,8 @@ def _system_reason(error: OSError) -> str:
     return f"cannot be read ({error.strerror or one_line(error)})"
 
 
-def _regular_size(path: Path) -> int:
-    """Return the size of a regular file, which can be read any number of times."""
+def _status(path: Path) -> os.stat_result:
+    """Return the status of a regular file, which can be read any number of times."""
     try:
         status = path.stat()
     except OSError as error:
@@ -224,16 +210,15 @@ def _regular_size(path: Path) -> int:
         raise UnreadableError(_system_reason(error)) from error
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError("a pipe or a device, not a file: write its content to a file first")
-    return status.st_size
+    return status
 
 
 # Text, compressed or not.
 
 
-def _read_text(path: Path, compressed: bool) -> Document | LongDocument:
+def _read_text(path: Path, size: int, compressed: bool) -> Document | LongDocument:
     name, pieces = printable(path), functools.partial(_text_pieces, path)
-    size = _regular_size(path)
-    if not compressed and size > SMALL:
+    if size > SMALL and not compressed:
         return LongDocument(name, pieces)
     held: list[str] = []
     for piece in pieces():
@@ -246,7 +231,6 @@ def _read_text(path: Path, compressed: bool) -> Document | LongDocument:
 @contextlib.contextmanager
 def _content(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed if its name ends in `.gz` or `.zst`."""
-    _regular_size(path)
     suffix = path.suffix.lower()
     kind = _COMPRESSED.get(suffix, "a file")
     with _readable(kind), path.open("rb") as file:
@@ -375,7 +359,6 @@ def _json_entry(label: str, line: bytes, complete: bool, column: Column) -> Entr
 
 def _read_parquet(path: Path, column: Column) -> Iterator[Entry]:
     """Yield a document per row of a file; no other column is read."""
-    _regular_size(path)
     parquet = _pyarrow("pyarrow.parquet", ".parquet")
     name, index = printable(path), 0
     with _readable("a parquet file"), parquet.ParquetFile(path) as file:
@@ -415,11 +398,11 @@ def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
     return TokenizedDocument(name, torch.from_numpy(ids), None, None)
 
 
-def _read_npy(path: Path) -> Iterator[Entry]:
+def _read_npy(path: Path, size: int) -> Iterator[Entry]:
     """Yield one document, or a document per row of a matrix."""
     import numpy as np
 
-    name, size = printable(path), _regular_size(path)
+    name = printable(path)
     with _readable("a .npy file of numbers"):
         values = np.load(path, mmap_mode="c" if size >= MAPPED else None, allow_pickle=False)
     if not isinstance(values, np.ndarray):  # an archive of several arrays under this name
@@ -432,19 +415,18 @@ def _read_npy(path: Path) -> Iterator[Entry]:
         yield document_of_ids(name, values)
 
 
-def _read_bin(path: Path, dtype: np.dtype[Any]) -> Iterator[Entry]:
-    """Yield one document: the whole file."""
+def _read_bin(path: Path, size: int, dtype: str) -> Entry:
+    """Return one document: the whole file."""
     import numpy as np
 
-    name, size = printable(path), _regular_size(path)
-    if size % dtype.itemsize:
+    kind = np.dtype(dtype).newbyteorder("<")
+    if size % kind.itemsize:
         raise UnreadableError(
-            f"{size:,} bytes are not a whole number of {dtype.name} ids; set --token-dtype to their type"
+            f"{size:,} bytes are not a whole number of {kind.name} ids; set --token-dtype to their type"
         )
     with _readable("a file"):
-        mapped = size >= MAPPED
-        values = np.memmap(path, dtype, mode="c") if mapped else np.fromfile(path, dtype)
-    yield document_of_ids(name, values)
+        values = np.memmap(path, kind, "c") if size >= MAPPED else np.fromfile(path, kind)
+    return document_of_ids(printable(path), values)
 
 
 # Rows of the `datasets` library: a hub name, a folder that it can load, or one that `save_to_disk` wrote.
@@ -483,14 +465,12 @@ def read_dataset(
         ) from error
     if not isinstance(name, str | Path) or not str(name).strip():
         raise PosencError(f"A dataset is given by its hub name or folder, not by {name!r}.")
-    folder, rows = Path(name), Column(column, tokenized)
-    saved = is_saved(folder)
-    name = printable(folder) if saved else name
+    rows, saved, index = Column(column, tokenized), is_saved(Path(name)), -1
+    folder, name = str(name), printable(name) if saved else name
     title = f"{name} ({config})" if config and not saved else name
-    index = -1
     try:
         if saved:
-            dataset: Any = datasets.load_from_disk(str(folder))
+            dataset: Any = datasets.load_from_disk(folder)
             if isinstance(dataset, datasets.DatasetDict):
                 if split not in dataset:
                     raise PosencError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import (
     Conversation,
     Document,
@@ -23,13 +23,7 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.readers import (
-    TOKEN_DTYPES,
-    files_of,
-    is_saved,
-    read_dataset,
-    read_paths,
-)
+from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
@@ -124,8 +118,6 @@ def source_of(options: DocumentOptions) -> Source:
                 raise PosencError(
                     f"--text {path} is a model's folder. MODEL goes in front of the options."
                 )
-        if options.token_dtype not in TOKEN_DTYPES:
-            raise unknown("token type", options.token_dtype, TOKEN_DTYPES)
         reading["token_dtype"] = options.token_dtype
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
         return Source(lambda: read_paths(paths, **reading), about, False, cache)

@@ -30,9 +30,8 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring.decoder import sizes_alone
+from hf_posenc.evaluation.scoring.decoder import linear_features, mlps, sizes_alone
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
-from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
 from hf_posenc.model.attention import native_implementation
 from hf_posenc.model.discovery import layer_type
 from hf_posenc.model.masks import DENSE, CausalMask
@@ -112,15 +111,6 @@ def run_cost(
     counted = Counter(forwards)
     if not counted:
         raise PosencError("There is no window to estimate: give one or more.")
-    sizes = {
-        "windows": batch,
-        "chunk": chunk,
-        "prefill_chunk": prefill_chunk,
-        "mlp_chunk": mlp_chunk,
-    }
-    for name, value in {"length": min(counted)[0], **sizes}.items():
-        if value is not None and value < 1:
-            raise PosencError(f"{name} is at least 1, not {value}.")
     shape, weights = read_shape(model), _weights(model, dtype)
     size = (dtype or shape.dtype).itemsize
     chunk = chunk or max(1, LOGITS_PER_CHUNK // shape.vocabulary)

@@ -8,9 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import replaced
-from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 
@@ -23,9 +21,8 @@ class FrugalScorer:
     """Scores windows of one shape, `batch` of them at once, and fewer whenever memory runs out.
 
     The batch is reduced first. Then, where logits did not fit, their number; where the decoder did not, the tokens that
-    an MLP runs at a time, then those of a prefill, each only if the run then needs less by the estimate. A reduction is
-    kept, so that later windows do not run out of memory anew. Once nothing is left to reduce, the platform's error is
-    raised.
+    an MLP runs at a time, then those of a prefill. A reduction is kept, so that later windows do not run out of memory
+    anew. Once nothing is left to reduce, the platform's error is raised.
 
     Attributes:
         pieces: Whether a prefill in pieces gives the same numbers for the current patch.
@@ -112,33 +109,11 @@ class FrugalScorer:
             if scorer.chunk <= LEAST_CHUNK or scored <= LEAST_CHUNK:
                 return False
             scorer.chunk = max(LEAST_CHUNK, min(scorer.chunk, tokens) // SHRINK)
-        elif mlp > LEAST_MLP and scorer.mlps and self._is_less(tokens, scored, mlp=mlp // SHRINK):
+        elif mlp > LEAST_MLP and scorer.mlps:
             scorer.mlp = max(LEAST_MLP, mlp // SHRINK)
-        elif prefill > LEAST_PREFILL and self.pieces and scorer.replays:
-            # Refused pieces are run whole all the same.
-            smaller = max(LEAST_PREFILL, prefill // SHRINK)
-            if scorer.refused is not None or not self._is_less(tokens, scored, prefill=smaller):
-                return False
-            scorer.prefill = smaller
+        # Refused pieces are run whole all the same.
+        elif prefill > LEAST_PREFILL and self.pieces and scorer.replays and scorer.refused is None:
+            scorer.prefill = max(LEAST_PREFILL, prefill // SHRINK)
         else:
             return False
         return True
-
-    def _is_less(self, tokens: int, scored: int, **smaller: int) -> bool:
-        """Return whether a reduction needs less memory; where that cannot be estimated, it may."""
-        scorer = self.scorer
-        now = {"mlp": scorer.mlp, "prefill": scorer.prefill}
-        try:
-            before, after = (
-                run_cost(
-                    scorer.model,
-                    [(tokens, scored)],
-                    chunk=scorer.chunk,
-                    mlp_chunk=sizes["mlp"],
-                    prefill_chunk=sizes["prefill"],
-                )
-                for sizes in (now, {**now, **smaller})
-            )
-        except PosencError:
-            return True
-        return after.total < before.total

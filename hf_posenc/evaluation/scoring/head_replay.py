@@ -22,17 +22,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
+    in_slices,
     input_device,
     input_embeddings,
     replaced,
     sizes_alone,
     sliced,
+    tokenwise_mlps,
     without_cache,
 )
-from hf_posenc.evaluation.scoring.mlp import in_slices, tokenwise_mlps
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
 from hf_posenc.model.unwrapping import unwrap
@@ -96,14 +98,10 @@ class TokenScorer:
         prefill: int | None = None,
         mlp: int | None = None,
     ) -> None:
-        for name, tokens, least in (
-            ("chunk", chunk, 1),
-            ("prefill", prefill, LEAST),
-            ("mlp", mlp, 1),
-        ):
-            if tokens is not None and (not isinstance(tokens, int) or tokens < least):
-                some = f"{least} token{'s' * (least > 1)}"
-                raise PosencError(f"A {name} has at least {some}, not {tokens!r}.")
+        sizes = {"chunk": (chunk, 1), "prefill": (prefill, LEAST), "mlp": (mlp, 1)}
+        for name, (tokens, least) in sizes.items():
+            if tokens is not None:
+                read_whole(tokens, name, least)
         if not hasattr(unwrap(model), "get_input_embeddings"):
             raise PosencError(
                 f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +89,8 @@ def position_limit(model: nn.Module) -> int | None:
                 return min(limits, default=None)
             limits += _patched_ends(inner) or lookups.embeddings
             limits += [size for size in {*lookups.tables} if _ends_at(inner, ids[:, :1], size)]
-            limits += [size for size in {*lookups.ends} if _is_too_short(inner, size)]
+            # A bias by distance, made anew in every forward, ends where the config says (MPT).
+            limits += [size for size in {*lookups.ends} if size == _longest(inner)]
     return min(limits, default=None)
 
 
@@ -119,19 +119,9 @@ def _ends_at(model: nn.Module, ids: torch.Tensor, position: int) -> bool:
     return False
 
 
-def _is_too_short(model: nn.Module, size: int) -> bool:
-    """Return whether a text of one token more than this does not fit, by a model that computes nothing but shapes."""
-    inner: Any = unwrap(model)
-    try:
-        with torch.device("meta"):
-            twin = type(inner)._from_config(copy.deepcopy(inner.config)).eval()
-            for length in (size, size + 1):
-                twin(input_ids=torch.ones(1, length, dtype=torch.int64))
-    except RuntimeError:
-        return length > size
-    except Exception:  # a family that does not run there
-        return False
-    return False
+def _longest(model: Any) -> int | None:
+    length: int | None = getattr(model.config, "max_seq_len", None)
+    return length
 
 
 def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
@@ -140,8 +130,7 @@ def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     if any(isinstance(table, SinCosTable) for table in _tables(model)):
         way = "Give shorter lengths, or a method that extends its table, such as yarn."
     inner: Any = unwrap(model)
-    # A bias by distance, made anew in every forward (MPT).
-    if getattr(inner.config, "max_seq_len", None) == limit:
+    if _longest(inner) == limit:
         way = f"Give shorter lengths, or raise max_seq_len in its config: model.config.max_seq_len = {tokens}."
     name = type(inner).__name__
     return PosencError(f"{tokens:,} tokens: {name} has positions for {limit:,}. {way}")

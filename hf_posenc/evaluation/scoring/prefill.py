@@ -13,7 +13,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -150,13 +150,13 @@ class Prefill:
         refused = moving if movement(self._model)[0] else ""
         for settings in () if refused else self._settings():
             try:
-                self._compare(short, settings(part), None)
+                self._compare(short, Pieces(part, **settings), None)
                 if long > short:
-                    self._compare(long, settings(longest), settings(other))
+                    self._compare(long, Pieces(longest, **settings), Pieces(other, **settings))
             except _RefusedError as error:
                 refused = refused or str(error)
             else:
-                return settings(size)
+                return Pieces(size, **settings)
         self.refused = refused
         logger.warning(
             "%s cannot be prefilled in pieces: %s. Its texts are run whole.",
@@ -165,24 +165,19 @@ class Prefill:
         )
         return None
 
-    def _settings(self) -> list[Callable[[int], Pieces]]:
+    def _settings(self) -> list[dict[str, Any]]:
         """Return the settings to try: those of most models, with positions, with a cache; first without masks."""
         model: Any = unwrap(self._model)
-        parameters = inspect.signature(model.forward).parameters
-        settings: list[Callable[[int], Pieces]] = [Pieces]
+        parameters, config = inspect.signature(model.forward).parameters, _text_config(model)
+        settings: list[dict[str, Any]] = [{}]
         if "position_ids" in parameters:
-            settings.append(partial(Pieces, positions=True))
-        if "past_key_values" in parameters and (config := _text_config(model)) is not None:
-            settings.append(partial(Pieces, cache=partial(DynamicCache, config=config)))
-        config = _text_config(model)
+            settings.append({"positions": True})
+        if "past_key_values" in parameters and config is not None:
+            settings.append({"cache": partial(DynamicCache, config=config)})
         name = getattr(config, "_attn_implementation", None) or "eager"
         if native_implementation(name) != "sdpa":
             return settings
-
-        def by_engine(size: int, each: Callable[[int], Pieces]) -> Pieces:
-            return replace(each(size), config=config)
-
-        return [*(partial(by_engine, each=each) for each in settings), *settings]
+        return [*({**each, "config": config} for each in settings), *settings]
 
     def _compare(self, tokens: int, pieces: Pieces, other: Pieces | None) -> None:
         draw = torch.Generator().manual_seed(0)

@@ -56,13 +56,9 @@ def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> N
     found = list(read_paths([str(lines)]))
     assert texts(found) == TEXTS
     assert [entry.name for entry in found] == [f"{lines}:{number}" for number in (1, 2, 3)]
-
-
-def test_frames_and_members_that_follow_each_other(tmp_path: Path) -> None:
-    for ending in (".gz", ".zst"):
-        data = b"".join(PACK[ending](part.encode()) for part in ("one ", "two ", "three"))
-        path = write(tmp_path / f"a.txt{ending}", data)
-        assert texts(read_paths([str(path)])) == ["one two three"]
+    # Frames and members that follow each other.
+    parts = b"".join(PACK[ending](part.encode()) for part in ("one ", "two ", "three"))
+    assert texts(read_paths([str(write(tmp_path / f"c.txt{ending}", parts))])) == ["one two three"]
 
 
 @pytest.fixture
@@ -74,6 +70,7 @@ def data(tmp_path: Path) -> Path:
     made.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=made.select([0]), test=made).save_to_disk(tmp_path / "splits")
     write(tmp_path / "rows.jsonl", json_lines(ROWS))
+    write(tmp_path / "loaded" / "test.jsonl", json_lines([*ROWS, {**ROWS[0], "text": None}]))
     return tmp_path
 
 
@@ -95,12 +92,40 @@ def test_rows_of_texts_and_of_tokens(data: Path, name: str) -> None:
         assert wrong.reason == "holds int, not a list of token ids"
 
 
-def test_a_split_that_a_saved_dataset_does_not_have(data: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("splits", {"split": "dev"}, r"no split 'dev'; it has train, test\. Pass --split"),
+        (
+            "saved",
+            {"column": "body"},
+            r"no column 'body'; its columns are text, input_ids, n\. Pass",
+        ),
+        (
+            "loaded",
+            {"column": "body"},
+            r"no column 'body'; its columns are text, input_ids, n\. Pass",
+        ),
+        ("loaded", {"split": "train"}, "split 'train'"),
+        ("absent", {}, "cannot be read"),
+    ],
+)
+def test_a_dataset_without_the_column_split_or_name(
+    data: Path, name: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(PosencError, match=reason):
+        list(read_dataset(str(data / name), **options))
     assert texts(read_paths([str(data / "splits")], split="train")) == TEXTS[:1]
-    with pytest.raises(PosencError, match=r"no split 'dev'; it has train, test\. Pass --split"):
-        list(read_paths([str(data / "splits")], split="dev"))
-    with pytest.raises(PosencError, match="no column 'body'; its columns are text, input_ids, n"):
-        list(read_dataset(str(data / "saved"), column="body"))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows_of_a_dataset(data: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", data / "cache")
+    name = str(data / "loaded")
+    assert list(read_dataset(name, streaming=streaming)) == [
+        *(Document(f"{name}[test]#{row}", text) for row, text in enumerate(TEXTS)),
+        Skipped(f"{name}[test]#3", "column 'text' holds null, not text"),
+    ]
 
 
 def test_token_files(tmp_path: Path) -> None:
@@ -229,21 +254,16 @@ def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
     assert "not a parquet file, or damaged" in refusal(tmp_path / "c.parquet")
 
 
-def test_a_dataset_without_rows(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "data").mkdir()
-    datasets.Dataset.from_dict({"text": ["a"]}).select([]).to_parquet(
-        tmp_path / "data" / "test.parquet"
-    )
-    (entry,) = read_dataset(str(tmp_path / "data"))
-    assert entry == Skipped(f"{tmp_path}/data[test]", "a split without rows")
-
-
 def test_datasets_that_are_damaged_or_empty(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"text": ["a"]})
+    (tmp_path / "data").mkdir()
+    one.select([]).to_parquet(tmp_path / "data" / "test.parquet")
+    (entry,) = read_dataset(str(tmp_path / "data"))
+    assert entry == Skipped(f"{tmp_path}/data[test]", "a split without rows")
     datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
     assert "of dataset" in refusal(tmp_path / "empty")
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "damaged")
+    one.save_to_disk(tmp_path / "damaged")
     for path in (tmp_path / "damaged").glob("*.arrow"):
         path.write_bytes(b"garbage")
     assert "of dataset" in refusal(tmp_path / "damaged")
@@ -261,38 +281,3 @@ def test_a_line_of_several_megabytes(tmp_path: Path) -> None:
     usable, _ = load_documents([row, file], byte_tokenizer(), min_tokens=9, max_tokens=5000)
     assert [len(document) for document in usable] == [5000, 5000]
     assert usable[0].ids.tolist() == usable[1].ids.tolist()
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> str:
-    pytest.importorskip("datasets")
-    rows = [
-        {"text": prose(80, 1), "number": 1},
-        {"text": None, "number": 2},
-        {"text": prose(90, 2), "number": 3},
-    ]
-    write(tmp_path / "data" / "test.jsonl", "\n".join(map(json.dumps, rows)))
-    return str(tmp_path / "data")
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_rows_of_a_dataset(
-    dataset: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    assert list(read_dataset(dataset, streaming=streaming)) == [
-        Document(f"{dataset}[test]#0", prose(80, 1)),
-        Skipped(f"{dataset}[test]#1", "column 'text' holds null, not text"),
-        Document(f"{dataset}[test]#2", prose(90, 2)),
-    ]
-
-
-def test_a_dataset_without_the_column_split_or_name(dataset: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        PosencError, match=r"no column 'body'; its columns are text, number\. Pass --column"
-    ):
-        list(read_dataset(dataset, column="body"))
-    with pytest.raises(PosencError, match="split 'train'"):
-        list(read_dataset(dataset, split="train"))
-    with pytest.raises(PosencError, match="cannot be read"):
-        list(read_dataset(str(tmp_path / "absent")))

@@ -39,40 +39,11 @@ QUICK = (
 SMALL = Sizes(window=600, overlap=256, largest=1 << 14, whole=1 << 10)
 TIGHT = Sizes(window=600, overlap=64, largest=1 << 14, whole=1 << 10)
 
-FRAGMENTS = (
-    *("the ", "def ", "\n", "\n\n", "    ", "  ", " ", "\t", "\r\n", "\u00a0", "\u3000", "\x85"),
-    *("a", "aa", "ab", "ba", "word", "Word", "x_y", "'s", "don't", "12", "345", "1", "９", "½"),
-    *(
-        "é",
-        "e\u0301",
-        "\u0300",
-        "東京",
-        "。",
-        "😀",
-        "👨‍👩‍👧",
-        "ﬁ",
-        "İ",
-        "Σς",
-        "한",
-        "\u1112\u1161",
-        "ا",
-    ),
-    *(
-        "क्षि",
-        "\u200d",
-        "<s>",
-        "</s>",
-        "<unk>",
-        "<0x0A>",
-        "``",
-        "...",
-        "!?",
-        "=",
-        "#",
-        "▁",
-        "\ufeff",
-    ),
+_FRAGMENTS = (
+    "the |def |\n|\n\n|    |  | |\t|\r\n|\u00a0|\u3000|\x85|a|aa|ab|ba|word|Word|x_y|'s|don't|12|345|1|９|½|é|e\u0301|"
+    "\u0300|東京|。|😀|👨\u200d👩\u200d👧|ﬁ|İ|Σς|한|\u1112\u1161|ا|क्षि|\u200d|<s>|</s>|<unk>|<0x0A>|``|...|!?|=|#|▁|\ufeff"
 )
+FRAGMENTS = _FRAGMENTS.split("|")
 
 
 @st.composite

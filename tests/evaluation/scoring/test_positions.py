@@ -18,6 +18,7 @@ from hf_posenc.evaluation.bench.run import bench
 from hf_posenc.evaluation.scoring.positions import position_limit
 from tests.support import zoo
 from tests.support.families import build_text_model
+from tests.support.selection import quick
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
 
 TEXTS = [prose(400, index) for index in range(2)]
@@ -37,19 +38,11 @@ LIMITS: dict[str, int | None] = {
 FAST = ("gpt2", "roberta", "gptj", "mpt", "bloom", "llama")
 
 
-@pytest.mark.parametrize(
-    ("family", "limit"),
-    [
-        pytest.param(family, limit, marks=() if family in FAST else pytest.mark.slow)
-        for family, limit in LIMITS.items()
-    ],
-)
-def test_the_limit_is_found_and_is_the_model_s_own(family: str, limit: int | None) -> None:
-    lengths = {
-        "n_positions": 64,
-        "max_seq_len": 64,
-        "max_position_embeddings": 65 if family == "roberta" else 64,
-    }
+@pytest.mark.parametrize("family", quick(LIMITS, FAST))
+def test_the_limit_is_found_and_is_the_model_s_own(family: str) -> None:
+    limit = LIMITS[family]
+    lengths = dict.fromkeys(("n_positions", "max_seq_len", "max_position_embeddings"), 64)
+    lengths["max_position_embeddings"] += family == "roberta"
     known = vars(zoo.tiny_config(family))
     model = zoo.build(family, **{name: n for name, n in lengths.items() if name in known}).eval()
     assert position_limit(model) == limit
@@ -109,14 +102,9 @@ def test_a_method_that_extends_the_table_is_measured_and_the_others_are_refused(
 
 
 def test_generated_tokens_count() -> None:
-
     model = zoo.build("gpt2", vocab_size=VOCABULARY, n_positions=256)
-    options: dict[str, Any] = {
-        "tasks": ["passkey"],
-        "samples": 1,
-        "lengths": [256],
-        "depths": (0.5,),
-    }
+    options: dict[str, Any] = {"tasks": ["passkey"], "samples": 1, "lengths": [256]}
+    options["depths"] = (0.5,)
     result = measure_retrieval(model, byte_tokenizer(), decode="generate", **options)
     assert "tokens: GPT2LMHeadModel has positions for 256." in result.failures[0].reason
 

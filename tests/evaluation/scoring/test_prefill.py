@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hf_posenc import patch_model, unpatch_model
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -210,19 +209,6 @@ def test_a_lack_of_memory_is_no_refusal() -> None:
     check(scorer(ids), expected, 1e-5)
 
 
-def test_models_wrapped_by_peft_are_run_in_pieces() -> None:
-    model, ids = with_adapter(zoo.build("bamba")), zoo.tokens(57)[0]
-    expected = TokenScorer(model, ids)(ids)
-    scorer = TokenScorer(model, ids, prefill=16)
-    check(scorer(ids), expected, 1e-5)
-    assert scorer.refused is None
-
-
-def test_a_piece_of_one_token_is_no_prefill() -> None:
-    with pytest.raises(PosencError, match="A prefill has at least 2 tokens, not 1"):
-        TokenScorer(zoo.build("llama"), zoo.tokens(9)[0], prefill=1)
-
-
 def test_nothing_is_left_in_modules() -> None:
     """Recurrent Gemma stores its states in its modules while it has a cache."""
     model, ids = zoo.build("recurrent_gemma"), zoo.tokens(57)[0]
@@ -236,24 +222,19 @@ def test_nothing_is_left_in_modules() -> None:
 
 # The losses of whole texts, and what is run at a time once memory has run out.
 
-CACHED = ("llama", "gemma2", "bloom", "deepseek_v3")
-"""The kinds of caches and of positions beside them; all families are in `test_every_family.py`."""
 DOCUMENTS = [
     tokenize(Document(f"d{n}", prose(300 + 41 * n, n)), byte_tokenizer()) for n in range(2)
 ]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "piece"),
-    [*covering(CACHED, (7, 16, 64)), *late(["gpt2", "opt", "mixtral"], (7, 16, 64))],
-)
-def test_a_prefill_in_pieces_gives_the_same_losses(model_type: str, piece: int) -> None:
-    check_pieces(zoo.build(model_type), prefill=piece, chunk=5)
-
-
 @pytest.mark.parametrize(("method", "options"), [("yarn", {"scale": 4}), *IN_ATTENTION])
-def test_a_patched_model_too(method: str, options: dict[str, Any]) -> None:
-    check_pieces(patch_model(zoo.build("llama"), method, **options), prefill=9)
+def test_a_prefill_in_pieces_gives_the_same_losses(method: str, options: dict[str, Any]) -> None:
+    """All families are in `test_every_family.py`."""
+    check_pieces(patch_model(zoo.build("llama"), method, **options), prefill=9, chunk=5)
+
+
+def test_a_model_wrapped_by_peft_too() -> None:
+    check_pieces(with_adapter(zoo.build("bamba")), prefill=16)
 
 
 def check_pieces(model: Any, **sizes: int) -> None:
@@ -288,12 +269,11 @@ class Limit:
     """Makes a module run out of memory above a number of tokens, of all rows together."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.largest, self.tries = most, 0, 0
+        self.most, self.largest = most, 0
 
     def __call__(self, module: Any, args: tuple[Tensor, ...]) -> None:
         tokens = args[0].shape[0] * args[0].shape[1]
         if tokens > self.most:
-            self.tries += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
         self.largest = max(self.largest, tokens)
 
@@ -318,50 +298,20 @@ def test_less_at_a_time_gives_the_same_numbers() -> None:
             assert (record.method, record.tokens) == (other.method, other.tokens)
 
 
-def wide(**sizes: Any) -> Any:
-    """A model whose MLPs, and then its activations, are most of its memory."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, **heads, **sizes}
-    return zoo.build("llama", vocab_size=VOCABULARY, **sizes)
-
-
-def test_mlps_that_do_not_fit_are_run_in_slices() -> None:
+@pytest.mark.parametrize("part", ["mlp", "prefill"])
+def test_mlps_are_run_in_slices_and_texts_in_pieces(part: str) -> None:
     ids = torch.arange(2400) % VOCABULARY
-    model = wide(intermediate_size=2048, num_hidden_layers=1)
+    model = tiny()
     expected = TokenScorer(model, ids)(ids)
-    limited = limit(model.model.layers[0].mlp.down_proj, 700)
+    mlp = model.model.layers[0].mlp
+    limited = limit(mlp.down_proj if part == "mlp" else mlp, 700)
     scorer = FrugalScorer(TokenScorer(model, ids[:16]))
     (losses,) = scorer([ids], 1)
     assert limited.largest == 600
-    chunk = scorer.scorer.chunk
-    assert scorer.reduced == {"batch": 1, "chunk": chunk, "mlp": 600, "prefill": None}
+    assert (scorer.reduced["mlp"], scorer.reduced["prefill"]) == (
+        (600, None) if part == "mlp" else (512, 600)
+    )
     check(losses, expected, 1e-5)
-
-
-def test_a_prefill_is_run_in_pieces_where_that_needs_less() -> None:
-    ids = torch.arange(2400) % VOCABULARY
-    expected = TokenScorer(tiny(), ids)(ids)
-    model = tiny()
-    model.set_attn_implementation("eager")  # whose scores are most of the memory
-    limited = limit(model.model.layers[0].mlp, 700)
-    scorer = FrugalScorer(TokenScorer(model, ids[:16]))
-    (losses,) = scorer([ids], 1)
-    assert limited.largest <= 700
-    assert scorer.reduced == {**scorer.reduced, "batch": 1, "mlp": None, "prefill": 600}
-    check(losses, expected, 1e-5)
-
-
-def test_nothing_is_tried_that_needs_more() -> None:
-    model = wide(num_key_value_heads=4, num_hidden_layers=32)
-    ids = torch.arange(3000) % VOCABULARY
-    limited = limit(model.model.layers[0].mlp, 1024)
-    scorer = FrugalScorer(TokenScorer(model, ids[:16], mlp=1024))
-    chunk = scorer.scorer.chunk
-    with pytest.raises(torch.OutOfMemoryError):
-        scorer([ids], 1)
-    # A cache would be more than smaller pieces save; fewer logits would save nothing.
-    assert limited.tries == 2
-    assert scorer.reduced == {"batch": 1, "chunk": chunk, "mlp": 512, "prefill": None}
 
 
 def test_where_pieces_would_give_other_numbers_the_length_is_a_cell_of_its_own() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from hf_posenc.training.chunked_loss import loss as loss_probe
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training import chunked_loss as loss_probe
+from hf_posenc.training.chunked_loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, texts, trained
@@ -96,15 +96,6 @@ class OwnLoss(_Llama):  # type: ignore[misc]
         return output
 
 
-def test_a_loss_inside_the_forward_is_chunked_too() -> None:
-    model: Any = OwnLoss(zoo.tiny_config("llama"))
-    expected = trained(model, **texts(), num_items_in_batch=3)
-    handle = chunk_loss(model, CHUNK)
-    assert handle.exact
-    assert_same(trained(model, **texts(), num_items_in_batch=3), expected)
-    assert "logits" not in model(**texts())
-
-
 class OwnCount(OwnLoss):
     """It counts the tokens itself where it is told how many there are: a rule that nobody else can know."""
 
@@ -115,11 +106,15 @@ class OwnCount(OwnLoss):
         return output
 
 
-def test_a_rule_of_its_own_for_the_number_of_tokens_is_found() -> None:
-    model: Any = OwnCount(zoo.tiny_config("llama"))
+@pytest.mark.parametrize(("kind", "exact"), [(OwnLoss, True), (OwnCount, False)])
+def test_a_loss_inside_the_forward_is_chunked_unless_it_has_a_rule_of_its_own(
+    kind: Any, exact: bool
+) -> None:
+    model = kind(zoo.tiny_config("llama"))
     expected = trained(model, **texts(), num_items_in_batch=3)
-    assert chunk_loss(model, CHUNK).exact is False
-    assert_same(trained(model, **texts(), num_items_in_batch=3), expected, 0)
+    assert chunk_loss(model, CHUNK).exact is exact
+    assert_same(trained(model, **texts(), num_items_in_batch=3), expected)
+    assert ("logits" in model(**texts())) is not exact
 
 
 class Flattened(nn.Linear):
@@ -138,23 +133,17 @@ def test_a_head_may_view_what_it_gets_in_another_shape() -> None:
     assert_same(trained(model, **texts()), expected)
 
 
-class NoHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: Any = zoo.build("llama")
-        self.config = self.inner.config
+class NoHead(_Llama):  # type: ignore[misc]
+    """Its embeddings are none that its forward uses."""
 
     def get_input_embeddings(self) -> Any:
         return nn.Embedding(128, 8)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        return self.inner(input_ids, labels=labels)
 
 
 def test_a_model_without_a_decoder_to_be_found_trains_as_it_did(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = NoHead()
+    model: Any = NoHead(zoo.tiny_config("llama"))
     given = texts()
     expected = model(**given).loss
     handle = chunk_loss(model, CHUNK)

@@ -15,12 +15,10 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.training.chunked_loss.loss import chunk_loss, default_chunk
+from hf_posenc.training.chunked_loss import chunk_loss, default_chunk
 from scripts.benchmark_memory import CHUNKS, SUBJECTS, VOCABULARY, WHOLE, title
 from tests.support import zoo
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
-
-LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
 
 
 def test_everything_is_put_back() -> None:

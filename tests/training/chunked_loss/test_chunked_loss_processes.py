@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_posenc.training.chunked_loss.loss import ChunkedLoss, chunk_loss
+from hf_posenc.training.chunked_loss import ChunkedLoss, chunk_loss
 from tests.support import zoo
 from tests.support.processes import PATIENCE, start
 

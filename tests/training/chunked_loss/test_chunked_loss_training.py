@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from hf_posenc.training.chunked_loss import head as head_chunks
-from hf_posenc.training.chunked_loss.loss import chunk_loss
+from hf_posenc.training import chunked_loss as head_chunks
+from hf_posenc.training.chunked_loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import byte_tokenizer

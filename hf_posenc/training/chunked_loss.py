@@ -2,21 +2,30 @@
 
 The logits of 131,072 tokens over a vocabulary of 128,256 are 63 GiB in float32, and training needs them several times:
 in the model's dtype, in float32, their softmax, its gradient. In chunks, only the logits of `chunk` tokens exist at a
-time. The price is one more pass of the head, since the backward pass recomputes the logits.
+time: as in `hf_posenc.evaluation.scoring.head_replay`, the decoder runs once, and the model's own forward runs over
+slices of its hidden states. Each slice is a checkpoint (Chen et al. 2016, arXiv 1604.06174): only its loss is kept, and
+the backward pass recomputes its logits, which is the price.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from hf_posenc.errors import PosencError, one_line
@@ -30,17 +39,10 @@ from hf_posenc.evaluation.scoring.decoder import (
 )
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.batches.collator import IGNORED
-from hf_posenc.training.chunked_loss.head import (
-    Arguments,
-    Decoder,
-    shifted,
-    slice_argument,
-    with_hidden,
-    without_loss,
-)
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
+Arguments = dict[str, Any]  # of a model's forward, by name
 
 LEAST_LOGITS = 2**23
 """Minimum number of logits in a chunk: 32 MiB in float32, 256 tokens of a 32k vocabulary."""
@@ -166,19 +168,42 @@ class ChunkedLoss:
         except Exception as error:
             self._use_plain(one_line(error))
             return self._forward(**arguments)
-        _, output = self._decoder.run(without_loss(arguments))
+        output = self._run(_without_loss(arguments))[1]
         with torch.no_grad():
-            self._decide(*_first_tokens(self._forward, arguments, output))
-        with self._decoder.replaced(output):
+            self._decide(*self._first_tokens(arguments, output))
+        with self._returning(output):
             return self(**arguments)
+
+    def _run(self, arguments: Arguments, outputs: list[Any] | None = None) -> tuple[Any, Any]:
+        """Run the forward with the logits of the last token only; return its output and the decoder's whole one."""
+        outputs = [] if outputs is None else outputs
+
+        def keep_last(module: nn.Module, _: Any, output: Any) -> Any:
+            outputs.append(output)  # before the head runs
+            return sliced(output, slice(-1, None))
+
+        hook = self._decoder.register_forward_hook(keep_last)  # behind those of FSDP
+        try:
+            return self._forward(**arguments), outputs[0]
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def _returning(self, output: Any) -> Iterator[None]:
+        """Replace the decoder by a stub that returns an output; neither its forward nor its hooks run."""
+        path, _, name = self._path.rpartition(".")
+        parent, decoder = self.model.get_submodule(path), self._decoder
+        setattr(parent, name, _Stub(decoder, output))
+        try:
+            yield
+        finally:
+            setattr(parent, name, decoder)
 
     def _chunked(self, arguments: Arguments) -> Any:
         if not self._uses_loss_function:
-            result, output = self._decoder.run(without_loss(arguments))
-            targets = shifted(arguments["labels"])
-            loss = self._decoder.mean_loss(
-                output, arguments, targets, _cross_entropy, chunk=self.chunk
-            )
+            result, output = self._run(_without_loss(arguments))
+            targets = _shifted(arguments["labels"])
+            loss = self._mean_loss(output, arguments, targets, _cross_entropy)
             return _with_fields(result, loss=loss, logits=None)
         plain: Callable[..., Tensor] = self.model.loss_function  # type: ignore[assignment]
         outputs: list[Any] = []
@@ -186,22 +211,68 @@ class ChunkedLoss:
         def loss_function(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # Called by the model's forward, which may add to the loss: the balance of experts.
             targets, items = (kwargs.pop(n, None) for n in ("shift_labels", "num_items_in_batch"))
-            options = {"items": items, "ignored": kwargs.get("ignore_index", IGNORED)}
+            ignored = kwargs.get("ignore_index", IGNORED)
             if targets is None:
-                targets = shifted(labels, options["ignored"])
+                targets = _shifted(labels, ignored)
 
             def summed(logits: Tensor, aims: Tensor) -> Tensor:
                 # transformers divides the sum by this number if it is given
                 return plain(logits, aims, *args, shift_labels=aims, num_items_in_batch=1, **kwargs)
 
-            return self._decoder.mean_loss(
-                outputs[0], arguments, targets, summed, chunk=self.chunk, **options
-            )
+            return self._mean_loss(outputs[0], arguments, targets, summed, items, ignored)
 
         # In transformers, the config chooses `PreTrainedModel.loss_function` until this is set.
         with replaced(self.model, "_loss_function", loss_function):
-            result, _ = self._decoder.run(arguments, outputs)
+            result, _ = self._run(arguments, outputs)
         return _with_fields(result, logits=None)
+
+    def _mean_loss(
+        self,
+        output: Any,
+        arguments: Arguments,
+        targets: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        items: Tensor | int | None = None,
+        ignored: int = IGNORED,
+    ) -> Tensor:
+        """Return the mean of all tokens' losses, or their sum by `items`, from slices of the decoder's output.
+
+        Targets (batch, n) are the labels that positions predict. The loss is the sum over logits, shape (batch, m,
+        vocabulary), and targets, shape (batch, m).
+        """
+        hidden = hidden_states(output)
+        assert hidden is not None
+        step, sums = max(1, self.chunk // len(hidden)), SinglePrecisionSums()
+        # Without loss, cache, and the balance of experts.
+        accepted = inspect.signature(self._forward).parameters
+        off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
+        options = {**_without_loss(arguments), **off}
+        options.pop("past_key_values", None)
+        # The modules sharded by FSDP2 that are neither in the decoder nor around it.
+        sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
+        inside = set(self._decoder.modules())
+        sharded = [p for p in sharded if p not in inside and self._decoder not in p.modules()]
+
+        def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
+            # Contiguous, as the whole is: some heads view it in another shape.
+            handed = _with_hidden(sliced(output, part), states.contiguous())
+            few = {name: _slice_argument(value, hidden, part) for name, value in options.items()}
+            with self._returning(handed), sums, _unsharded(sharded):
+                return loss(self._forward(**few).logits, aims)
+
+        total: Any = 0
+        # `split` is one node, whose backward joins the gradients of all slices once. Each `hidden[:, a:b]` would make a
+        # gradient of the whole length, in time quadratic in the length.
+        for index, states in enumerate(hidden.split(step, dim=1)):
+            part = slice(index * step, index * step + states.shape[1])
+            aims = targets[:, part].contiguous()  # transformers flattens it by a view
+            if torch.is_grad_enabled():
+                total = total + checkpoint(replay, states, aims, part, use_reentrant=False)
+            else:
+                total = total + replay(states, aims, part)
+        count = (targets != ignored).sum() if items is None else items
+        mean: Tensor = total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        return mean
 
     def _probe(self) -> None:
         """Compare both forwards on a few tokens, unless the model cannot run here."""
@@ -211,7 +282,7 @@ class ChunkedLoss:
             try:
                 with torch.no_grad():
                     self._find_decoder(arguments)
-                    _, output = self._decoder.run(without_loss(arguments))
+                    output = self._run(_without_loss(arguments))[1]
             except Exception as error:
                 logger.info("The loss in chunks waits for the first batch: %s", one_line(error))
                 return
@@ -219,7 +290,49 @@ class ChunkedLoss:
                 self._decide(arguments, output)
 
     def _find_decoder(self, arguments: Arguments) -> None:
-        self._decoder = Decoder(self.model, self._forward, without_loss(arguments))
+        """Find the part of the model that its forward calls first, and stop it before the first embedding.
+
+        A LookupError is raised if it calls no part that holds the embeddings.
+        """
+
+        def stop(path: str, *_: Any) -> None:
+            raise _ReachedError(path)
+
+        embeddings = input_embeddings(self.model)
+        hooks = [
+            module.register_forward_pre_hook(partial(stop, path), prepend=True)
+            for path, module in self.model.named_modules()
+            if module not in (self.model, embeddings) and embeddings in module.modules()
+        ]
+        try:
+            self._forward(**_without_loss(arguments))
+        except _ReachedError as reached:
+            self._path = str(reached)
+        else:
+            raise LookupError("its forward calls no part that holds its embeddings")
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """The part that was found, read on each access: wrappers such as FSDP's replace it."""
+        return self.model.get_submodule(self._path)
+
+    def _first_tokens(self, arguments: Arguments, output: Any) -> tuple[Arguments, Any]:
+        """Return the first tokens of a batch and of the decoder's output for it.
+
+        All of them become labels, since a text may begin with many tokens without one. The balance of experts is left
+        out: the output counts all tokens for it.
+        """
+        hidden, first = hidden_states(output), slice(0, _PROBE_TOKENS)
+        assert hidden is not None
+        few = {name: _slice_argument(value, hidden, first) for name, value in arguments.items()}
+        few.pop("shift_labels", None)
+        few["labels"] = few.get("input_ids", torch.zeros_like(few["labels"])).contiguous()
+        if "output_router_logits" in inspect.signature(self._forward).parameters:
+            few["output_router_logits"] = False
+        return few, sliced(output, first)
 
     def _decide(self, arguments: Arguments, output: Any) -> None:
         """Choose the loss in chunks that equals the plain one for an output of the decoder, if any does."""
@@ -253,8 +366,8 @@ class ChunkedLoss:
         hidden = hidden_states(output)
         assert hidden is not None
         states = hidden.detach().requires_grad_(torch.is_grad_enabled())
-        inputs = [states, *_weights_outside(self.model, self._decoder.module)]
-        handed = with_hidden(output, states)
+        inputs = [states, *_weights_outside(self.model, self._decoder)]
+        handed = _with_hidden(output, states)
         cases = {"": arguments}
         parameters = inspect.signature(self._forward).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -262,7 +375,7 @@ class ChunkedLoss:
             cases[" with shift_labels"] = {**arguments, "shift_labels": arguments["labels"]}
         for name, case in cases.items():
             try:
-                with self._decoder.replaced(handed):
+                with self._returning(handed):
                     expected = _loss_and_gradients(self._forward(**case), inputs)
                     actual = _loss_and_gradients(self._chunked(case), inputs)
             except Exception as error:
@@ -273,9 +386,30 @@ class ChunkedLoss:
         return None
 
 
+class _Stub(nn.Module):
+    """Returns hidden states; all other attributes are the decoder's."""
+
+    def __init__(self, decoder: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("decoder", "output"):
+            return super().__getattr__(name)
+        return getattr(self.decoder, name)
+
+
+class _ReachedError(Exception):
+    """The forward has called a part that holds the embeddings: its path."""
+
+
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     flat = logits.float().flatten(0, 1)
-    return nn.functional.cross_entropy(flat, targets.to(flat.device).flatten(), reduction="sum")
+    return F.cross_entropy(flat, targets.to(flat.device).flatten(), reduction="sum")
 
 
 # The probe: both losses on a few tokens, compared in value and in gradients.
@@ -298,22 +432,6 @@ def _probe_arguments(model: Any) -> Arguments:
     ids = ids.view(_PROBE_BATCH, _PROBE_TOKENS)
     labels = ids.masked_fill(ids % 5 == 0, IGNORED)
     return {"input_ids": ids, "labels": labels, **without_cache(model)}
-
-
-def _first_tokens(forward: Forward, arguments: Arguments, output: Any) -> tuple[Arguments, Any]:
-    """Return the first tokens of a batch and of the decoder's output for it.
-
-    All of them become labels, since a text may begin with many tokens without one. The balance of experts is left out:
-    the output counts all tokens for it.
-    """
-    hidden, first = hidden_states(output), slice(0, _PROBE_TOKENS)
-    assert hidden is not None
-    few = {name: slice_argument(value, hidden, first) for name, value in arguments.items()}
-    few.pop("shift_labels", None)
-    few["labels"] = few.get("input_ids", torch.zeros_like(few["labels"])).contiguous()
-    if "output_router_logits" in inspect.signature(forward).parameters:
-        few["output_router_logits"] = False
-    return few, sliced(output, first)
 
 
 def _weights_outside(model: Any, decoder: nn.Module) -> list[Tensor]:
@@ -364,7 +482,124 @@ def _method(model: nn.Module) -> Forward:
     return types.MethodType(forward, model)
 
 
+def _shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """Return the label that each position predicts: that of the next token, and `ignored` at the end."""
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
+
+
+def _without_loss(arguments: Arguments) -> Arguments:
+    """Return the arguments of a forward without those of its loss."""
+    loss = ("labels", "shift_labels", "num_items_in_batch")
+    return {name: value for name, value in arguments.items() if name not in loss}
+
+
+def _slice_argument(value: Any, like: Tensor, part: slice) -> Any:
+    """Return some positions of an argument with one entry per token of `like`; any other argument unchanged."""
+    each = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == like.shape[:2]
+    return value[:, part] if each else value
+
+
+def _with_hidden(output: Any, states: Tensor) -> Any:
+    """Return a decoder's output with other last hidden states."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    return type(output)(**{**output, "last_hidden_state": states})
+
+
 def _with_fields(output: Any, **changes: Any) -> Any:
     """Return a model's output with other values of some fields; `None` removes a field."""
     fields = {**output, **changes}
     return type(output)(**{name: value for name, value in fields.items() if value is not None})
+
+
+# Gradients of a head that runs once for every slice: their sums, and shards of its weights.
+
+_Function: Any = torch.autograd.Function  # whose `apply` has no types
+
+
+class SinglePrecisionSums(TorchFunctionMode):
+    """Adds up the gradients of half-precision weights in float32, over all their uses, and rounds the sum once.
+
+    Autograd adds up a weight's gradients in the weight's own dtype, and under autocast in that of its cast copy. With
+    500 chunks in bfloat16 the error is about 2 %; from 512 chunks on, addends can be smaller than the last bit of the
+    sum. One mode serves all chunks of a batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled() and func.__name__ != "__get__":
+            args, kwargs = tree_map_only(nn.Parameter, self._used, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _used(self, weight: nn.Parameter) -> Tensor:
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        cast = weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
+        if not (half or cast) or not weight.requires_grad or isinstance(weight, DTensor):
+            return weight
+        if id(weight) not in self._sums:
+            self._sums[id(weight)] = weight, _Sum.apply(weight)
+        used: Tensor = _Use.apply(self._sums[id(weight)][1], weight.detach())
+        return used
+
+
+class _Sum(_Function):  # type: ignore[misc]
+    """An empty float32 tensor, for which autograd adds up gradients before they become the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.dtype)
+
+
+class _Use(_Function):  # type: ignore[misc]
+    """The weight's values, whose gradient flows to the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.float(), None
+
+
+@contextlib.contextmanager
+def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the whole weights of modules sharded by FSDP2, and hide their forwards from FSDP.
+
+    FSDP's hooks reduce gradients and free weights behind the backward of each module. accelerate puts the last norm and
+    the head into one group, which counts as run when each of its modules has run once. A head that runs once per slice
+    would be freed and reduced behind the first slice that comes back, while the others still need its weights:
+    gradients would be missing, or the process would access freed memory. With this, FSDP registers one run of the head.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            sharded: Any = module
+            sharded.unshard()
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, name)
+                others = [(n, h) for n, h in hooks.items() if "fsdp" not in str(h.__module__)]
+                setattr(module, name, type(hooks)(others))
+                stack.callback(setattr, module, name, hooks)
+            stack.callback(module.register_forward_pre_hook(_cast_inputs).remove)
+        yield
+
+
+def _cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast inputs to the weights' dtype, as FSDP's own hook does with mixed precision."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    result: tuple[Any, ...] = tree_map_only(Tensor, cast, inputs)
+    return result

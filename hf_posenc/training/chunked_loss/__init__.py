@@ -1,1 +1,0 @@
-"""Cross-entropy without the logits of a whole batch."""
