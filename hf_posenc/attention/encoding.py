@@ -53,6 +53,7 @@ class Encoding:
         cached_by: The encoding whose positions the keys have, for a layer that is not patched but shares its rotary
             table with patched ones.
         share: This process's number among those that share the heads of the layer, in order, and how many these are.
+        unmoved: True if the keys of bands are cached where the model rotates them, and not where the last band does.
         plan: All that follows from these and not from a call.
     """
 
@@ -70,6 +71,7 @@ class Encoding:
     bidirectional: bool = False
     cached_by: Encoding | None = None
     share: tuple[int, int] = (0, 1)
+    unmoved: bool = False
     plan: Plan = field(init=False)
 
     @classmethod
@@ -148,7 +150,7 @@ class Encoding:
         """All that decides which pairs belong to which band: equal for the layers of one patch."""
         bands = self.plan.bands if isinstance(self.plan, BandPlan) else ()
         shapes = ((band.least, band.below, band.keys, band.chunk) for band in bands)
-        return self.plan.kernel, *shapes
+        return self.plan.kernel, self.unmoved, *shapes
 
     @property
     def plain(self) -> bool:
@@ -278,7 +280,8 @@ class BandPlan(Plan):
         both = encoding.bidirectional
         bands = method.bidirectional_bands(original) if both else method.bands(original)
         self.bands = bands
-        self._cached = cached = bands[-1].key_position
+        far = bands[-1].key_position
+        self._cached = cached = super().cached_position if encoding.unmoved else far
         self.kernel = None if both else _band_kernel(bands)
         self.counts_from_zero = any(
             band.chunk is not None or band.keys is not None for band in bands
@@ -286,7 +289,7 @@ class BandPlan(Plan):
         if encoding.rotation is None:
             return
         parts, pairs = (
-            cached(torch.zeros(1, dtype=torch.long)).shape[1:],
+            far(torch.zeros(1, dtype=torch.long)).shape[1:],
             len(self.rotation.inv_freq),
         )
         if parts and pairs % parts[0]:

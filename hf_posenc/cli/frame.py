@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -24,9 +25,11 @@ from hf_posenc.cli.console import (
 from hf_posenc.cli.loading import open_session, open_sizes
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
-from hf_posenc.files import disk_errors
+from hf_posenc.files import disk_errors, finite
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hf_posenc.evaluation.bench.run import BenchJob
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.extend import ExtendJob
@@ -179,6 +182,7 @@ class Frame:
         from hf_posenc.evaluation.grid import track
         from hf_posenc.evaluation.plots import available
 
+        kept = _keep_other_run(result, self.output)
         names = result.write(self.output, plots=self.plots)
         print_json(result.to_dict())
         size = f"{model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']}"
@@ -188,10 +192,40 @@ class Frame:
         guide = list(result.guide())
         print_items(*result.tables(), *result.notes(), *(["", *guide] if guide else []), "")
         print_note(f"Wrote {', '.join(names)} to {self.output}")
+        if kept is not None:
+            print_note(f"The {result.kind}.json of another run, which was there, is kept in {kept}")
         for name in self.trackers:
             track(result, name, self.output)
         if not available():
             print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
+
+
+def _keep_other_run(result: Result, folder: Path) -> Path | None:
+    """Move the result of another run to a folder of its own, unless the new one has all its records."""
+    path = folder / f"{result.kind}.json"
+    if not path.exists():
+        return None
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError
+    ):  # damaged, or of no such form: it is kept
+        if _records(json.loads(path.read_bytes())) <= _records(finite(result.to_dict())):
+            return None
+    numbered = (folder / f"{result.kind}-{number}" for number in itertools.count(1))
+    place = next(each for each in numbered if not (each / path.name).exists())
+    others = [file for file in folder.glob(f"{result.kind}[._]*") if file != path]
+    with disk_errors(f"{path} is of another run and cannot be kept", "Give another --output."):
+        place.mkdir(exist_ok=True)
+        for file in (
+            *others,
+            path,
+        ):  # it comes last: a kill before that is repaired by the next run
+            file.replace(place / file.name)
+    return place
+
+
+def _records(values: dict[str, Any]) -> set[str]:
+    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+    return {json.dumps(record) for part in parts for record in part.get("records", ())}
 
 
 def _print_dim(line: str) -> None:

@@ -48,7 +48,7 @@ def composes_with(method: type[Method]) -> str:
         "rotary": "a frequency method",
         "attention": "rotary bands",
         "query": "a temperature",
-        "bias": "a bias with keep_rope=True",
+        "bias": "a bias" if method.seam == "query" else "a bias with keep_rope=True",
     }
     if method.seam == "rotary":
         later = "filters after it"

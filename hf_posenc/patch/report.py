@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.methods import RopeScaling, seam_of
+from hf_posenc.methods import RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import SinCosTable, foreign_frequencies, tables_of
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary, native_rotary
@@ -170,9 +170,9 @@ class Patch:
         if self.attention is None:
             return notes
         count = len(self.layers)
-        if {seam_of(method) for method in self.config.build()} & {"attention", "bias"}:
-            return f"{notes}; attention of {count} layers by hf_posenc instead of {self.attention}"
-        return f"{notes}; queries of {count} layers scaled, attention by {self.attention}"
+        if needs_no_rotation(self.config.build()):
+            return f"{notes}; queries of {count} layers scaled, attention by {self.attention}"
+        return f"{notes}; attention of {count} layers by hf_posenc instead of {self.attention}"
 
 
 def inspect_rope(model: nn.Module) -> EffectiveTables:

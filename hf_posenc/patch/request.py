@@ -302,6 +302,11 @@ def named(method: Any) -> list[Method | type[Method]]:
                 f"A method is a name such as 'yarn' (available_methods() lists them), a Method object, or a list of "
                 f"them, not {part!r}."
             )
+        if isinstance(part, str) and {*":+="} & {*part}:
+            raise PosencError(
+                f"{part!r} is the form of the command line. In Python, options are arguments, as in "
+                "patch_model(model, 'yarn', scale=8), and several methods are a list, as in [YaRN(scale=8), LogN()]."
+            )
     return [named_method(part) if isinstance(part, str) else part for part in given]
 
 

@@ -30,6 +30,21 @@ def read(folder: Path) -> dict[str, Any]:
     return values
 
 
+def test_the_result_of_another_run_in_the_folder_is_kept(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run(model, texts, out, "--patch", "none").exit_code == 0
+    first = (out / "perplexity.json").read_bytes()
+    other = run(model, texts, out, "--patch", "yarn")
+    assert f"is kept in {out / 'perplexity-1'}" in " ".join(other.stdout.split())
+    assert (out / "perplexity-1" / "perplexity.json").read_bytes() == first
+    assert (out / "perplexity-1" / "perplexity.csv").exists()
+    both = run(model, texts, out, "--patch", "yarn", "--patch", "none")  # has all records of yarn's
+    assert "is kept" not in both.stdout
+    assert not (out / "perplexity-2").exists()
+
+
 @pytest.mark.slow
 def test_shares_in_several_terminals_give_what_one_process_gives(
     model: Path, texts: Path, tmp_path: Path

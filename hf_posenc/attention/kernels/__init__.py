@@ -43,6 +43,7 @@ itself would turn them again in every block of queries.
 **How it is proven** without a GPU: `scripts/check_kernels.sh` runs the kernels in Triton's interpreter against float64
 and compiles them for three generations of GPUs, whose registers, spills and shared memory may only fall. What this
 cannot show is a miscompilation, a race, and any speed.
+`attention/engine.py` chooses among them.
 """
 
 from __future__ import annotations

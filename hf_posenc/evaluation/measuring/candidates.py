@@ -211,8 +211,9 @@ class Candidate:
     def key(self) -> str:
         """Everything that determines the candidate, in one canonical line; a target length is its scale."""
         options, beside = [dict(part.options) for part in self.parts], dict(self.beside)
-        scaled = bool(self.parts) and get_method(self.parts[0].method).takes_scale()
-        if "target_length" in beside and self.original and scaled:
+        of_length = "target_length" in beside and bool(self.parts)
+        scaled = of_length and get_method(self.parts[0].method).takes_scale()
+        if scaled and self.original:
             options[0].setdefault("scale", beside.pop("target_length") / self.original)
         parts = [
             [part.method, own, part.auto] for part, own in zip(self.parts, options, strict=True)

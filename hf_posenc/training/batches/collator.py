@@ -317,7 +317,7 @@ class PositionCollator(TrainerCallback):
 
 def _numbers(values: Any) -> Numbers:
     """Return whole numbers in one row as an array of its own; TypeError for fractions, which would be cut."""
-    return np.array(values).astype(np.int64, casting="same_kind")
+    return np.asarray(values).astype(np.int64, casting="same_kind")
 
 
 def _stack(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:
