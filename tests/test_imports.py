@@ -34,6 +34,7 @@ LAYERS = (
     ("evaluation",),
     ("training",),
     ("cli",),
+    ("serve",),
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 

@@ -1,0 +1,34 @@
+"""Saved patches served by vLLM: the plug-in, which nothing else of the package imports.
+
+vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins`. Models without a saved patch
+are served as without the plug-in.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+VERSION = "0.32"
+"""The version of vLLM that the plug-in was run with."""
+
+
+def register() -> None:
+    """Make vLLM read saved patches and know the architectures of patched models.
+
+    With another version than the plug-in was run with, it warns and does nothing: vLLM then refuses them.
+    """
+    from vllm import ModelRegistry, __version__
+
+    if not __version__.startswith(f"{VERSION}."):
+        warnings.warn(
+            f"Models with a patch of hf_posenc are not served: vLLM {__version__} is installed, and the plug-in was "
+            f"run with {VERSION}.",
+            stacklevel=2,
+        )
+        return
+    from hf_posenc.serve.checkpoint import PREFIX, register_parser
+
+    register_parser()
+    for name in list(ModelRegistry.get_supported_archs()):
+        if not name.startswith(PREFIX):
+            ModelRegistry.register_model(PREFIX + name, f"{__name__}.models:{PREFIX}{name}")

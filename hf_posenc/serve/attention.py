@@ -1,0 +1,163 @@
+"""Attention with a patch on vLLM's pages of keys, around the implementation that a layer has."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.encoding import MovingPlan
+from hf_posenc.attention.engine import attend
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.model.attention import Layer
+from hf_posenc.model.masks import CausalMask
+
+
+def served_by(module: Any, layer: Layer) -> None:
+    """Let an attention layer of vLLM compute with a patch; its cache and kernels stay vLLM's own.
+
+    Raises:
+        UnsupportedModelError: A device, a cache or a kind of attention that the patch is not served on.
+    """
+    own = module.impl
+    reason = None
+    if type(own).__name__ != "CPUAttentionBackendImpl":
+        reason = f"the plug-in reads the pages of vLLM's CPU backend only, not those of {type(own).__name__}"
+    elif own.kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        reason = f"keys are cached in {own.kv_cache_dtype}: leave --kv-cache-dtype out"
+    elif own.sliding_window != -1 or own.alibi_slopes is not None:
+        reason = "the layer has a sliding window, or a bias of its own"
+    if reason is not None:
+        raise UnsupportedModelError(f"{module.layer_name} cannot be served with a patch: {reason}.")
+    if plain(layer) and layer.encoding.query is None:
+        return  # its rotary table is all that changed
+    module.impl = PatchedAttention(own, layer)
+
+
+def plain(layer: Layer) -> bool:
+    """True if the layer attends as before, apart from factors on its queries."""
+    return layer.encoding.method is None and layer.encoding.bias is None
+
+
+class PatchedAttention:
+    """vLLM's implementation of one layer's attention, with a patch; all but its forward is the implementation's own.
+
+    Args:
+        own: The implementation.
+        posenc: The patch, for queries and keys as the model rotates them.
+    """
+
+    def __init__(self, own: Any, posenc: Layer) -> None:
+        self.own, self.posenc = own, posenc
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Write the attention of a batch of requests into `output`, (tokens, heads, head_dim), and return it."""
+
+        def native(query: Tensor) -> None:
+            self.own.forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+
+        if attn_metadata is None:  # vLLM tries the memory of a forward
+            native(query)
+            return output
+        lengths = attn_metadata.seq_lens.tolist()
+        starts = attn_metadata.query_start_loc.tolist()
+        rows = [row for row in range(len(lengths)) if starts[row + 1] > starts[row]]
+        if plain(self.posenc):
+            native(self._scaled(query, starts, lengths, rows))
+            return output
+        changed = [row for row in rows if not self._untouched(lengths[row])]
+        if len(changed) < len(rows):
+            native(query)
+        for row in changed:
+            queries, pages = slice(starts[row], starts[row + 1]), attn_metadata.block_table[row]
+            found = _gathered(kv_cache, pages, lengths[row], layer.isa)
+            output[queries] = self._attend(query[queries], *found).view_as(output[queries])
+        return output
+
+    def _untouched(self, length: int) -> bool:
+        """True if a text of this length is computed as without the patch."""
+        plan, original = self.posenc.encoding.plan, self.posenc.encoding.original
+        if self.posenc.encoding.bias is not None or self.posenc.encoding.query is not None:
+            return False
+        if not isinstance(plan, MovingPlan) or length > original or self.posenc.turn is not None:
+            return False
+        return plan.table(original, torch.device("cpu")) == (None, 1.0)
+
+    def _scaled(
+        self, query: Tensor, starts: list[int], lengths: list[int], rows: list[int]
+    ) -> Tensor:
+        """Return queries times their factors, of all requests in one tensor."""
+        positions = torch.zeros(len(query), dtype=torch.long)
+        for row in rows:
+            first, last = starts[row], starts[row + 1]
+            positions[first:last] = torch.arange(lengths[row] - (last - first), lengths[row])
+        heads = query.transpose(0, 1)[None]
+        return self.posenc.encoding.scaled(heads, positions[None])[0].transpose(0, 1).contiguous()
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention of one request's new tokens, shape (tokens, heads, head_dim).
+
+        Keys and values, (1, key heads, length, head_dim), are those of all its tokens.
+        """
+        queries, length = len(query), key.shape[2]
+        query = query.transpose(0, 1)[None]
+        n = torch.arange(length)[None]
+        m = n[:, length - queries :]
+        if self.posenc.turn is not None:
+            query, key = self.posenc.turn(query, key, m, n)
+        call = Call(
+            query=query,
+            key=key,
+            value=value,
+            query_position=m,
+            key_position=n,
+            mask=CausalMask(queries, length, query.device),
+            scaling=self.own.scale,
+            softcap=self.own.logits_soft_cap or None,
+            sinks=self.own.sinks,
+        )
+        return attend(call, self.posenc.encoding)[0][0].transpose(0, 1)
+
+
+def _gathered(kv_cache: Tensor, pages: Tensor, length: int, isa: str) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a request from vLLM's pages, each (1, key heads, length, head_dim)."""
+    _, heads, size, both = kv_cache.shape
+    used = kv_cache[pages[: -(-length // size)].long()].view(-1, heads, 2 * size, both // 2)
+    keys, values = used.split(size, 2)
+    order = _order(isa, size, both // 2, kv_cache.dtype)
+    keys = keys.flatten(2)[..., order].unflatten(2, (size, -1))
+    key, value = (x.transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (keys, values))
+    return key, value
+
+
+@functools.cache
+def _order(isa: str, size: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return where vLLM's kernels put the features of a page's keys, which differs by the processor.
+
+    Keys that hold their token's number, and then their feature's, are written by vLLM's operator and read back. Both
+    are at most 256, which every dtype holds.
+    """
+    from vllm import _custom_ops as ops
+
+    read = []
+    token, feature = torch.arange(size)[:, None, None], torch.arange(width)
+    for number in (token, feature):
+        cache = torch.zeros(1, 1, 2 * size, width, dtype=dtype)
+        keys, values = cache.chunk(2, 2)
+        x = number.expand(size, 1, width).to(dtype).contiguous()
+        slots = torch.arange(size)
+        options = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+        ops.cpu_attn_reshape_and_cache(x, x, keys, values, slots, isa, **options)
+        read.append(keys[0, 0].flatten().long())
+    return (read[0] * width + read[1]).argsort()

@@ -1,0 +1,228 @@
+"""A saved patch answers in vLLM as in transformers: run by `scripts/check_serving.sh` in an environment with vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_posenc
+from hf_posenc import patch_model, save_patch
+
+vllm = pytest.importorskip("vllm", reason="scripts/check_serving.sh makes an environment with vLLM")
+
+ORIGINAL = 64
+NEW = 8
+PATCHES: dict[str, dict[str, Any]] = {
+    "yarn": {"scale": 4},
+    "ntk": {"scale": 4},
+    "clip": {},
+    "rerope": {"window": 32},
+    "leaky_rerope": {"scale": 4},
+    "self_extend": {"scale": 4},
+    "dual_chunk": {},
+    "string": {},
+    "lm_infinite": {},
+    "attention_sinks": {},
+    "sliding_window": {},
+    "dynamic_yarn": {},
+    "dynamic_ntk": {},
+    "dynamic_pi": {},
+    "dynamic_partial_ntk": {},
+    "log_n": {},
+    "alibi": {"scale": 4},
+    "sandwich": {},
+}
+
+
+def tiny(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=ORIGINAL,
+        initializer_range=0.2,
+        **changes,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 128, (length,), generator=generator).tolist() for length in lengths]
+
+
+@contextlib.contextmanager
+def served(folder: Path, **options: Any) -> Iterator[Any]:
+    defaults: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 200,
+        "max_num_batched_tokens": 64,  # prompts in pieces
+        "max_num_seqs": 16,
+    }
+    llm = vllm.LLM(model=str(folder), **(defaults | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+Answer = tuple[list[int], list[float]]
+
+
+def asked(llm: Any, texts: list[list[int]]) -> list[Answer]:
+    """Return the greedy tokens and their log-probabilities."""
+    parameters = vllm.SamplingParams(max_tokens=NEW, temperature=0, logprobs=1, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], parameters, use_tqdm=False)
+    answers = []
+    for output in outputs:
+        tokens = list(output.outputs[0].token_ids)
+        steps = zip(tokens, output.outputs[0].logprobs, strict=True)
+        answers.append((tokens, [step[token].logprob for token, step in steps]))
+    return answers
+
+
+@torch.no_grad()
+def in_transformers(folder: Path, text: list[int]) -> Answer:
+    """Return the same of transformers, without a cache."""
+    model, tokens, numbers = hf_posenc.from_pretrained(folder).eval(), [*text], []
+    for _ in range(NEW):
+        last = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+        tokens.append(int(last.argmax()))
+        numbers.append(float(last.max()))
+    return tokens[len(text) :], numbers
+
+
+def check(answers: list[Answer], expected: list[Answer]) -> None:
+    for (tokens, numbers), (right, logprobs) in zip(answers, expected, strict=True):
+        assert tokens == right
+        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(logprobs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", PATCHES)
+def test_the_answers_are_those_of_transformers(method: str, tmp_path: Path) -> None:
+    patch_model(tiny(), method, **PATCHES[method]).save_pretrained(tmp_path)
+    texts = prompts(20, 70, 150)
+    expected = [in_transformers(tmp_path, text) for text in texts]
+    with served(tmp_path) as llm:
+        check(asked(llm, texts), expected)
+        check(asked(llm, texts), expected)  # their prefixes are cached now
+
+
+def test_many_requests_at_once(tmp_path: Path) -> None:
+    patch_model(tiny(), "self_extend", scale=4).save_pretrained(tmp_path)
+    texts = prompts(*range(5, 181, 11))
+    with served(tmp_path, max_num_batched_tokens=96) as llm:
+        together = asked(llm, texts)
+    check(together, [in_transformers(tmp_path, text) for text in texts])
+
+
+def test_a_short_request_is_that_of_the_unpatched_model(tmp_path: Path) -> None:
+    """To the bit, whatever else is in the batch."""
+    short = prompts(20, 40)
+    tiny().save_pretrained(tmp_path / "plain")
+    patch_model(tiny(), "dynamic_yarn").save_pretrained(tmp_path / "patched")
+    with served(tmp_path / "plain", max_model_len=ORIGINAL) as llm:
+        expected = asked(llm, short)
+    with served(tmp_path / "patched") as llm:
+        assert asked(llm, [*prompts(150), *short])[1:] == expected
+
+
+def test_a_patch_beside_the_model(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    save_patch(patch_model(tiny(), "rerope", window=32), tmp_path)
+    texts = prompts(70)
+    with served(tmp_path) as llm:
+        check(asked(llm, texts), [in_transformers(tmp_path, texts[0])])
+
+
+def test_the_heads_of_two_processes(tmp_path: Path) -> None:
+    patch_model(tiny(), "alibi", scale=4).save_pretrained(tmp_path)  # with a slope for each head
+    texts = prompts(20, 150)
+    with served(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
+        check(asked(llm, texts), [in_transformers(tmp_path, text) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "flags", "words"),
+    [
+        ("fire", {}, {}, "adds trained parameters"),
+        (
+            "lampe",
+            {"growth": 0.01, "shift": -1.0, "capacity": 32.0, "head": 8, "tail": 8},
+            {},
+            "follow the length of the whole text",
+        ),
+        ("dynamic_yarn", {"update": "request"}, {}, 'update="row" is served'),
+        ("rerope", {"window": 32}, {"hf_overrides": {"rope_theta": 5e4}}, "contradicts"),
+        ("self_extend", {"scale": 4}, {"max_model_len": 300}, "max_model_len"),
+        ("rerope", {"window": 32}, {"kv_cache_dtype": "fp8"}, "kv-cache|KV cache"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
+def test_what_is_not_served_is_refused(
+    method: str, options: dict[str, Any], flags: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    patch_model(tiny(), method, **options).save_pretrained(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()  # before weights are read
+    with pytest.raises(Exception, match=words), served(tmp_path, **flags):
+        pass
+
+
+def test_a_model_without_a_patch_is_left_alone(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    text = prompts(40)
+    with served(tmp_path, max_model_len=ORIGINAL) as llm:
+        check(asked(llm, text), [in_transformers(tmp_path, text[0])])
+
+
+def test_a_server_over_http(tmp_path: Path) -> None:
+    from openai import OpenAI
+
+    patch_model(tiny(), "rerope", window=32).save_pretrained(tmp_path)
+    (text,) = prompts(70)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += [
+        f"--model={tmp_path}",
+        "--port=8123",
+        "--skip-tokenizer-init",
+        "--dtype=float32",
+        "--enforce-eager",
+    ]
+    command += ["--max-model-len=200", "--max-num-seqs=4"]
+    process = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    try:
+        for _ in range(120):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen("http://127.0.0.1:8123/health", timeout=1)
+                break
+            assert process.poll() is None
+            time.sleep(1)
+        client = OpenAI(base_url="http://127.0.0.1:8123/v1", api_key="none")
+        answer = client.completions.create(
+            model=str(tmp_path), prompt=text, max_tokens=NEW, temperature=0, extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        tokens = json.loads(answer.model_dump_json())["choices"][0]["token_ids"]
+        assert tokens == in_transformers(tmp_path, text)[0]
+    finally:
+        process.terminate()
+        process.wait(30)
