@@ -81,7 +81,9 @@ def export(options: ExportOptions) -> None:
         print_json(_about(exported))
         _show(exported)
     if not exported.possible:
-        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
+        served = ". Save the patched model: vllm serve FOLDER has a plug-in (docs/vllm.md)"
+        advice = served if to == "vllm" else ""
+        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods{advice}")
         raise typer.Exit(1)
     if options.dry_run:
         return
