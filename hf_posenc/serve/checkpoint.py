@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm import ModelRegistry
 from vllm.transformers_utils import config as vllm_config
 
 from hf_posenc.engines.source import empty_model
@@ -60,17 +61,25 @@ def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
     Raises:
         PosencError: A patch that is damaged, that the model cannot take, or that vLLM cannot serve exactly.
     """
+    names = config.architectures
+    architectures = [name.removeprefix(PREFIX) for name in names]
+    missing = [name for name in architectures if not _implements(name)]
+    if missing and names == architectures and hasattr(config, BLOCK):
+        return  # vLLM runs transformers' own code, which reads the table in the config
     patch = take_patch(config, model)
     if patch is None:
         return  # one that lies in the weights, which every engine computes
+    if missing:
+        raise UnsupportedModelError(
+            f"{model}: vLLM has no implementation of its own of {missing[0]}, and {patch} is served in one only."
+        )
     if flags := [key for key in _SCALING if key in overrides]:
         raise PosencError(
             f"{model} is served with its patch {patch}, which --hf-overrides of {', '.join(flags)} contradicts. Leave "
             "the override out, or serve a folder without a patch."
         )
-    text, own = config.get_text_config(decoder=True), None
+    text = config.get_text_config(decoder=True)
     own = getattr(text, _LENGTH)
-    architectures = [name.removeprefix(PREFIX) for name in config.architectures]
     config.architectures = [PREFIX + name for name in architectures]
     setattr(config, SERVED, {"patch": patch.to_dict(), "length": own})
     layers_of(config)  # raises before anything is loaded
@@ -80,6 +89,12 @@ def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
         text.max_position_embeddings = max(own, reach)
     else:
         text.model_max_length = config.model_max_length = _UNBOUNDED  # where the user asks for more
+
+
+def _implements(architecture: str) -> bool:
+    """Return whether vLLM has an implementation of its own, beside transformers' code, whose classes it rewrites."""
+    known: Any = ModelRegistry.models.get(architecture)
+    return known is not None and not known.module_name.endswith(".transformers")
 
 
 def layers_of(config: Any) -> dict[int, Layer]:

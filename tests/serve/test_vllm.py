@@ -15,10 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import hf_posenc
 from hf_posenc import patch_model, save_patch
+from hf_posenc.methods import DynamicYaRN, LogN, ReRoPE, SelfExtend, YaRN
 
 vllm = pytest.importorskip("vllm", reason="scripts/check_serving.sh makes an environment with vLLM")
 
@@ -127,6 +140,42 @@ def test_the_answers_are_those_of_transformers(method: str, tmp_path: Path) -> N
         check(asked(llm, texts), expected)  # their prefixes are cached now
 
 
+def families() -> dict[str, tuple[PreTrainedModel, Any]]:
+    """Models of other kinds, each with its patch."""
+    sizes: dict[str, Any] = {**tiny().config.to_dict(), "rope_parameters": None}
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    kept += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    sizes = {key: sizes[key] for key in (*kept, "initializer_range")}
+    local = ["sliding_attention", "full_attention"]
+    gemma = Gemma3TextConfig(**sizes, sliding_window=16, layer_types=local)
+    halves = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return {
+        "sliding layers": (Gemma3ForCausalLM(gemma), SelfExtend(scale=4)),
+        "sliding layers, a table": (Gemma3ForCausalLM(gemma), YaRN(scale=4)),
+        "norms of queries": (Qwen3ForCausalLM(Qwen3Config(**sizes)), [YaRN(scale=4), LogN()]),
+        "another method by layer": (
+            Qwen3ForCausalLM(Qwen3Config(**sizes)),
+            {(0,): YaRN(scale=4), (1,): ReRoPE(window=32)},
+        ),
+        "one projection": (
+            Phi3ForCausalLM(Phi3Config(**halves, pad_token_id=0)),
+            DynamicYaRN(),
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", [
+    "sliding layers", "sliding layers, a table", "norms of queries", "another method by layer", "one projection",
+])  # fmt: skip
+def test_models_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, method = families()[kind]
+    patch_model(model.eval(), method).save_pretrained(tmp_path)
+    texts = prompts(20, 150)
+    with served(tmp_path) as llm:
+        check(asked(llm, texts), [in_transformers(tmp_path, text) for text in texts])
+
+
 def test_many_requests_at_once(tmp_path: Path) -> None:
     patch_model(tiny(), "self_extend", scale=4).save_pretrained(tmp_path)
     texts = prompts(*range(5, 181, 11))
@@ -185,6 +234,20 @@ def test_what_is_not_served_is_refused(
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()  # before weights are read
     with pytest.raises(Exception, match=words), served(tmp_path, **flags):
+        pass
+
+
+def test_a_model_that_vllm_runs_by_transformers_is_refused(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 128,
+    }
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=128))
+    patch_model(model, "rerope", window=32).save_pretrained(tmp_path)
+    words = "no implementation of its own of GPTNeoX"
+    with pytest.raises(Exception, match=words), served(tmp_path):
         pass
 
 
