@@ -143,8 +143,10 @@ def test_the_answers_are_those_of_transformers(method: str, tmp_path: Path) -> N
 def families() -> dict[str, tuple[PreTrainedModel, Any]]:
     """Models of other kinds, each with its patch."""
     sizes: dict[str, Any] = {**tiny().config.to_dict(), "rope_parameters": None}
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
-    kept += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    kept = [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    ]
     sizes = {key: sizes[key] for key in (*kept, "initializer_range")}
     local = ["sliding_attention", "full_attention"]
     gemma = Gemma3TextConfig(**sizes, sliding_window=16, layer_types=local)
