@@ -288,9 +288,10 @@ def test_a_server_over_http(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(1)
         client = OpenAI(base_url="http://127.0.0.1:8123/v1", api_key="none")
+        more = {"return_token_ids": True, "ignore_eos": True}
         answer = client.completions.create(
-            model=str(tmp_path), prompt=text, max_tokens=NEW, temperature=0, extra_body={"return_token_ids": True, "ignore_eos": True},
-        )  # fmt: skip
+            model=str(tmp_path), prompt=text, max_tokens=NEW, temperature=0, extra_body=more
+        )
         tokens = json.loads(answer.model_dump_json())["choices"][0]["token_ids"]
         assert tokens == in_transformers(tmp_path, text)[0]
     finally:
