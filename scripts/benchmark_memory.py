@@ -59,7 +59,7 @@ Situation = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: the result, the cases, the sizes, and for each number its axis in the picture and its ticks."""
+    """A subject of measurement: its result, cases and sizes, and for each number the axis and ticks of its picture."""
 
     result: Path
     cases: tuple[str, ...]

@@ -81,9 +81,8 @@ def export(options: ExportOptions) -> None:
         print_json(_about(exported))
         _show(exported)
     if not exported.possible:
-        served = ". Save the patched model: vllm serve FOLDER has a plug-in (docs/vllm.md)"
-        advice = served if to == "vllm" else ""
-        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods{advice}")
+        served = ", and docs/vllm.md for the plug-in" if to == "vllm" else ""
+        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods{served}")
         raise typer.Exit(1)
     if options.dry_run:
         return

@@ -212,7 +212,8 @@ def _keep_other_run(result: Result, folder: Path) -> Path | None:
             return None
     numbered = (folder / f"{result.kind}-{number}" for number in itertools.count(1))
     place = next(each for each in numbered if not (each / path.name).exists())
-    others = [file for file in folder.glob(f"{result.kind}[._]*") if file != path]
+    names = {*result.files(), *(file.name for file in folder.glob(f"{result.kind}[._]*"))}
+    others = [folder / name for name in names - {path.name} if (folder / name).exists()]
     with disk_errors(f"{path} is of another run and cannot be kept", "Give another --output."):
         place.mkdir(exist_ok=True)
         for file in (

@@ -1,4 +1,4 @@
-"""What a patch changes in a live model, and the record that undoes it.
+"""The changes that a patch makes in a live model, and the record that undoes them.
 
 Tensors are replaced at every module that holds them, and a module's forward may be shown others in their place.
 """

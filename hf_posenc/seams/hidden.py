@@ -42,7 +42,7 @@ T = TypeVar("T")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
 )
-"""What was found out about models, and the modules and weights that they had."""
+"""Findings about models, each with the modules and weights that the model had."""
 
 
 def once(model: nn.Module, question: str, answer: Callable[[], T]) -> T:

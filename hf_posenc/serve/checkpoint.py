@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from hf_posenc.patch.patching import patch_model
 from hf_posenc.saving import take_patch
 
 PREFIX = "HfPosenc"
-"""What `save_pretrained` puts before the architecture's name of a model that needs hf_posenc."""
+"""Prefix of the architecture's name in the config of a saved model that needs hf_posenc."""
 SERVED = "hf_posenc_served"
 """The attribute of vLLM's config with the patch in JSON and the length that the model's own config has."""
 _LENGTH = "max_position_embeddings"
 _UNBOUNDED = 1 << 31
-_SCALING = ("rope_scaling", "rope_parameters", "rope_theta", _LENGTH)
+_ROPE = "rope_parameters"
+_SCALING = ("rope_scaling", _ROPE, "rope_theta", _LENGTH)
 
 
 def register_parser() -> None:
@@ -39,7 +40,6 @@ def register_parser() -> None:
     own: Any = parsers["hf"]
     if issubclass(own, _Reader):
         return
-
     parsers["hf"] = type(own.__name__, (_Reader, own), {})
 
 
@@ -74,14 +74,12 @@ def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
             f"{model}: vLLM has no implementation of its own of {missing[0]}, and {patch} is served in one only."
         )
     if flags := [key for key in _SCALING if key in overrides]:
-        raise PosencError(
-            f"{model} is served with its patch {patch}, which --hf-overrides of {', '.join(flags)} contradicts. Leave "
-            "the override out, or serve a folder without a patch."
-        )
+        raise _contradicted(patch, flags)
     text = config.get_text_config(decoder=True)
     own = getattr(text, _LENGTH)
     config.architectures = [PREFIX + name for name in architectures]
-    setattr(config, SERVED, {"patch": patch.to_dict(), "length": own})
+    rope = copy.deepcopy(getattr(text, _ROPE, None))
+    setattr(config, SERVED, {"patch": patch.to_dict(), "length": own, "rope": rope})
     layers_of(config)  # raises before anything is loaded
     if patch.scale is not None and not any(method.follows_text for method in patch.build()):
         original = patch.original_max_position_embeddings or own
@@ -110,7 +108,12 @@ def layers_of(config: Any) -> dict[int, Layer]:
     patch = PatchConfig.from_dict(served["patch"])
     _check(patch)
     plain = copy.deepcopy(config)
-    plain.get_text_config(decoder=True).max_position_embeddings = served["length"]
+    text = plain.get_text_config(decoder=True)
+    if not _holds(
+        getattr(text, _ROPE, None), served["rope"]
+    ):  # vLLM sets dictionaries after its reader
+        raise _contradicted(patch, [_ROPE])
+    text.max_position_embeddings = served["length"]
     plain.architectures = [name.removeprefix(PREFIX) for name in plain.architectures]
     model = empty_model(plain)
     for table in rotary_tables(model):
@@ -123,7 +126,7 @@ def layers_of(config: Any) -> dict[int, Layer]:
         # Where layers differ, keys are cached as the model rotates them: so two keys, with the same methods.
         chosen = patch.layers
         if isinstance(chosen, str):
-            chosen = layers_of_type(plain.get_text_config(decoder=True), chosen)
+            chosen = layers_of_type(text, chosen)
         if len(chosen) < 2:
             raise PosencError(f"{patch} changes one layer alone, which vLLM cannot be given.")
         method = {chosen[:1]: list(method), chosen[1:]: list(method)}
@@ -140,6 +143,22 @@ def layers_of(config: Any) -> dict[int, Layer]:
             )
         layers[number] = _in_place(patch, name, layer)
     return layers
+
+
+def _holds(value: Any, expected: Any) -> bool:
+    """Return whether a block of the config still has every value that it had; vLLM adds some."""
+    if isinstance(expected, Mapping):
+        return isinstance(value, Mapping) and all(
+            _holds(value.get(k), v) for k, v in expected.items()
+        )
+    return bool(value == expected)
+
+
+def _contradicted(patch: PatchConfig, keys: Sequence[str]) -> PosencError:
+    return PosencError(
+        f"This folder is served with its patch {patch}, which --hf-overrides of {', '.join(keys)} contradicts. Leave "
+        "the override out, or serve a folder without a patch."
+    )
 
 
 def _check(patch: PatchConfig) -> None:

@@ -116,7 +116,7 @@ def _check_rotation(rotary: Any, own: Rotation, name: str) -> None:
     layout, table = own.layout, rotary.cos_sin_cache
     same = (layout.start, layout.sign) == (0, 1) and layout.dim == rotary.rotary_dim
     same = same and layout.interleaved is not rotary.is_neox_style
-    same = same and table.dim() == 2 and len(table) > 1
+    same = same and table.dim() == 2 and len(table) > 1 and not hasattr(rotary, "mrope_section")
     if same:
         expected = _table(own, 2)[1].to(table)
         same = expected.shape == table[1].shape and bool(

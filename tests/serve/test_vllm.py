@@ -37,15 +37,23 @@ vllm = pytest.importorskip("vllm", reason="scripts/check_serving.sh makes an env
 
 ORIGINAL = 64
 NEW = 8
+STATIC = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}
 PATCHES: dict[str, dict[str, Any]] = {
     "yarn": {"scale": 4},
     "ntk": {"scale": 4},
+    "pi": {"scale": 4},
     "clip": {},
     "rerope": {"window": 32},
     "leaky_rerope": {"scale": 4},
     "self_extend": {"scale": 4},
     "dual_chunk": {},
     "string": {},
+    "dpe": {"factors": [1, 2, 4, 8], "window": 32},
     "lm_infinite": {},
     "attention_sinks": {},
     "sliding_window": {},
@@ -54,6 +62,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "dynamic_pi": {},
     "dynamic_partial_ntk": {},
     "log_n": {},
+    "temperature": {"law": "log_n"},
     "alibi": {"scale": 4},
     "sandwich": {},
 }
@@ -230,6 +239,7 @@ def test_the_heads_of_two_processes(tmp_path: Path) -> None:
         ),
         ("dynamic_yarn", {"update": "request"}, {}, 'update="row" is served'),
         ("rerope", {"window": 32}, {"hf_overrides": {"rope_theta": 5e4}}, "contradicts"),
+        ("rerope", {"window": 32}, {"hf_overrides": {"rope_parameters": STATIC}}, "contradicts"),
         ("self_extend", {"scale": 4}, {"max_model_len": 300}, "max_model_len"),
         ("rerope", {"window": 32}, {"kv_cache_dtype": "fp8"}, "kv-cache|KV cache"),
     ],

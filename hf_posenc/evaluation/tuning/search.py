@@ -321,7 +321,7 @@ def needles_in(
 
 @dataclass(kw_only=True)
 class SearchJob(Race[SearchResult]):
-    """Search whose model and documents are ready; with the objective `needle`, also a needle for every document."""
+    """A search with a loaded model and documents; with the objective `needle`, also a needle for every document."""
 
     result = SearchResult
 
