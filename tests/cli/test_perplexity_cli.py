@@ -161,7 +161,8 @@ def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
     whole.save_pretrained(saved)
     options = f"--text {texts} --tokenizer {folder} --lengths 32,64 --dry-run --json"
     said = []
-    for opened in (loading.open_sizes, loading.open_session):
+    # The one that is replaced comes last: by then the command's modules have imported it.
+    for opened in (loading.open_session, loading.open_sizes):
         monkeypatch.setattr("hf_posenc.cli.frame.open_sizes", opened)
         with monkeypatch.context() as patch:
             if opened is loading.open_sizes:
