@@ -81,6 +81,7 @@ class Method:
         follows_text: True if it scales as far as the text needs and takes no target length.
         reads_length: True if it cannot do without the context length of the training.
         trainable: True if it adds parameters to train.
+        trainable_with: The knob with which a method adds some that otherwise has none, in words.
         bidirectional: True if it is defined for keys after the query too, as encoders read them.
         for_rotary: True if models with a rotary embedding take it.
     """
@@ -98,6 +99,7 @@ class Method:
     follows_text: ClassVar[bool] = False
     reads_length: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
+    trainable_with: ClassVar[str] = ""
     bidirectional: ClassVar[bool] = False
     for_rotary: ClassVar[bool] = True
 

@@ -28,7 +28,8 @@ def facts(method: type[Method]) -> dict[str, str]:
         )
     if method.aliases:
         found["Also"] = ", ".join(method.aliases)
-    found |= {"Needs": method.needs, "Adds parameters": "yes" if method.trainable else "no"}
+    adds = "yes" if method.trainable else method.trainable_with or "no"
+    found |= {"Needs": method.needs, "Adds parameters": adds}
     if method.length_dependent or method.follows_text:
         found["Length"] = (
             "follows the text" if method.follows_text else "two tables: up to L, past L"

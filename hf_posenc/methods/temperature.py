@@ -34,6 +34,7 @@ class LogN(Method):
     summary = "the query times max(1, ln(m+1) / ln L)"
     source = "Su 2021, kexue.fm 8823"
     needs = "nothing"
+    trainable_with = 'with law="ssmax"'
     seam = "query"
     follows_text = True
 

@@ -30,7 +30,6 @@ ARCHITECTURES = (
     "deepseek_v3",  # latent attention
     "qwen3",
     "llama4_text",  # chunks, layers without positions
-    "lfm2",
     "apertus",
     "ministral3",
 )

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 
@@ -87,9 +86,8 @@ class FrugalScorer:
     def _attempt(self, forward: Callable[[], Tensor], ids: Tensor, scored: int) -> Tensor | None:
         """Run a forward; return None if memory ran out and less is run at a time from now on."""
         try:
-            with replaced(self.scorer, "prefill", self.scorer.prefill if self.pieces else None):
-                self.reset(ids.reshape(-1, ids.shape[-1])[0])
-                return forward()
+            self.reset(ids.reshape(-1, ids.shape[-1])[0])
+            return forward()
         except Exception as error:
             if not self.patient or not is_out_of_memory(error):
                 raise

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import patched_in
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
@@ -171,6 +173,15 @@ def test_a_model_that_pieces_would_change_is_run_whole_and_says_so(
     assert said in str(scorer.refused)
     line = f"{type(model).__name__} cannot be prefilled in pieces: {scorer.refused}. Its texts"
     assert line in caplog.text
+
+
+def test_a_measurement_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(90)[0]
+    candidate = Candidate.parse("dynamic_ntk:update=sequence,scale=2").checked(model)
+    scorer = FrugalScorer(TokenScorer(model, ids, prefill=16))
+    with caplog.at_level(logging.WARNING), patched_in(model, scorer, candidate, 90):
+        scorer([ids], 1)
+    assert "cannot be prefilled in pieces" in caplog.text
 
 
 def test_what_is_patched_in_decides() -> None:

@@ -177,9 +177,11 @@ def test_the_check_finds_the_dependencies_that_changes_find(positions: str) -> N
     assert torch.equal(dependencies(model, inputs_of(batch)), by_change(model, batch))
 
 
-@pytest.mark.parametrize("model_type", ["recurrent_gemma", "falcon", *late(["jamba", "gpt_oss"])])
+@pytest.mark.parametrize(
+    "model_type", ["recurrent_gemma", "lfm2", "falcon", *late(["jamba", "gpt_oss"])]
+)
 def test_packing_is_refused_where_documents_see_each_other(model_type: str) -> None:
-    """Layers with a state, and models that do not hand their positions on to the mask."""
+    """Layers with a state or a convolution, and models that do not hand their positions on to the mask."""
     model = zoo.build(model_type)
     assert not torch.equal(by_change(model, batch_of("packed")), expected("packed"))
     with pytest.raises(PosencError, match=r"packed documents attend to each other.*'contiguous'"):
