@@ -34,7 +34,6 @@ class LogN(Method):
     summary = "the query times max(1, ln(m+1) / ln L)"
     source = "Su 2021, kexue.fm 8823"
     needs = "nothing"
-    trainable_with = 'with law="ssmax"'
     seam = "query"
     follows_text = True
 
@@ -89,6 +88,7 @@ class Temperature(Method):
     summary = "the query times a factor that grows with m, by a law"
     source = "arXiv 2501.19399, 2309.00071; Llama 4; Ministral 3"
     needs = "nothing (ssmax: fine-tuning)"
+    trainable_with = 'with law="ssmax"'
     seam = "query"
     follows_text = True
 

@@ -117,10 +117,8 @@ _BOTH = _alternating("sliding_attention", "full_attention")
 _QUIRKS: dict[str, dict[str, Any]] = {
     # Which layers attend is counted in other units than layer_types.
     "bamba": {"attn_layer_indices": [1, 3], "layers_block_type": _KEEP},
-    **{
-        lfm2: {"layer_types": _alternating("conv", "full_attention")}
-        for lfm2 in ("lfm2", "lfm2_moe")
-    },
+    "lfm2": {"layer_types": _alternating("conv", "full_attention")},
+    "lfm2_moe": {"layer_types": _alternating("conv", "full_attention")},
     # Rotary positions are an option of these, and not the default.
     "granitemoehybrid": {
         "layer_types": _alternating("mamba", "attention"),

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.evaluation.documents import Document, tokenize
-from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.execute import patched_in
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
@@ -175,15 +173,6 @@ def test_a_model_that_pieces_would_change_is_run_whole_and_says_so(
     assert line in caplog.text
 
 
-def test_a_measurement_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(90)[0]
-    candidate = Candidate.parse("dynamic_ntk:update=sequence,scale=2").checked(model)
-    scorer = FrugalScorer(TokenScorer(model, ids, prefill=16))
-    with caplog.at_level(logging.WARNING), patched_in(model, scorer, candidate, 90):
-        scorer([ids], 1)
-    assert "cannot be prefilled in pieces" in caplog.text
-
-
 def test_what_is_patched_in_decides() -> None:
     model, ids = zoo.build("llama"), zoo.tokens(90)[0]
     scorer = TokenScorer(model, ids, prefill=16)
@@ -270,6 +259,11 @@ def test_several_windows_at_once_give_the_losses_of_each() -> None:
 
 def run(model: Any, specs: list[str], **settings: Any) -> PerplexityResult:
     return measured(model, DOCUMENTS, specs, Settings(**{"lengths": (64, 256), **settings}))
+
+
+def test_a_measurement_says_what_is_run_whole(caplog: pytest.LogCaptureFixture) -> None:
+    run(tiny(), ["dynamic_ntk:update=sequence,scale=2"], prefill=16)
+    assert "cannot be prefilled in pieces" in caplog.text
 
 
 def tiny() -> Any:
