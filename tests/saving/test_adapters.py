@@ -155,10 +155,11 @@ class TestCarriesItsPatch:
         assert model.config._attn_implementation == "eager"
         assert model.get_base_model().lm_head.weight.dtype == torch.bfloat16
 
+    @pytest.mark.parametrize("method", ["kerple_log", "rope_bias"])
     def test_the_encoding_of_the_active_adapter_is_in_force(
-        self, base: Path, tmp_path: Path
+        self, method: str, base: Path, tmp_path: Path
     ) -> None:
-        model = trained(base, PATCHES["kerple"])
+        model = trained(base, {"method": method})
         one = zoo.logits(model, IDS)
         model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
         model.set_adapter("other")
