@@ -249,12 +249,12 @@ def remove_attention(model: nn.Module) -> None:
                 setattr(module, name, child.base)
 
 
-def patched_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of the attention layers in which a method is in force."""
+def patched_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """Yield the attention layers in which a method is in force, by path."""
     for name, module in model.named_modules():
         layer: Layer | None = module.__dict__.get(LAYER)
         if layer is not None and layer.patched:
-            yield name
+            yield name, layer
 
 
 # The seam is opened.

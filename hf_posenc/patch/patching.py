@@ -506,17 +506,18 @@ def get_patch(model: nn.Module) -> Patch | None:
     state = state_of(model)
     if state is None:
         return None
-    layers: tuple[str, ...] = ()
+    layers: dict[str, Any] = {}
     if state.in_attention:
         from hf_posenc.patch.attention import patched_layers
 
-        layers = tuple(patched_layers(unwrap(model)))
+        layers = dict(patched_layers(unwrap(model)))
     inner, lengths = unwrap(model), (state.original, state.extended)
     tables = EffectiveTables() if state.native is not None else inspect_rope(model)
     places = tuple(state.native.rows(inner)) if state.native is not None else ()
     return Patch(
-        *(state.config, tables, *lengths, state.export, layers, state.attention, places),
+        *(state.config, tables, *lengths, state.export, tuple(layers), state.attention, places),
         dropped=state.dropped,
+        scaled=any(layer.native is not None for layer in layers.values()),
     )
 
 

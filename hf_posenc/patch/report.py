@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.methods import RopeScaling, needs_no_rotation
+from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import SinCosTable, foreign_frequencies, tables_of
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary, native_rotary
@@ -102,9 +102,10 @@ class Patch:
             `"longrope"` list, from the `"weights"` or another value of the `"config"`; `None` where only hf_posenc can
             (`from_pretrained`, `load_patch`).
         layers: The attention layers in which a method computes attention itself, by path.
-        attention: The attention implementation that it replaces; `None` where none is replaced.
+        attention: The attention implementation of these layers without the patch; `None` where no layer is patched.
         places: What is patched in a model without rotary embedding, as rows of a table, its heading first.
         dropped: The values of the checkpoint's own scaling that `replace=True` dropped, and that the patch has not.
+        scaled: True if these layers have scaled queries alone, and the implementation stays.
 
     Examples:
         >>> from hf_posenc import get_patch, patch_model
@@ -124,6 +125,7 @@ class Patch:
     attention: str | None = None
     places: tuple[tuple[str, ...], ...] = ()
     dropped: Mapping[str, Any] = field(default_factory=dict)
+    scaled: bool = False
 
     @property
     def method(self) -> str:
@@ -169,10 +171,10 @@ class Patch:
             notes += f"; drops of the checkpoint's own scaling: {values}"
         if self.attention is None:
             return notes
-        count = len(self.layers)
-        if needs_no_rotation(self.config.build()):
-            return f"{notes}; queries of {count} layers scaled, attention by {self.attention}"
-        return f"{notes}; attention of {count} layers by hf_posenc instead of {self.attention}"
+        where = self.layers[0] if len(self.layers) == 1 else f"{len(self.layers)} layers"
+        if self.scaled:
+            return f"{notes}; queries of {where} scaled, attention by {self.attention}"
+        return f"{notes}; attention of {where} by hf_posenc instead of {self.attention}"
 
 
 def inspect_rope(model: nn.Module) -> EffectiveTables:

@@ -399,7 +399,7 @@ def _build(
     if isinstance(part, Method):
         if scale is not None or options:
             raise PosencError(f"Give the knobs to {type(part).__name__}(...), not beside it.")
-        scale = getattr(part, "scale", None)
+        scale = part.options().get("scale")
     implied = None
     if target is not None and part.takes_scale() and not part.follows_text:
         implied = target / original
