@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, CausalMask
 from hf_posenc.attention.checks import verdicts
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
@@ -32,7 +32,6 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.evaluation.device.layer import Layer
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.methods import get_method
-from hf_posenc.model.masks import CausalMask
 
 HEADS, FEATURES, ORIGINAL = (32, 8), 128, 8192
 LENGTHS = 32768, 8192, 131072

@@ -15,7 +15,8 @@ from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until
 from hf_posenc.methods import (
     DistanceBias,
-    LaMPE,
+    GrowingBands,
+    JetLong,
     Method,
     NoPE,
     NTKAware,
@@ -156,8 +157,8 @@ def _positions(kind: type[Method]) -> str:
         return "m - n" if torch.equal(relative[1:, 1:], relative[:-1, :-1]) else "m and n"
     if issubclass(kind, DistanceBias) and kind.of_query:
         return "m - n and m"
-    if kind is LaMPE:
-        return "m and n and the text's length"
+    if issubclass(kind, GrowingBands):
+        return f"{'m - n' if kind is JetLong else 'm and n'} and the text's length"
     if issubclass(kind, RopeScaling):
         return "m - n and the text's length" if kind.length_dependent else "m - n"
     return {"query": "m", "attention": "m - n", "bias": "m - n", "table": "m and n"}[kind.seam]
@@ -177,11 +178,11 @@ def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[flo
     return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
 
 
-def position_map(method: RotaryBands | LaMPE, length: int = TEXT) -> Tensor:
+def position_map(method: RotaryBands | GrowingBands, length: int = TEXT) -> Tensor:
     """`P[m, n]` of a text, shape (length, length), NaN where the pair is masked."""
     position = torch.arange(length)
     relative = torch.full((length, length), math.nan, dtype=torch.float64)
-    given = (ORIGINAL, length) if isinstance(method, LaMPE) else (ORIGINAL,)
+    given = (ORIGINAL, length) if isinstance(method, GrowingBands) else (ORIGINAL,)
     for band in method.bands(*given):
         inside = band.contains(position[:, None], position) & (position <= position[:, None])
         distance = band.query_position(position)[:, None] - band.key_position(position)

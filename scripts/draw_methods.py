@@ -27,7 +27,7 @@ from hf_posenc.methods import (
     METHODS,
     T5,
     DistanceBias,
-    LaMPE,
+    GrowingBands,
     LogN,
     LongRoPE,
     Method,
@@ -62,6 +62,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "rerope": {"window": 32},
     "leaky_rerope": {"window": 32, "k": 4.0},
     "self_extend": {"window": 32, "group": 4},
+    "lampe": {"growth": 0.004, "shift": -1.0, "capacity": 60.0, "head": 24, "tail": 16},
     "string": {"shift": 48, "window": 8},
     "lm_infinite": {"window": 64, "sinks": 10},
     "attention_sinks": {"window": 60, "sinks": 4},
@@ -142,9 +143,10 @@ def dpe(figure: Figure) -> None:
     _of_last_query(lines(figure, curves, "distance m - n of the last query", "relative position"))
 
 
-def lampe(figure: Figure) -> None:
+def growing(figure: Figure, name: str) -> None:
     """Plot the distances of the last query of texts of 1, 2, 4 and 8 times the original length, as shares of theirs."""
-    method = LaMPE(growth=0.004, shift=-1.0, capacity=60.0, head=24, tail=16)
+    method = get_method(name).from_options(**SHOWN.get(name, {}))
+    assert isinstance(method, GrowingBands)
     curves = {
         f"N = {ratio} L": (torch.arange(n) / n, position_map(method, n)[-1].flip(0))
         for ratio, n in ((ratio, ratio * ORIGINAL) for ratio in (1, 2, 4, 8))
@@ -406,8 +408,8 @@ def _of(kind: type[Method], draw: Callable[..., None]) -> dict[str, Draw]:
 
 PICTURES: dict[str, Draw] = {"frequencies": frequencies}
 PICTURES |= _of(RotaryBands, bands) | _of(DistanceBias, biases) | _of(RopeScaling, rotation)
-PICTURES |= _of(TableFilter, filtered) | _of(TableMethod, rows)
-OWN = (sinusoidal, dpe, lampe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
+PICTURES |= _of(TableFilter, filtered) | _of(TableMethod, rows) | _of(GrowingBands, growing)
+OWN = (sinusoidal, dpe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
 PICTURES |= {draw.__name__: draw for draw in OWN}
 """Pictures by name; those of a method alone replace those of its kind."""
 MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)

@@ -16,7 +16,7 @@ import torch
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, Mask, Run
 from hf_posenc.attention.checks.comparison import HEADS, KEY_HEADS, encoding_of, methods
-from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.encoding import Encoding, GrowingPlan
 from hf_posenc.evaluation.bench import GpuResult
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.methods import Method
@@ -73,6 +73,8 @@ def _call(queries: int, dtype: torch.dtype, training: bool) -> Call:
 
 def _encoding(method: Method) -> Encoding:
     encoding = encoding_of(method, FEATURES, torch.device("cpu"))
+    if isinstance(encoding.plan, GrowingPlan):
+        encoding = encoding.plan.fixed(LENGTH)
     trained = torch.is_grad_enabled()
     parameters = (encoding.parameters or {}).items()
     moved = {name: value.to(META).requires_grad_(trained) for name, value in parameters}

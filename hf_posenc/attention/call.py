@@ -65,6 +65,26 @@ class Mask:
         return answers[question]
 
 
+@dataclass(frozen=True, eq=False)
+class CausalMask(Mask):
+    """No mask but causality: the last query sees all keys, and each one before it one less."""
+
+    queries: int
+    keys: int
+    device: torch.device
+
+    def rows(self, start: int, stop: int) -> Tensor | None:
+        if self.queries == 1:
+            return None
+        index = torch.arange(self.keys, device=self.device)
+        last = index[self.keys - self.queries :]
+        return (index <= last[start:stop, None])[None, None]
+
+    def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
+        whole = slice(None)
+        return (Run(whole, whole, whole, self.keys - self.queries),)
+
+
 @dataclass(frozen=True)
 class Beside:
     """Keys of another text, which the same softmax reads as the model rotates them: without a method.

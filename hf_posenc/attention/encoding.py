@@ -21,7 +21,6 @@ from hf_posenc.methods import (
     RopeBias,
     RotaryBands,
     XPos,
-    bucket_length,
     seam_of,
 )
 from hf_posenc.methods.bands import moved
@@ -29,6 +28,8 @@ from hf_posenc.rope import RopeSpec
 
 Kernel = Literal["causal", "bands", "chunks", "buckets"]
 
+KEPT = 64
+"""Lengths of which a layer keeps the bands."""
 # Positions at which two position maps are compared.
 _PROBE = (0, 1, 2, 3, 5, 17, 1001, 65537, 1 << 20, (1 << 26) + 1, 1 << 30)
 
@@ -214,6 +215,10 @@ class Plan(Branch):
         """Return the 0-dim `origin` of queries of one bucket and one row: m (1, queries) and its `Call.lengths`."""
         return m.new_zeros(())
 
+    def at(self, origin: Tensor) -> Plan:
+        """Return the plan of queries with an origin."""
+        return self
+
 
 class SharedTablePlan(Plan):
     """A layer without a method, whose keys are cached where the patched layers of its table cache them."""
@@ -273,12 +278,13 @@ class BandPlan(Plan):
 
     branches: tuple[Branch, ...] = ()
 
-    def __init__(self, encoding: Encoding) -> None:
+    def __init__(self, encoding: Encoding, bands: tuple[Band, ...] | None = None) -> None:
         super().__init__(encoding)
-        assert isinstance(encoding.method, RotaryBands)
-        method, original = encoding.method, encoding.original
-        both = encoding.bidirectional
-        bands = method.bidirectional_bands(original) if both else method.bands(original)
+        method, original, both = encoding.method, encoding.original, encoding.bidirectional
+        assert method is not None
+        if bands is None:
+            assert isinstance(method, RotaryBands)
+            bands = method.bidirectional_bands(original) if both else method.bands(original)
         self.bands = bands
         far = bands[-1].key_position
         self._cached = cached = super().cached_position if encoding.unmoved else far
@@ -332,9 +338,7 @@ class MovingPlan(Plan):
         self.factor = encoding.factor
 
     def bucket(self, m: Tensor) -> Tensor:
-        if self.method.update != "row":
-            return torch.zeros_like(m)
-        return bucket_length(m, self.original, self.method.bucket_size(self.original))
+        return self.method.bucket_of(m, self.original)
 
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
         length = self.bucket(m[0, 0]) if lengths is None else lengths[0]
@@ -393,50 +397,37 @@ class GrowingPlan(Plan):
         super().__init__(encoding)
         assert isinstance(encoding.method, GrowingBands)
         self.method, self.original = encoding.method, encoding.original
-        self._bands: dict[int, tuple[Band, ...]] = {}
+        self._encoding = encoding
+        self._fixed: dict[int, Encoding] = {}
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        return tuple(GrowingBranch(self, index) for index in range(3))
+        """The ways to score pairs of a long text."""
+        return self.fixed(4 * self.original).plan.branches
+
+    def at(self, origin: Tensor) -> Plan:
+        return self.fixed(int(origin)).plan
+
+    def fixed(self, length: int) -> Encoding:
+        """Return the encoding of texts of one length, whose bands are fixed."""
+        fixed = self._fixed.get(length)
+        if fixed is None:
+            fixed = object.__new__(Encoding)
+            fixed.__dict__.update(self._encoding.__dict__, unmoved=True)
+            fixed.__dict__["plan"] = BandPlan(fixed, self.method.bands(self.original, length))
+            if len(self._fixed) == KEPT:
+                self._fixed.clear()
+            self._fixed[length] = fixed
+        return fixed
+
+    def bucket(self, m: Tensor) -> Tensor:
+        return self.method.bucket_of(m, self.original)
 
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
-        length = (m.amax() + 1).clamp(min=self.original) if lengths is None else lengths[0]
-        return length.cpu()
-
-    def band(self, index: int, length: Tensor) -> Band | None:
-        """Return one of the bands of a length; `None` where it has fewer."""
-        tokens = int(length)
-        bands = self._bands.get(tokens)
-        if bands is None:
-            bands = self.method.bands(self.original, tokens)
-            self._bands = {tokens: bands}
-        return bands[index] if index < len(bands) else None
-
-
-@dataclass(frozen=True, eq=False)
-class GrowingBranch(Branch):
-    """One band of a `GrowingPlan`, by its number; keys are cached at their own positions."""
-
-    plan: GrowingPlan
-    index: int
-
-    shares_cache = False
-
-    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        band = self.plan.band(self.index, origin)
-        same = band is None or not self.index
-        return x if band is None or same else self.plan.rotation.turn(x, band.query_position(m) - m)
-
-    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        band = self.plan.band(self.index, origin)
-        if band is None or not self.index:
-            return x
-        return self.plan.rotation.of_keys.turn(x, band.key_position(n) - n)
-
-    def contains(self, m: Tensor, n: Tensor, origin: Tensor | None = None) -> Tensor | None:
-        assert origin is not None
-        band = self.plan.band(self.index, origin)
-        return torch.zeros_like(m - n, dtype=torch.bool) if band is None else band.contains(m, n)
+        if lengths is not None:
+            return lengths[0].cpu()
+        by_row = self.method.update == "row"
+        return (self.bucket(m[0, 0]) if by_row else (m.amax() + 1).clamp(min=self.original)).cpu()
 
 
 class XPosPlan(Plan):

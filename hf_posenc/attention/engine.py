@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hf_posenc.attention import decode, prefill, windowed
+from hf_posenc.attention import decode, growing, prefill, windowed
 from hf_posenc.attention.call import Call, outside_autocast, product_dtype
 from hf_posenc.attention.checks import Backend as Backend
 from hf_posenc.attention.checks import Case as Case
@@ -134,7 +135,8 @@ def _table() -> tuple[Backend, ...]:
 
 
 def choose(call: Call, encoding: Encoding) -> Backend:
-    """Return the first backend that computes a call, and passes its check."""
+    """Return the first backend that computes a call, and passes its check; of several lengths, the last."""
+    call, encoding = growing.last(call, encoding)
     device = call.query.device
     return next(
         backend
@@ -147,6 +149,7 @@ def choose(call: Call, encoding: Encoding) -> Backend:
 
 def candidate(call: Call, encoding: Encoding) -> tuple[Backend, bool]:
     """Return the first backend that would compute a call, and whether it was shown to work; nothing is tried."""
+    call, encoding = growing.last(call, encoding)
     device = call.query.device
     for backend in _table():
         case = case_of(backend, call, encoding)
@@ -233,7 +236,17 @@ def attend(call: Call, encoding: Encoding) -> Result:
         # An exported graph is for all lengths and devices.
         if call.beside is not None or is_exporting() or is_transformed():
             return exact(call, encoding)
+        if growing.accepts(call, encoding):
+            return _by_length(call, encoding), None
         return choose(call, encoding).run(call, encoding)
+
+
+def _by_length(call: Call, encoding: Encoding) -> Tensor:
+    """Compute bands that follow the length, a call for each length in force."""
+    out = call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+    for rows, queries, piece, fixed in growing.calls(call, encoding):
+        out[rows, :, queries] = choose(piece, fixed).run(piece, fixed)[0]
+    return out
 
 
 def _extra() -> tuple[Backend, ...]:

@@ -122,7 +122,7 @@ def _block(
     pairs = (m[:, None, :, None], n[:, None, None, :])
     scores: Tensor | None = None
     covered: Tensor | None = None
-    for index, branch in enumerate(encoding.plan.branches):
+    for index, branch in enumerate(encoding.plan.at(origin).branches):
         turned = branch.key(key, n, origin) if shared is None else shared[index]
         pair = branch.query(query, m, origin).to(call.dtype), turned.to(call.dtype)
         part = grouped_scores(*pair, call.scaling)

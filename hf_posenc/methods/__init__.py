@@ -45,6 +45,7 @@ from hf_posenc.methods.interpolation import (
     NTKMixed,
     PositionInterpolation,
 )
+from hf_posenc.methods.jet_long import JetLong
 from hf_posenc.methods.lampe import LaMPE
 from hf_posenc.methods.learned_biases import FIRE, T5
 from hf_posenc.methods.longrope import LongRoPE
@@ -97,7 +98,7 @@ __all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "Par
 __all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
 __all__ += ["NTKMixed", "Llama3", "LongRoPE", "ABF", "NoPE"]
 __all__ += ["Clip", "ResonanceRoPE", "PowerBasis", "TruncatedBasis"]
-__all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DPE", "LaMPE", "DualChunk", "STRING"]
+__all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DPE", "LaMPE", "JetLong", "DualChunk", "STRING"]
 __all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN", "Temperature"]
 __all__ += ["ALiBi", "KerpleLog", "KerplePower", "Sandwich", "T5", "FIRE", "Shaw", "TransformerXL"]
 __all__ += ["XPos", "RopeBias"]

@@ -8,14 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import Growing, Method, count, switch
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.methods.base import UPDATES, Growing, Method, count, switch
 from hf_posenc.methods.temperature import log_n_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PositionMap = Callable[["Tensor"], "Tensor"]
+
+
+def same(position: Tensor) -> Tensor:
+    """Return the positions of ordinary RoPE."""
+    return position
 
 
 def moved(position: Tensor, cached: Tensor) -> Tensor:
@@ -146,10 +151,6 @@ class RotaryBands(Method):
 
     def near(self, original: int) -> Band:
         """Return the band of ordinary RoPE: the pairs less than `near_window` apart."""
-
-        def same(position: Tensor) -> Tensor:
-            return position
-
         return Band(query_position=same, key_position=same, below=self.near_window(original))
 
     def far(self, original: int, keys: int | None = None) -> Band:
@@ -181,15 +182,26 @@ class RotaryBands(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingBands(Growing):
-    """Rotary bands that depend on the length of the text: of each row of a batch, pinned while its cache lives.
+    """Rotary bands that depend on the length of the text.
 
     To write one, override `bands`. Keys are cached at their own positions.
+
+    Args:
+        update: The length to follow. `"row"`: `bucket_length` of each query's own position, so that a prefix never
+            changes. `"request"`: `max(L, n)` with n the row's own tokens at its first forward; while its cache lives
+            it grows by whole buckets.
     """
 
     kind = "bands"
     seam = "attention"
     follows_text = True
-    update = "request"
+
+    update: str = "request"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update not in UPDATES[1:]:
+            raise unknown(f"update mode of {self.name}", str(self.update), UPDATES[1:])
 
     def bands(self, original: int, length: int) -> tuple[Band, ...]:
         """Return the bands of a text, three at most: first that of plain RoPE, which contains all pairs of short texts.

@@ -320,6 +320,12 @@ class Growing(Method):
         """Return the tokens by which the length grows at once, given the original context length."""
         return max(1, original // 2) if self.bucket is None else self.bucket
 
+    def bucket_of(self, m: Tensor, original: int) -> Tensor:
+        """Return a number for each query at m, of m's shape: with `update="row"` the length in force, else 0."""
+        if self.update != "row":
+            return m * 0
+        return bucket_length(m, original, self.bucket_size(original))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LengthDependent(RopeScaling, Growing):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_posenc.methods.bands import Band, GrowingBands
+from hf_posenc.methods.bands import Band, GrowingBands, same
 from hf_posenc.methods.base import count, number
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class LaMPE(GrowingBands):
     def bands(self, original: int, length: int) -> tuple[Band, ...]:
         room, last = self.room(length), length - 1
         if length <= original or length < 2 * self.head or room >= last or room < 1:
-            return (Band(query_position=_same, key_position=_same),)
+            return (Band(query_position=same, key_position=same),)
 
         def mapped(p: Tensor) -> Tensor:
             return p * room // last
@@ -71,7 +71,7 @@ class LaMPE(GrowingBands):
         border = last - tail
         back = border - border * room // last - shift
         return (
-            Band(query_position=_same, key_position=_same, below=self.head),
+            Band(query_position=same, key_position=same, below=self.head),
             Band(
                 query_position=lambda m: mapped(m) + shift,
                 key_position=mapped,
@@ -80,11 +80,7 @@ class LaMPE(GrowingBands):
             ),
             Band(
                 query_position=lambda m: m - back,
-                key_position=_same,
+                key_position=same,
                 least=max(self.head, border + 1),
             ),
         )
-
-
-def _same(position: Tensor) -> Tensor:
-    return position

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.call import Beside, Call, Mask, shared
+from hf_posenc.attention.call import Beside, Call, CausalMask, Mask, shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.model.forward import KEYWORD, Forward, carried, named_arguments, running
 from hf_posenc.model.masks import (
     HANDLE,
-    CausalMask,
     ChosenMask,
     WrittenMask,
     chosen_keys,

@@ -314,25 +314,6 @@ def chosen_keys(indices: Tensor, keys: int) -> Tensor:
     return none.scatter(-1, indices.long(), True)[:, None]
 
 
-@dataclass(frozen=True, eq=False)
-class CausalMask(Mask):
-    """No mask but causality: the last query sees all keys, and each one before it one less."""
-
-    queries: int
-    keys: int
-    device: torch.device
-
-    def rows(self, start: int, stop: int) -> Tensor | None:
-        if self.queries == 1:
-            return None
-        index = torch.arange(self.keys, device=self.device)
-        last = index[self.keys - self.queries :]
-        return (index <= last[start:stop, None])[None, None]
-
-    def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
-        return _unpadded(None, self.queries, self.keys)
-
-
 def _unpadded(padding: Tensor | None, queries: int, keys: int) -> tuple[Run, ...] | None:
     """One run for each row without its padding; `None` if there is padding inside a row."""
     past = keys - queries

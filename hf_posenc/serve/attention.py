@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, CausalMask
 from hf_posenc.attention.encoding import MovingPlan
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
-from hf_posenc.model.masks import CausalMask
 
 
 def served_by(module: Any, layer: Layer) -> None:

@@ -17,13 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.call import Call, Mask
+from hf_posenc.attention.call import Call, CausalMask, Mask
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.fused.pytorch import CudaFlash
 from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import Method, get_method
-from hf_posenc.model.masks import CausalMask
 from hf_posenc.rope import RopeSpec
 from scripts.gpu_table import PHASES, backends
 from tests.support.emulated import EmulatedFlash

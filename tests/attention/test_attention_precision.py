@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.attention import decode, exact, softmax
-from hf_posenc.attention.call import Call, Mask
+from hf_posenc.attention.call import Call, CausalMask, Mask
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.toeplitz import toeplitz
 from hf_posenc.methods import LogN, get_method
-from hf_posenc.model.masks import CausalMask
 from tests.support.live_bytes import LiveBytes
 
 HEADS, KEY_HEADS, FEATURES = 4, 2, 64

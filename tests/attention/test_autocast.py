@@ -21,12 +21,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_posenc import available_methods, get_method, patch_model
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, CausalMask
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend, backend_of, case_of, forced
 from hf_posenc.attention.exact import exact
-from hf_posenc.model.masks import CausalMask
 from tests.attention.test_attention_precision import FEATURES, HALVES, HEADS, inputs
 from tests.attention.test_attention_precision import call_of as of_inputs
 from tests.support import zoo

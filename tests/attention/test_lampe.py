@@ -1,4 +1,4 @@
-"""LaMPE, whose positions follow the length of the text of a request; DPE, whose positions differ by pair."""
+"""LaMPE and Jet-Long, whose positions follow the length of the text; DPE, whose positions differ by pair."""
 
 from __future__ import annotations
 
@@ -60,6 +60,18 @@ def test_a_cached_step_reads_the_length_of_its_request() -> None:
     assert_close(step.logits, reference(model, case, IDS[:, :41])[:, 40:])
 
 
+def test_bands_follow_the_length_of_the_query_or_of_the_request() -> None:
+    """As the other one's default."""
+    by_row = [ORIGINAL + max(0, m // 16) * 16 for m in range(50)]
+    model = patched(build(), update="row")
+    case = replace(CASE, options={**KNOBS, "text": by_row})
+    assert_close(zoo.logits(model, IDS), reference(model, case, IDS))
+    knobs: dict[str, Any] = {"window": 6, "update": "request"}
+    model = patch_model(build(), "jet_long", original_max_position_embeddings=ORIGINAL, **knobs)
+    case = Case("jet_long", {"window": 6, "text": 50})
+    assert_close(zoo.logits(model, IDS), reference(model, case, IDS))
+
+
 @pytest.mark.parametrize("length", [ORIGINAL, 11])
 def test_short_texts_are_read_as_unpatched(length: int) -> None:
     model = build()
@@ -92,6 +104,10 @@ def test_gradients() -> None:
 def test_what_it_needs() -> None:
     with pytest.raises(PosencError, match="lampe needs growth="):
         patch_model(build(), "lampe")
+    with pytest.raises(PosencError, match="update mode of jet_long 'sequence'"):
+        patch_model(build(), "jet_long", update="sequence")
+    with pytest.raises(PosencError, match="jet_long: window=1000 leaves no trained positions"):
+        patch_model(build(), "jet_long", window=1000)
     with pytest.raises(PosencError, match="reads the text in both directions"):
         patched(zoo_encoder())
 

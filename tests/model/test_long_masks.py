@@ -16,9 +16,9 @@ from transformers.masking_utils import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc import PosencError, get_patch, inspect_rope, patch_model
-from hf_posenc.attention.call import Run
+from hf_posenc.attention.call import CausalMask, Run
 from hf_posenc.model import masks
-from hf_posenc.model.masks import CausalMask, LazyMask
+from hf_posenc.model.masks import LazyMask
 from tests.support import zoo
 
 KEYS = 40

@@ -26,7 +26,7 @@ REFUSED = {
         for name in ("dynamic_ntk", "dynamic_yarn", "longrope")
     },
     "xpos": (GROUPS.format("xpos"), TOKEN),
-    "lampe": (GROUPS.format("lampe"), "positions. torch.compile"),
+    "jet_long": (GROUPS.format("jet_long"), "positions. torch.compile"),
     **dict.fromkeys(("transformer_xl", "transformer_xl_shared", "transformer_xl_keep_rope"), XL),
 }
 QUICK = ("alibi", "dynamic_ntk_row")

@@ -68,6 +68,7 @@ CASES: dict[str, Case] = {
     "transformer_xl": Case("transformer_xl"),
     "transformer_xl_keep_rope": Case("transformer_xl", {"keep_rope": True}),
     "dpe": Case("dpe", {"factors": [2, 1, 4, 3], "window": 8}),
+    "jet_long": Case("jet_long", {"window": 6, "bucket": 8}),
     "xpos": Case("xpos", {"scale_base": 12}),
     "rope_bias": Case("rope_bias"),
     "log_n": Case("log_n", law="log_n"),
@@ -86,7 +87,7 @@ CASES: dict[str, Case] = {
 
 FORMS = (
     *("rerope", "dual_chunk", "attention_sinks", "alibi_keep_rope", "kerple_log", "t5"),
-    *("transformer_xl_keep_rope", "xpos", "rope_bias", "log_n", "dynamic_ntk_row"),
+    *("transformer_xl_keep_rope", "xpos", "rope_bias", "log_n", "dynamic_ntk_row", "jet_long"),
 )
 """A case for every path through the engine: other cases of a path differ by the numbers of the method."""
 
@@ -176,11 +177,12 @@ def _scores(
     key = key.repeat_interleave(groups, 0)
     position = torch.arange(length, dtype=torch.float64)
     relative = position[:, None] - position[None]
-    if case.method == "lampe":
-        given = {name: knob for name, knob in case.options.items() if name != "text"}
+    if case.method in _GROWING:
+        given = {k: knob for k, knob in case.options.items() if k not in ("text", "bucket")}
         relative = torch.zeros(length, length, dtype=torch.float64)
         for m, text in enumerate(_texts(case, length)):
-            relative[m, : m + 1] = _lampe(text, min(length, text), **given)[m, : m + 1]
+            of_text = _GROWING[case.method](text, min(length, text), **given)
+            relative[m, : m + 1] = of_text[m, : m + 1]
     if case.relative is not None:
         relative = _relative(case.method, length, tuple(case.relative.items()))
     content = query + trained["u"][:, None] if "u" in trained else query
@@ -209,9 +211,14 @@ def _scores(
 
 
 def _texts(case: Case, length: int) -> Sequence[int]:
-    """The length in force for each query: the option `text`, one or for each its own, else the whole text's."""
-    text = case.options.get("text", length)
-    return [text] * length if isinstance(text, int) else list(text)
+    """The length in force for each query: the option `text`, one or for each its own, else by whole buckets."""
+    if "text" in case.options:
+        text = case.options["text"]
+        return [text] * length if isinstance(text, int) else list(text)
+    if case.method == "lampe":
+        return [length] * length
+    bucket = case.options.get("bucket", 1)
+    return [ORIGINAL + math.ceil(max(0, m + 1 - ORIGINAL) / bucket) * bucket for m in range(length)]
 
 
 def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: float) -> Tensor:
@@ -219,11 +226,7 @@ def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: fl
     _, length, width = query.shape
     name, options = case.table
     tables = []
-    for m in range(length):
-        past = max(0, m + 1 - ORIGINAL)
-        buckets = math.ceil(past / case.options.get("bucket", 1))
-        reach = ORIGINAL + buckets * case.options.get("bucket", 1)
-        reach = _texts(case, length)[m] if "text" in case.options else reach
+    for reach in _texts(case, length):
         table_of = getattr(references, name)
         tables.append(table_of(width, theta, ORIGINAL, reach, **options))
     frequencies = torch.tensor([table for table, _ in tables], dtype=torch.float64)
@@ -251,7 +254,10 @@ def _dpe(length: int, pair: int, pairs: int, factors: list[int], window: int) ->
     return _relative("self_extend", length, (("window", window), ("group", group)))
 
 
-_lampe = functools.cache(naive.lampe)
+_GROWING = {
+    "lampe": functools.cache(naive.lampe),
+    "jet_long": functools.cache(functools.partial(naive.jet_long, ORIGINAL)),
+}
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from tests.support import attention_references as naive
 BANDS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)
 BIASES = tuple(m.name for m in METHODS if issubclass(m, DistanceBias))
 SEAMS = {
-    "attention": {*BANDS, "dpe", "lampe", "xpos", "rope_bias"},
+    "attention": {*BANDS, "dpe", "lampe", "jet_long", "xpos", "rope_bias"},
     "bias": {*BIASES, *(m.name for m in METHODS if issubclass(m, RelativeKeys))},
     "query": {"log_n", "temperature"},
 }

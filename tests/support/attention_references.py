@@ -253,6 +253,21 @@ def lampe(
     return relative
 
 
+def jet_long(trained: int, text: int, shown: int, window: int) -> Tensor:
+    """arXiv 2607.07740 by its description: relative positions of the first tokens of a text.
+
+    Exact below the window; beyond it on the line from (window, window) to (text - 1, trained - 1).
+    """
+    relative = torch.zeros(shown, shown, dtype=torch.float64)
+    for m in range(shown):
+        for n in range(m + 1):
+            relative[m, n] = gap = m - n
+            if text > trained and gap >= window:
+                share = (gap - window) / (text - 1 - window)
+                relative[m, n] = window + share * (trained - 1 - window)
+    return relative
+
+
 def _log_n(m: int, trained: int) -> float:
     return max(1.0, math.log(m + 1) / math.log(trained))
 

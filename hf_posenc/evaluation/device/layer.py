@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.call import Call, RotatedKeys
+from hf_posenc.attention.call import Call, CausalMask, RotatedKeys
 from hf_posenc.attention.checks.comparison import HEADS, KEY_HEADS, SCALE, encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.device.clock import Clock
 from hf_posenc.methods import Method
-from hf_posenc.model.masks import CausalMask
 
 LEAST, MOST = 0.005, 100
 """Seconds that a timing takes at least, by repeated calls, and the most calls."""

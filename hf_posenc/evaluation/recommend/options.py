@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.methods import (
     ABF,
     DPE,
+    Band,
+    GrowingBands,
     LaMPE,
     LengthDependent,
     Method,
@@ -246,7 +248,7 @@ def option_of(kind: type[Method], start: Start) -> Option:
     if kind in (DPE, LaMPE):
         reason = f"{kind.summary}: its numbers are fitted to each model, and four sets are recipes"
         return Option(kind.name, FINE_TUNED, reason, None, attention=True)
-    if issubclass(kind, RotaryBands):
+    if issubclass(kind, RotaryBands | GrowingBands):
         return _bands(kind, start)
     if issubclass(kind, RopeScaling):
         return _frequencies(kind, start)
@@ -335,12 +337,16 @@ def _reaching(
     return build(scale), {"scale": scale}
 
 
-def _bands(kind: type[RotaryBands], start: Start) -> Option:
+def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     original, target = start.reach, start.target
     takes_scale = kind.takes_scale()
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
-    assert isinstance(method, RotaryBands)
-    farthest, read, sees_first = _distances(method, original, target)
+    assert isinstance(method, RotaryBands | GrowingBands)
+    if isinstance(method, GrowingBands):
+        bands = method.bands(original, target)
+    else:
+        bands = method.bands(original)
+    farthest, read, sees_first = _distances(bands, target)
     works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:
         works = WINDOW
@@ -357,11 +363,11 @@ def _bands(kind: type[RotaryBands], start: Start) -> Option:
     return Option(kind.name, works, reason, options, attention=True, evidence=evidence)
 
 
-def _distances(method: RotaryBands, original: int, target: int) -> tuple[float, int, bool]:
+def _distances(bands: Sequence[Band], target: int) -> tuple[float, int, bool]:
     """Return what the last query reads: the largest rotary distance, the number of keys, and if the first is one."""
     query, keys = torch.tensor(target - 1), torch.arange(target)
     farthest, read, sees_first = 0.0, 0, False
-    for band in method.bands(original):
+    for band in bands:
         inside = keys[band.contains(query, keys)]
         if len(inside):
             distance = band.query_position(query) - band.key_position(inside)

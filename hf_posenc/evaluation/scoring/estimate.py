@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, CausalMask
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
@@ -34,7 +34,7 @@ from hf_posenc.evaluation.scoring.decoder import linear_features, mlps, sizes_al
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.model.attention import native_implementation
 from hf_posenc.model.discovery import layer_type
-from hf_posenc.model.masks import DENSE, CausalMask
+from hf_posenc.model.masks import DENSE
 from hf_posenc.model.positions import LAYER
 
 # Activations that create one tensor in one call; others are composed of several.

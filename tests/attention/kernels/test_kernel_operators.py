@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, CausalMask
 from hf_posenc.attention.checks.comparison import ROWS, call_of, compare, encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.fused.flash4 import Flash4
@@ -24,7 +24,6 @@ from hf_posenc.attention.kernels import biased, decode
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import get_method
-from hf_posenc.model.masks import CausalMask
 from tests.support.kernel_cases import Case, Written
 from tests.support.selection import late
 
