@@ -36,6 +36,7 @@ from hf_posenc.methods.bias import DistanceBias, RelativeKeys
 from hf_posenc.methods.dpe import DPE
 from hf_posenc.methods.dual_chunk import STRING, DualChunk
 from hf_posenc.methods.filters import Clip, PowerBasis, ResonanceRoPE, TruncatedBasis
+from hf_posenc.methods.growing import JetLong, LaMPE
 from hf_posenc.methods.interpolation import (
     ABF,
     DynamicNTK,
@@ -45,8 +46,6 @@ from hf_posenc.methods.interpolation import (
     NTKMixed,
     PositionInterpolation,
 )
-from hf_posenc.methods.jet_long import JetLong
-from hf_posenc.methods.lampe import LaMPE
 from hf_posenc.methods.learned_biases import FIRE, T5
 from hf_posenc.methods.longrope import LongRoPE
 from hf_posenc.methods.penalties import ALiBi, KerpleLog, KerplePower, Sandwich

@@ -47,7 +47,7 @@ def composes_with(method: type[Method]) -> str:
     """Return the methods that a list may have beside a method, in words."""
     words = {
         "rotary": "a frequency method",
-        "attention": "rotary bands",
+        "attention": "rotary bands, xpos, rope_bias" if method.seam == "query" else "rotary bands",
         "query": "a temperature",
         "bias": "a bias" if method.seam == "query" else "a bias with keep_rope=True",
     }

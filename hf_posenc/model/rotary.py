@@ -195,8 +195,8 @@ class PosencRotary(RotaryWrapper):
             self._warned = True
             warnings.warn(
                 f"{self.method.name} met a cache past the original {trained} tokens: cached keys keep the "
-                "frequencies of their own step, so the result is not that of a full forward. Use a static "
-                "method (yarn, ntk_by_parts, ...) or use_cache=False.",
+                "frequencies of their own step, so the result is not that of a full forward. Use "
+                'update="row", a static method (yarn, ntk_by_parts, ...) or use_cache=False.',
                 stacklevel=4,
             )
 

@@ -342,10 +342,11 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     takes_scale = kind.takes_scale()
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands | GrowingBands)
-    if isinstance(method, GrowingBands):
-        bands = method.bands(original, target)
-    else:
-        bands = method.bands(original)
+    bands = (
+        method.bands(original, target)
+        if isinstance(method, GrowingBands)
+        else method.bands(original)
+    )
     farthest, read, sees_first = _distances(bands, target)
     works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:

@@ -80,7 +80,7 @@ class FrugalScorer:
             "batch": self.batch,
             "chunk": scorer.chunk,
             "mlp": scorer.mlp,
-            "prefill": scorer.prefill,
+            "prefill": scorer.prefill if scorer.refused is None else None,
         }
 
     def _attempt(self, forward: Callable[[], Tensor], ids: Tensor, scored: int) -> Tensor | None:

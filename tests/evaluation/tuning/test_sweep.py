@@ -100,7 +100,8 @@ def test_scales_that_are_none(text: str) -> None:
 def test_spec_and_call_give_the_same_patch(spec: str) -> None:
     model = tiny()
     (candidate,) = (each for each, control in crossed([spec], (2.0,)) if not control)
-    assert Candidate.parse(candidate.spec).label == candidate.label
+    parsed = Candidate.parse(candidate.spec)
+    assert (parsed.label, parsed.key) == (candidate.label, candidate.key)
     patches = []
     with candidate.applied(model, 1):
         patches.append(hf_posenc.get_patch(model))
