@@ -240,8 +240,10 @@ def posenc_attention(
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
     kwargs |= {"scaling": scaling, "dropout": dropout}
+    result: tuple[Tensor, Tensor | None]
     if kwargs.get("cache") is not None:
-        return _packed(module, forward, query, key, value, kwargs)
+        result = _packed(module, forward, query, key, value, kwargs)
+        return result
     # Another model with the same config, one in pieces, a local layer of an encoder.
     if layer is None or layer.untouched:
         return _unpatched(module, query, key, value, attention_mask, **kwargs)
@@ -414,9 +416,11 @@ def scaled_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
+    result: tuple[Tensor, Tensor | None]
     if kwargs.get("cache") is not None:
         kwargs |= {"scaling": scaling, "dropout": dropout}
-        return _packed(module, forward, query, key, value, kwargs)
+        result = _packed(module, forward, query, key, value, kwargs)
+        return result
     if layer is not None and layer.patched:
         layer.check_heads(query.shape[1])
         positions = _query_position(module, forward, kwargs, query)
@@ -435,7 +439,7 @@ def scaled_attention(
     else:
         function = ALL_ATTENTION_FUNCTIONS[native]
     caller = _Named(module, native) if "flash" in native else module
-    result: tuple[Tensor, Tensor | None] = function(
+    result = function(
         caller, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
     return result
