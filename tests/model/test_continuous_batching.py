@@ -249,7 +249,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("llama", "dynamic_ntk", {"update": "request"}, 'update="row"'),
     ("llama", "dynamic_ntk", {"update": "sequence"}, 'update="row"'),
     ("llama", "longrope", _LISTS, 'update="row"'),
-    ("llama", "lampe", _LAMPE, r"Use generate\(\)"),
+    ("llama", "lampe", _LAMPE, r"se generate\(\)"),
     ("gpt2", "interpolate", {"scale": 2, "update": "request"}, 'update="static"'),
     ("falcon", "self_extend", {"scale": 4}, "attention of its own"),
     ("doge", "log_n", {}, "a mask of its own"),
