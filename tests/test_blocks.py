@@ -111,6 +111,7 @@ model = zoo.build("phi3", original_max_position_embeddings=16, rope_parameters={
 PARSED = {
     'device="cuda"': "a GPU",
     "load_in_4bit": "bitsandbytes",
+    "cli.serve": "fastapi, and a port",
     "axolotl": "axolotl",
     "lm_eval": "a network",
 }

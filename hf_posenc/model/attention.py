@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from hf_posenc.model.forward import KEYWORD, Forward, carried, named_arguments, 
 from hf_posenc.model.masks import (
     HANDLE,
     ChosenMask,
+    LazyMask,
     WrittenMask,
     chosen_keys,
     described,
@@ -237,6 +239,10 @@ def posenc_attention(
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
     kwargs |= {"scaling": scaling, "dropout": dropout}
+    result: tuple[Tensor, Tensor | None]
+    if kwargs.get("cache") is not None:
+        result = _packed(module, forward, query, key, value, kwargs)
+        return result
     # Another model with the same config, one in pieces, a local layer of an encoder.
     if layer is None or layer.untouched:
         return _unpatched(module, query, key, value, attention_mask, **kwargs)
@@ -248,11 +254,6 @@ def posenc_attention(
     layer.check_heads(query.shape[1])
     query_position = _query_position(module, forward, kwargs, query)
     encoding = layer.encoding_of(module)
-    if kwargs.get("cache") is not None:
-        raise PosencError(
-            "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
-            "Use generate() with an ordinary cache, or a frequency method."
-        )
     queries, keys, beside = query.shape[2], key.shape[2], None
     if layer.beside is not None and attention_mask is not None:
         keys -= forward.others
@@ -310,6 +311,57 @@ def _attended(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     return out.transpose(1, 2).contiguous(), weights
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _packed(
+    module: Any, forward: Forward, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Compute attention where continuous batching has packed the new tokens of several requests into one row.
+
+    transformers' cache writes their keys into its pages, and gathers all keys of each request in order.
+    """
+    layer: Layer | None = module.__dict__.get(LAYER)
+    encoding, turn = _PLAIN, None
+    if layer is not None:
+        layer.check_heads(query.shape[1])
+        encoding, turn = layer.encoding_of(module), layer.turn
+    positions = _query_position(module, forward, kwargs, query)
+    options, cache, index = _options(module, query, kwargs), kwargs["cache"], module.layer_idx
+    key, value = cache.update(key, value, index, kwargs)  # leaves this layer's numbers in kwargs
+    window = getattr(cache.layer_to_allocator[index], "sliding_window", None)
+    ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    requests = shared(ends[1], "requests", lambda: _requests(*ends, positions.long(), window))
+    out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])  # padding stays zero
+    for queries, keys, m, n, mask in requests:
+        rotated = query[:, :, queries], key[:, :, keys]
+        if turn is not None:
+            rotated = turn(*rotated, m, n)
+        call = Call(*rotated, value[:, :, keys], m, n, mask, **options)
+        out[:, queries], _ = _attended(call, encoding)
+    return out, None
+
+
+def _requests(
+    query_ends: Tensor, key_ends: Tensor, positions: Tensor, window: int | None
+) -> list[tuple[slice, slice, Tensor, Tensor, Mask]]:
+    """Return where each request's queries and keys are in a row, their positions, and the mask.
+
+    The last key is that of the last query. A cache of a window holds the latest keys alone.
+    """
+    pairs = [itertools.pairwise(ends.tolist()) for ends in (query_ends, key_ends)]
+    requests = list[tuple[slice, slice, Tensor, Tensor, Mask]]()
+    for queries, keys in zip(*(itertools.starmap(slice, each) for each in pairs), strict=True):
+        size = queries.stop - queries.start, keys.stop - keys.start
+        if not size[0]:
+            continue  # padding
+        m = positions[:, queries]
+        n = m[:, -1:] - torch.arange(size[1] - 1, -1, -1, device=m.device)
+        mask: Mask = CausalMask(*size, m.device)
+        if window is not None:
+            mask = LazyMask.of_window(*size, window, m.device)
+        requests.append((queries, keys, m, n, mask))
+    return requests
+
+
 def _unpatched(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -363,6 +415,11 @@ def scaled_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
+    result: tuple[Tensor, Tensor | None]
+    if kwargs.get("cache") is not None:
+        kwargs |= {"scaling": scaling, "dropout": dropout}
+        result = _packed(module, forward, query, key, value, kwargs)
+        return result
     if layer is not None and layer.patched:
         layer.check_heads(query.shape[1])
         positions = _query_position(module, forward, kwargs, query)
@@ -381,7 +438,7 @@ def scaled_attention(
     else:
         function = ALL_ATTENTION_FUNCTIONS[native]
     caller = _Named(module, native) if "flash" in native else module
-    result: tuple[Tensor, Tensor | None] = function(
+    result = function(
         caller, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
     return result

@@ -54,6 +54,18 @@ class LazyMask(Mask):
 
     arguments: Mapping[str, Any]
 
+    @classmethod
+    def of_window(cls, queries: int, keys: int, window: int, device: torch.device) -> LazyMask:
+        """Return the mask of the last queries of a text, each of which sees the latest keys in a window."""
+        sizes = {
+            "batch_size": 1,
+            "q_length": queries,
+            "kv_length": keys,
+            "q_offset": keys - queries,
+        }
+        function = masking_utils.sliding_window_causal_mask_function(window)
+        return cls(sizes | {"mask_function": function, "device": device})
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch, queries and keys."""

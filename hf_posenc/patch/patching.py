@@ -32,6 +32,7 @@ from hf_posenc.model.sampled import Sample, sample_of
 from hf_posenc.model.unwrapping import configs_of, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
+from hf_posenc.patch.batching import unwrap_batching, wrap_batching
 from hf_posenc.patch.config import Layers, of_kind
 from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
 from hf_posenc.patch.report import EffectiveTables, Patch
@@ -181,6 +182,7 @@ def _patch(
         put_back()
         raise
     wrap_saving(inner)
+    wrap_batching(inner)
     return put_back
 
 
@@ -394,6 +396,7 @@ def _undo(model: nn.Module, state: State) -> None:
     replace_modules(model, {id(wrapper): wrapper.base for wrapper in wrappers})
     state.undo()
     unwrap_saving(model)
+    unwrap_batching(model)
     delattr(model, STATE)
 
 
