@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -56,7 +55,8 @@ class {name}:
 def wrap_saving(model: nn.Module) -> None:
     """Make a model's `save_pretrained` write what the readers of the folder need; a copy of the model has its own."""
     if hasattr(type(model), _NAME):
-        vars(model)[_NAME] = MethodType(save_pretrained, model)
+        # A method would be pickled by its name, which is that of the class.
+        vars(model)[_NAME] = functools.partial(save_pretrained, model)
     model.register_state_dict_pre_hook(_before_state_dict)
 
 
