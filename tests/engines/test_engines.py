@@ -323,7 +323,9 @@ def test_a_checkpoint_that_is_scaled_already(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_a_source_without_tables() -> None:
-    source: Any = SimpleNamespace(methods=(get_method("rerope")(),), path="m", base="m")
+    source: Any = SimpleNamespace(
+        methods=(get_method("rerope")(),), path="m", base="m", request=None
+    )
     assert not export_source(source, "vllm").possible
 
 

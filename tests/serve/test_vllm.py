@@ -32,7 +32,9 @@ from transformers import (
 import hf_posenc
 from hf_posenc import patch_model, save_patch
 from hf_posenc.methods import DynamicYaRN, LogN, ReRoPE, SelfExtend, YaRN
+from hf_posenc.model.parameters import trained_parameters
 
+pytestmark = pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
 vllm = pytest.importorskip("vllm", reason="scripts/check_serving.sh makes an environment with vLLM")
 
 ORIGINAL = 64
@@ -65,7 +67,21 @@ PATCHES: dict[str, dict[str, Any]] = {
     "temperature": {"law": "log_n"},
     "alibi": {"scale": 4},
     "sandwich": {},
+    "kerple_log": {},
+    "kerple_power": {},
+    "t5": {},
+    "t5 shared": {"shared": True},
+    "fire": {},
+    "temperature ssmax": {"law": "ssmax"},
+    "shaw": {},
+    "transformer_xl": {},
+    "rope_bias": {},
+    "xpos": {},
+    "yarn in one layer": {"scale": 4, "layers": [1]},
+    "rerope in one layer": {"window": 32, "layers": [0]},
+    "fire in one layer": {"layers": [1]},
 }
+"""Options of `patch_model` by the method's name, and words that tell cases of one method apart."""
 
 
 def tiny(**changes: Any) -> LlamaForCausalLM:
@@ -83,6 +99,14 @@ def tiny(**changes: Any) -> LlamaForCausalLM:
         **changes,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def patched(case: str) -> LlamaForCausalLM:
+    """Return a model with the patch of a case, whose parameters, if any, have other values than at first."""
+    model = patch_model(tiny(), case.split()[0], **PATCHES[case])
+    for parameter in trained_parameters(model).values():
+        parameter.data += 0.3 * torch.rand_like(parameter)
+    return model
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -143,9 +167,9 @@ def check(answers: list[Answer], expected: list[Answer], tolerance: float = 1e-5
         torch.testing.assert_close(torch.tensor(numbers), torch.tensor(logprobs), **near)
 
 
-@pytest.mark.parametrize("method", PATCHES)
-def test_the_answers_are_those_of_transformers(method: str, tmp_path: Path) -> None:
-    patch_model(tiny(), method, **PATCHES[method]).save_pretrained(tmp_path)
+@pytest.mark.parametrize("case", PATCHES)
+def test_the_answers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    patched(case).save_pretrained(tmp_path)
     texts = prompts(20, 70, 150)
     expected = [in_transformers(tmp_path, text) for text in texts]
     with served(tmp_path) as llm:
@@ -230,7 +254,6 @@ def test_the_heads_of_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "flags", "words"),
     [
-        ("fire", {}, {}, "adds trained parameters"),
         (
             "lampe",
             {"growth": 0.01, "shift": -1.0, "capacity": 32.0, "head": 8, "tail": 8},
@@ -244,7 +267,6 @@ def test_the_heads_of_two_processes(tmp_path: Path) -> None:
         ("rerope", {"window": 32}, {"kv_cache_dtype": "fp8"}, "kv-cache|KV cache"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
 def test_what_is_not_served_is_refused(
     method: str, options: dict[str, Any], flags: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
