@@ -51,12 +51,12 @@ INTERFACES: dict[str, str] = {
     "vllm._custom_ops:cpu_attn_reshape_and_cache": (
         "key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype"
     ),
-    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "lora_request _adapter_manager",
-    "vllm.lora.utils:get_adapter_absolute_path": "",
+    "vllm.lora.peft_helper:PEFTHelper.from_local_dir": "lora_path",
 }
 """All of vLLM that the plug-in uses and no version promises: `module:name`, and the names in it."""
 _READING = (
-    "vllm.transformers_utils.config", "vllm.model_executor.models.config", "vllm.model_executor.models.registry",
+    "vllm.transformers_utils.config", "vllm.model_executor.models.config", "vllm.lora.peft_helper",
+    "vllm.model_executor.models.registry",
 )  # fmt: skip
 """Modules of the interfaces that are checked in every process; the others are, with them, once there is a patch."""
 
@@ -106,12 +106,10 @@ def moved(*modules: str) -> list[str]:
 
 def _names(found: Any) -> set[Any]:
     """Return the attributes of an object, its parameters, and the names in the code that makes it."""
-    makers = (
-        [vars(kind).get("__init__") for kind in inspect.getmro(found)]
-        if isinstance(found, type)
-        else [found]
-    )
+    made = isinstance(found, type)
+    makers = [vars(kind).get("__init__") for kind in inspect.getmro(found)] if made else [found]
     names = {*dir(found), *getattr(found, "__dataclass_fields__", ())}
-    for maker in filter(inspect.isfunction, map(inspect.unwrap, filter(None, makers))):
-        names |= {*maker.__code__.co_names, *maker.__code__.co_varnames, *maker.__code__.co_consts}
+    for maker in map(inspect.unwrap, filter(None, makers)):
+        if (code := getattr(maker, "__code__", None)) is not None:
+            names |= {*code.co_names, *code.co_varnames, *code.co_consts}
     return names

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm import ModelRegistry, __version__
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.transformers_utils import config as vllm_config
 
+from hf_posenc.diagnosis import read_json
 from hf_posenc.engines.served import PREFIX, served_layers, served_length
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.model.attention import Layer
+from hf_posenc.model.parameters import PARAMETER_FILE
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import BLOCK
 from hf_posenc.patch.files import FILE
@@ -24,6 +27,8 @@ from hf_posenc.serve import moved
 
 SERVED = "hf_posenc_served"
 """The attribute of vLLM's config with the patch in JSON, its folder, and the model's own length and rotation."""
+IN_PROCESS: list[PatchConfig] = []
+"""The patches of the models of this process."""
 _LENGTH = "max_position_embeddings"
 _UNBOUNDED = 1 << 31
 _ROPE = "rope_parameters"
@@ -41,6 +46,7 @@ def register_reader(architectures: Sequence[str]) -> None:
     # A refusal is definite: not tried again, and printed once.
     once = functools.partial(module.with_retry, fatal_errors=(PosencError,))
     module.with_retry = functools.update_wrapper(once, module.with_retry)
+    PEFTHelper.from_local_dir = _checked(PEFTHelper.from_local_dir)
     for name in architectures:
         before = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
         MODELS_CONFIG_MAP[PREFIX + name] = type(name, (_Checked, before), {})
@@ -76,6 +82,30 @@ class _Checked:
             return
         patch = PatchConfig.from_dict(getattr(vllm_config.model_config.hf_config, SERVED)["patch"])
         raise PosencError(f"{patch} cannot be served by vLLM: {reason}.")
+
+
+def _checked(own: Any) -> Any:
+    """Return vLLM's reader of an adapter, which refuses one of another patch than its process serves."""
+
+    @functools.wraps(own)
+    def read_adapter(lora_path: str, *args: Any, **kwargs: Any) -> Any:
+        block = read_json(Path(lora_path) / "adapter_config.json", lora_path).get(BLOCK)
+        if block is not None:
+            patch = PatchConfig.from_dict(block)
+            if patch not in IN_PROCESS:
+                served = " and ".join(map(str, IN_PROCESS)) or "no patch"
+                raise PosencError(
+                    f"The adapter in {lora_path} was trained in a model with {patch}, and this one is served with "
+                    f"{served}. Serve the folder that save_pretrained of the patched base model writes."
+                )
+            if (Path(lora_path) / PARAMETER_FILE).is_file():
+                raise PosencError(
+                    f"The adapter in {lora_path} has parameters of {patch} of its own, which one server has once. "
+                    "Merge it into its base: hf_posenc.from_pretrained(...).merge_and_unload().save_pretrained(...)."
+                )
+        return own(lora_path, *args, **kwargs)
+
+    return staticmethod(read_adapter)
 
 
 class _Reader:

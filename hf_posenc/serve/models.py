@@ -20,9 +20,10 @@ from hf_posenc.engines.served import PREFIX
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.parameters import PARAMETERS
+from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.layers import Turn
 from hf_posenc.serve.attention import served_by
-from hf_posenc.serve.checkpoint import SERVED, layers_of
+from hf_posenc.serve.checkpoint import IN_PROCESS, SERVED, layers_of
 
 
 def __getattr__(name: str) -> Any:
@@ -58,6 +59,7 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
     if not hasattr(config, SERVED):
         return
     layers, length = layers_of(config), vllm_config.model_config.max_model_len
+    IN_PROCESS.append(PatchConfig.from_dict(getattr(config, SERVED)["patch"]))
     rotated = {}
     for name, module in list(model.named_modules()):
         rotary = getattr(module, "rotary_emb", None)
