@@ -23,7 +23,7 @@ from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import BLOCK
 from hf_posenc.patch.files import FILE
 from hf_posenc.saving import take_patch
-from hf_posenc.serve import moved
+from hf_posenc.serve.interfaces import moved
 
 SERVED = "hf_posenc_served"
 """The attribute of vLLM's config with the patch in JSON, its folder, and the model's own length and rotation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_what_cannot_be_is_status_1_and_one_line(model: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-SAVED = {
+SAVED: dict[str, tuple[tuple[str, dict[str, Any]], int, str, str]] = {
     "native": (
         ("yarn", {"scale": 4}),
         0,
