@@ -157,7 +157,7 @@ def _load(
     if patch is not None:
         apply_config(model, patch, trained=True)
         if trained := trained_parameters(model):
-            _fill_from_checkpoint(trained, path_or_id, options)
+            fill_from_checkpoint(trained, path_or_id, options)
         _keep_overrides(path_or_id, model, overrides)
     return (model, info) if with_info else model
 
@@ -501,9 +501,10 @@ def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str
     return adapted
 
 
-def _fill_from_checkpoint(
+def fill_from_checkpoint(
     trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
 ) -> None:
+    """Give the parameters of a patch their values in a checkpoint; raise for others than those of the patch."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
@@ -513,6 +514,8 @@ def _fill_from_checkpoint(
     if index is not None:
         files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         names = sorted({files[name] for name in trained if name in files})
+    if cached_file(path_or_id, PARAMETER_FILE, **optional) is not None:
+        names = [PARAMETER_FILE, *names]
     loaded: dict[str, Tensor] = {}
     for name in names:
         with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.cli.loading import parse_patch
-from hf_posenc.engines.names import ENGINES, WEIGHTS
+from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, output_option, plain_option
 from hf_posenc.files import disk_errors
@@ -80,9 +81,10 @@ def export(options: ExportOptions) -> None:
     if not exported.possible or options.dry_run:
         print_json(_about(exported))
         _show(exported)
+    if exported.plugin is not None:
+        return
     if not exported.possible:
-        served = ", and docs/vllm.md for the plug-in" if to == "vllm" else ""
-        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods{served}")
+        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
         raise typer.Exit(1)
     if options.dry_run:
         return
@@ -92,6 +94,9 @@ def export(options: ExportOptions) -> None:
     about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
+    if to == "vllm":
+        print_items("vLLM computes it by itself, without hf_posenc:")
+        print_items(_command(folder, exported.flags), wrap=False)
     if options.verify:
         about["verified"] = _verify(exported, folder, options.packages, patch)
     print_json(about)
@@ -103,8 +108,20 @@ def _about(exported: Export) -> dict[str, Any]:
     return values
 
 
+def _command(folder: str | Path, flags: tuple[str, ...]) -> str:
+    return shlex.join(("vllm", "serve", str(folder), *flags))
+
+
 def _show(exported: Export) -> None:
-    console.print_heading(f"{exported.engine} {exported.version}", exported.path)
+    version = exported.version if exported.plugin is None else PLUGIN_VLLM
+    console.print_heading(f"{exported.engine} {version}", exported.path)
+    if exported.plugin is not None:
+        print_items(
+            "vLLM cannot have it by itself. The plug-in of hf_posenc computes it there, from this folder as it is:"
+        )
+        print_items(_command(exported.path, exported.plugin), wrap=False)
+        if not exported.plugin:
+            print_items("It takes any --max-model-len.", style="dim")
     if not exported.possible:
         return
     print_items(f"written as {exported.form}")

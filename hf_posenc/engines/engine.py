@@ -117,6 +117,13 @@ class Engine:
         """Return the flags that serve the original folder instead of the exported one; empty if there are none."""
         return ()
 
+    def plugin(self, source: Source) -> tuple[str, ...] | str | None:
+        """Return the flags that serve the folder of a saved patch through our plug-in, or the reason why it does not.
+
+        It is `None` for an engine without one.
+        """
+        return None
+
 
 def entry_of(rope_parameters: Mapping[str, Any], label: str) -> Mapping[str, Any]:
     """Return one table's entry of `rope_parameters`, flat or nested by layer type."""

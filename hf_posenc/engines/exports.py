@@ -50,6 +50,8 @@ class Export:
         notes: Notes for the user.
         errors: Differences between its tables and the model's, by its published formula in float64.
         divisors: The table for a GGUF file; `None` if its keys suffice.
+        plugin: Flags of its command with which our plug-in serves the model's own folder, where there is no form;
+            `None` if it does not.
     """
 
     engine: str
@@ -64,6 +66,7 @@ class Export:
     notes: tuple[str, ...] = ()
     errors: tuple[TableError, ...] = ()
     divisors: Divisors | None = None
+    plugin: tuple[str, ...] | None = None
 
     @property
     def is_adapter(self) -> bool:
@@ -110,6 +113,16 @@ def export(
 def export_source(source: Source, name: str) -> Export:
     """Find the form in which an engine computes the same as an opened model."""
     engine = find_engine(name)
+    result = _native(source, engine)
+    if result.possible or (plugin := engine.plugin(source)) is None:
+        return result
+    if isinstance(plugin, str):
+        return replace(result, reason=f"{result.reason}; {plugin}")
+    return replace(result, plugin=plugin)
+
+
+def _native(source: Source, engine: Engine) -> Export:
+    """Find the form without our plug-in."""
     result = Export(engine.name, engine.version, source.path, source.base)
     beyond = [method.name for method in source.methods if seam_of(method) != "rotary"]
     if beyond or (source.methods and source.patch is None):

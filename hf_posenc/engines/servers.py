@@ -27,6 +27,8 @@ from hf_posenc.diagnosis import read_json
 from hf_posenc.engines import formulas
 from hf_posenc.engines.engine import Draft, Engine, Setup, entry_of, known_names
 from hf_posenc.engines.formulas import Table
+from hf_posenc.engines.names import PLUGIN_VLLM
+from hf_posenc.engines.served import PREFIX, served_layers, served_length
 from hf_posenc.engines.source import Source, SourceTable
 from hf_posenc.errors import PosencError
 from hf_posenc.model.rotary import is_half_split, rotary_output
@@ -217,6 +219,20 @@ class VLLM(Engine):
             changed = {name: changed}
         return (self.override_flag, json.dumps(changed)) if changed else ()
 
+    def plugin(self, source: Source) -> tuple[str, ...] | str | None:
+        if source.request is None or source.path != source.base:
+            return "the plug-in serves the folder of a model that was saved with its patch"
+        name = (source.stored.architectures or [""])[0].removeprefix(PREFIX)
+        if name not in known_names(self.name)["implemented"]:
+            return f"the plug-in needs an implementation of vLLM's own, and {PLUGIN_VLLM} has none of {name}"
+        try:
+            served_layers(source.config, source.request, source.path)
+        except PosencError as error:
+            return str(error).rstrip(".")
+        own = int(source.config.get_text_config(decoder=True).max_position_embeddings)
+        length = served_length(source.request, own)
+        return () if length is None else (self.length_flag, str(length))
+
 
 def _llamafactory(rope: Mapping[str, Any], source: Source) -> tuple[str, ...]:
     """Return LLaMA-Factory's options for a table: its factor is whole, and it has no other knob."""
@@ -258,6 +274,7 @@ class SGLang(VLLM):
 
     name = "sglang"
     version = "0.5.23"
+    plugin = Engine.plugin
     length_flag = "--context-length"
     override_flag = "--json-model-override-args"
     switches_by_text = True

@@ -76,6 +76,7 @@ class Source:
         model: The model on the meta device, patched unless a method computes attention itself.
         tables: Its rotary tables; none for a family that has them in its weights.
         by_layers: True if layers that share a rotary table differ, so that attention turns queries and keys further.
+        request: The patch that it was saved with.
     """
 
     path: str
@@ -87,6 +88,7 @@ class Source:
     patch: Patch | None = None
     tables: tuple[SourceTable, ...] = ()
     by_layers: bool = False
+    request: PatchConfig | None = None
 
     @property
     def original(self) -> int:
@@ -195,13 +197,14 @@ def open_source(
     methods = () if saved is None else saved.build()
     if method is not None:
         methods = resolve_request(found, method, **options).methods
+    read = str(path), base, stored, config, methods
     # Sines and cosines that a model keeps precomputed are in the weights, which are not here.
     precomputed = any(isinstance(table, SinCosTable) for table in found)
     if methods and (precomputed or any(seam_of(part) != "rotary" for part in methods)):
-        return Source(str(path), base, stored, config, methods, model)
+        return Source(*read, model, request=saved)
     request = {"method": method, **options} if saved is None else saved.request()
     if methods and resolve_request(found, **request).parts:
-        return Source(str(path), base, stored, config, methods, model, by_layers=True)
+        return Source(*read, model, by_layers=True, request=saved)
     if saved is not None:
         apply_config(model, saved)
     elif method is not None:
@@ -216,7 +219,7 @@ def open_source(
         if wrapper is not None and table.label not in wrapper.specs:
             wrapper = None
         tables.setdefault(table.label, SourceTable(table, wrapper))
-    return Source(str(path), base, stored, config, methods, model, patch, tuple(tables.values()))
+    return Source(*read, model, patch, tuple(tables.values()), request=saved)
 
 
 def _without_rotary(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 
-VERSION = "0.32"
-"""The version of vLLM that the plug-in was run with."""
+from hf_posenc.engines.names import PLUGIN_VLLM
+from hf_posenc.serve.interfaces import READING, moved
 
 
 def register() -> None:
@@ -19,16 +19,21 @@ def register() -> None:
     """
     from vllm import ModelRegistry, __version__
 
-    if not __version__.startswith(f"{VERSION}."):
+    reason = ""
+    if not __version__.startswith(f"{PLUGIN_VLLM}."):
+        reason = f"and the plug-in was run with {PLUGIN_VLLM}"
+    elif gone := moved(*READING):
+        reason = f"which has no {', no '.join(gone)}"
+    if reason:
         warnings.warn(
-            f"Models with a patch of hf_posenc are not served: vLLM {__version__} is installed, and the plug-in was "
-            f"run with {VERSION}.",
+            f"Models with a patch of hf_posenc are not served: vLLM {__version__} is installed, {reason}.",
             stacklevel=2,
         )
         return
-    from hf_posenc.serve.checkpoint import PREFIX, register_parser
+    from hf_posenc.engines.served import PREFIX
+    from hf_posenc.serve.checkpoint import register_reader
 
-    register_parser()
-    for name in list(ModelRegistry.get_supported_archs()):
-        if not name.startswith(PREFIX):
-            ModelRegistry.register_model(PREFIX + name, f"{__name__}.models:{PREFIX}{name}")
+    own = [name for name in ModelRegistry.get_supported_archs() if not name.startswith(PREFIX)]
+    register_reader(own)
+    for name in own:
+        ModelRegistry.register_model(PREFIX + name, f"{__name__}.models:{PREFIX}{name}")

@@ -25,8 +25,6 @@ def served_by(module: Any, layer: Layer) -> None:
     reason = None
     if type(own).__name__ != "CPUAttentionBackendImpl":
         reason = f"the plug-in reads the pages of vLLM's CPU backend only, not those of {type(own).__name__}"
-    elif own.kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        reason = f"keys are cached in {own.kv_cache_dtype}: leave --kv-cache-dtype out"
     elif own.sliding_window != -1 or own.alibi_slopes is not None:
         reason = "the layer has a sliding window, or a bias of its own"
     if reason is not None:

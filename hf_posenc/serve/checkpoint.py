@@ -3,44 +3,109 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm import ModelRegistry
+from vllm import ModelRegistry, __version__
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils import config as vllm_config
 
-from hf_posenc.engines.source import empty_model
+from hf_posenc.diagnosis import read_json
+from hf_posenc.engines.served import PREFIX, served_layers, served_length
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import Growing, GrowingBands, LengthDependent, RotaryBands, TableMethod
 from hf_posenc.model.attention import Layer
-from hf_posenc.model.discovery import layer_index, layers_of_type, rotary_tables
-from hf_posenc.model.positions import LAYER
+from hf_posenc.model.parameters import PARAMETER_FILE
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import BLOCK
 from hf_posenc.patch.files import FILE
-from hf_posenc.patch.layers import Turn
-from hf_posenc.patch.patching import patch_model
 from hf_posenc.saving import take_patch
+from hf_posenc.serve.interfaces import moved
 
-PREFIX = "HfPosenc"
-"""Prefix of the architecture's name in the config of a saved model that needs hf_posenc."""
 SERVED = "hf_posenc_served"
-"""The attribute of vLLM's config with the patch in JSON and the length that the model's own config has."""
+"""The attribute of vLLM's config with the patch in JSON, its folder, and the model's own length and rotation."""
+IN_PROCESS: list[PatchConfig] = []
+"""The patches of the models of this process."""
 _LENGTH = "max_position_embeddings"
 _UNBOUNDED = 1 << 31
 _ROPE = "rope_parameters"
 _SCALING = ("rope_scaling", _ROPE, "rope_theta", _LENGTH)
 
 
-def register_parser() -> None:
-    """Replace vLLM's reader of Hugging Face configs by one that reads a saved patch too."""
+def register_reader(architectures: Sequence[str]) -> None:
+    """Let vLLM read the patch in a Hugging Face config, and check its flags for the patched forms of architectures."""
     parsers = vllm_config._CONFIG_FORMAT_TO_CONFIG_PARSER
     own: Any = parsers["hf"]
     if issubclass(own, _Reader):
         return
     parsers["hf"] = type(own.__name__, (_Reader, own), {})
+    module: Any = vllm_config
+    # A refusal is definite: not tried again, and printed once.
+    once = functools.partial(module.with_retry, fatal_errors=(PosencError,))
+    module.with_retry = functools.update_wrapper(once, module.with_retry)
+    PEFTHelper.from_local_dir = _checked(PEFTHelper.from_local_dir)
+    for name in architectures:
+        before = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
+        MODELS_CONFIG_MAP[PREFIX + name] = type(name, (_Checked, before), {})
+
+
+class _Checked:
+    """The part of an architecture's check of vLLM's flags that is the plug-in's: before any process is started."""
+
+    @classmethod
+    def verify_and_update_model_config(cls, model_config: Any) -> None:
+        super().verify_and_update_model_config(model_config)  # type: ignore[misc]
+        text = model_config.hf_config.get_text_config(decoder=True)
+        # Layers without a patch make their own tables, of this length.
+        setattr(text, _LENGTH, max(getattr(text, _LENGTH), model_config.max_model_len))
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: Any) -> None:
+        super().verify_and_update_config(vllm_config)  # type: ignore[misc]
+        parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
+        if not current_platform.is_cpu():
+            reason = f"the plug-in runs on vLLM's CPU backend only, and this is {current_platform.device_name}"
+        elif parallel.pipeline_parallel_size > 1:
+            reason = "layers are on several processes: leave --pipeline-parallel-size out, or give tensor parallelism"
+        elif (
+            parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1
+        ):
+            reason = "keys of one request are on several processes: leave context parallelism out"
+        elif vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+            reason = f"keys are cached in {vllm_config.cache_config.cache_dtype}: leave --kv-cache-dtype out"
+        elif drafts is not None and drafts.method not in ("ngram", "draft_model"):
+            reason = f"drafts of {drafts.method} were not tried: the method ngram or draft_model is"
+        else:
+            return
+        patch = PatchConfig.from_dict(getattr(vllm_config.model_config.hf_config, SERVED)["patch"])
+        raise PosencError(f"{patch} cannot be served by vLLM: {reason}.")
+
+
+def _checked(own: Any) -> Any:
+    """Return vLLM's reader of an adapter, which refuses one of another patch than its process serves."""
+
+    @functools.wraps(own)
+    def read_adapter(lora_path: str, *args: Any, **kwargs: Any) -> Any:
+        block = read_json(Path(lora_path) / "adapter_config.json", lora_path).get(BLOCK)
+        if block is not None:
+            patch = PatchConfig.from_dict(block)
+            if patch not in IN_PROCESS:
+                served = " and ".join(map(str, IN_PROCESS)) or "no patch"
+                raise PosencError(
+                    f"The adapter in {lora_path} was trained in a model with {patch}, and this one is served with "
+                    f"{served}. Serve the folder that save_pretrained of the patched base model writes."
+                )
+            if (Path(lora_path) / PARAMETER_FILE).is_file():
+                raise PosencError(
+                    f"The adapter in {lora_path} has parameters of {patch} of its own, which one server has once. "
+                    "Merge it into its base: hf_posenc.from_pretrained(...).merge_and_unload().save_pretrained(...)."
+                )
+        return own(lora_path, *args, **kwargs)
+
+    return staticmethod(read_adapter)
 
 
 class _Reader:
@@ -50,12 +115,15 @@ class _Reader:
         overrides = kwargs.get("hf_overrides")
         values, config = super().parse(model, *args, **kwargs)  # type: ignore[misc]
         if values.get(BLOCK) is not None or (Path(model) / FILE).is_file():
-            read(model, config, overrides if isinstance(overrides, Mapping) else {})
+            given = overrides if isinstance(overrides, Mapping) else {}
+            read(model, config, given, kwargs.get("revision"))
             values["architectures"] = config.architectures
         return values, config
 
 
-def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
+def read(
+    model: str | Path, config: Any, overrides: Mapping[str, Any], revision: str | None
+) -> None:
     """Take the patch of a folder out of its config, which then describes the model before the patch, with its reach.
 
     Raises:
@@ -69,6 +137,10 @@ def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
     patch = take_patch(config, model)
     if patch is None:
         return  # one that lies in the weights, which every engine computes
+    if gone := moved():
+        raise UnsupportedModelError(
+            f"{patch} cannot be served by vLLM {__version__}, which has no {', no '.join(gone)}."
+        )
     if missing:
         raise UnsupportedModelError(
             f"{model}: vLLM has no implementation of its own of {missing[0]}, and {patch} is served in one only."
@@ -79,12 +151,11 @@ def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
     own = getattr(text, _LENGTH)
     config.architectures = [PREFIX + name for name in architectures]
     rope = copy.deepcopy(getattr(text, _ROPE, None))
-    setattr(config, SERVED, {"patch": patch.to_dict(), "length": own, "rope": rope})
+    served = {"patch": patch.to_dict(), "length": own, "rope": rope}
+    setattr(config, SERVED, {**served, "folder": str(model), "revision": revision})
     layers_of(config)  # raises before anything is loaded
-    if patch.scale is not None and not any(method.follows_text for method in patch.build()):
-        original = patch.original_max_position_embeddings or own
-        reach = patch.target_length or round(original * patch.scale)
-        text.max_position_embeddings = max(own, reach)
+    if (length := served_length(patch, own)) is not None:
+        text.max_position_embeddings = length
     else:
         text.model_max_length = config.model_max_length = _UNBOUNDED  # where the user asks for more
 
@@ -98,15 +169,11 @@ def _implements(architecture: str) -> bool:
 def layers_of(config: Any) -> dict[int, Layer]:
     """Return the patch of each patched attention layer by the layer's number, from a config that `read` has changed.
 
-    Queries and keys come to it as the model rotates them before the patch. The patch is made on the same model without
-    weights, so that it is verified as ever.
-
     Raises:
         PosencError: A patch that the model cannot take, or that vLLM cannot serve exactly.
     """
     served = getattr(config, SERVED)
     patch = PatchConfig.from_dict(served["patch"])
-    _check(patch)
     plain = copy.deepcopy(config)
     text = plain.get_text_config(decoder=True)
     if not _holds(
@@ -115,34 +182,7 @@ def layers_of(config: Any) -> dict[int, Layer]:
         raise _contradicted(patch, [_ROPE])
     text.max_position_embeddings = served["length"]
     plain.architectures = [name.removeprefix(PREFIX) for name in plain.architectures]
-    model = empty_model(plain)
-    for table in rotary_tables(model):
-        model.set_submodule(table.name, table.built())
-    request = patch.request()
-    method = request.pop("method")
-    for key in ("target_length", "layers"):
-        request.pop(key, None)
-    if not isinstance(method, dict):
-        # Where layers differ, keys are cached as the model rotates them: so two keys, with the same methods.
-        chosen = patch.layers
-        if isinstance(chosen, str):
-            chosen = layers_of_type(text, chosen)
-        if len(chosen) < 2:
-            raise PosencError(f"{patch} changes one layer alone, which vLLM cannot be given.")
-        method = {chosen[:1]: list(method), chosen[1:]: list(method)}
-    patch_model(model, method, **request)
-    layers = {}
-    for name, module in model.named_modules():
-        layer: Layer | None = module.__dict__.get(LAYER)
-        if layer is None or not layer.patched:
-            continue
-        number = layer_index(name, module)
-        if number is None or number in layers or layer.beside is not None:
-            raise UnsupportedModelError(
-                f"{patch} cannot be served by vLLM: {name} is not the one attention of a numbered layer."
-            )
-        layers[number] = _in_place(patch, name, layer)
-    return layers
+    return served_layers(plain, patch, served["folder"], revision=served["revision"])
 
 
 def _holds(value: Any, expected: Any) -> bool:
@@ -159,37 +199,3 @@ def _contradicted(patch: PatchConfig, keys: Sequence[str]) -> PosencError:
         f"This folder is served with its patch {patch}, which --hf-overrides of {', '.join(keys)} contradicts. Leave "
         "the override out, or serve a folder without a patch."
     )
-
-
-def _check(patch: PatchConfig) -> None:
-    """Raise for methods that are not served."""
-    for method in patch.build():
-        if method.trainable:
-            reason = "it adds trained parameters, which vLLM does not load"
-        elif isinstance(method, GrowingBands):
-            reason = "its positions follow the length of the whole text, which vLLM does not hand to attention"
-        elif isinstance(method, Growing) and method.update == "request":
-            reason = 'update="request" needs the request\'s length; update="row" is served'
-        elif isinstance(method, LengthDependent) and method.update == "sequence":
-            reason = (
-                'update="sequence" depends on the other texts of a batch; update="row" is served'
-            )
-        elif isinstance(method, TableMethod):
-            reason = "its table of positions is no rotary one"
-        else:
-            continue
-        raise PosencError(f"{patch} cannot be served by vLLM: {method.name}: {reason}.")
-
-
-def _in_place(patch: PatchConfig, name: str, layer: Layer) -> Layer:
-    """Return the patch of a layer whose bands read keys as the model rotates them, which turns them once."""
-    encoding, turn = layer.encoding, layer.turn
-    rotation = encoding.rotation
-    if rotation is not None and (rotation.norm is not None or rotation.order is not None):
-        raise UnsupportedModelError(
-            f"{patch} cannot be served by vLLM: {name} rotates in an order of its own, or before a norm."
-        )
-    if isinstance(encoding.method, RotaryBands):
-        encoding = dataclasses.replace(encoding, unmoved=True)
-        turn = dataclasses.replace(turn, encoding=encoding) if isinstance(turn, Turn) else turn
-    return dataclasses.replace(layer, encoding=encoding, turn=turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, Ro
 from vllm.model_executor.models.utils import extract_layer_index
 
 from hf_posenc.attention.rotation import Rotation
+from hf_posenc.engines.served import PREFIX
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
+from hf_posenc.model.parameters import PARAMETERS
+from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.layers import Turn
 from hf_posenc.serve.attention import served_by
-from hf_posenc.serve.checkpoint import PREFIX, SERVED, layers_of
+from hf_posenc.serve.checkpoint import IN_PROCESS, SERVED, layers_of
 
 
 def __getattr__(name: str) -> Any:
@@ -33,7 +37,14 @@ def __getattr__(name: str) -> Any:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
         install(self, vllm_config)
 
-    made = type(name, (base,), {"__init__": initialize, "__module__": __name__})
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        # Those of the patch are read with it.
+        return base.load_weights(
+            self, (each for each in weights if f".{PARAMETERS}." not in each[0])
+        )
+
+    hooks = {"__init__": initialize, "load_weights": load_weights, "__module__": __name__}
+    made = type(name, (base,), hooks)
     globals()[name] = made
     return made
 
@@ -48,6 +59,7 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
     if not hasattr(config, SERVED):
         return
     layers, length = layers_of(config), vllm_config.model_config.max_model_len
+    IN_PROCESS.append(PatchConfig.from_dict(getattr(config, SERVED)["patch"]))
     rotated = {}
     for name, module in list(model.named_modules()):
         rotary = getattr(module, "rotary_emb", None)

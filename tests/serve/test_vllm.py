@@ -30,9 +30,14 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc import patch_model, save_patch
+from hf_posenc import patch_model, save_patch, serve
+from hf_posenc.engines.engine import known_names
+from hf_posenc.engines.names import PLUGIN_VLLM
 from hf_posenc.methods import DynamicYaRN, LogN, ReRoPE, SelfExtend, YaRN
+from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.serve import interfaces
 
+pytestmark = pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
 vllm = pytest.importorskip("vllm", reason="scripts/check_serving.sh makes an environment with vLLM")
 
 ORIGINAL = 64
@@ -43,6 +48,7 @@ STATIC = {
     "rope_theta": 1e4,
     "original_max_position_embeddings": 64,
 }
+DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 PATCHES: dict[str, dict[str, Any]] = {
     "yarn": {"scale": 4},
     "ntk": {"scale": 4},
@@ -65,24 +71,45 @@ PATCHES: dict[str, dict[str, Any]] = {
     "temperature": {"law": "log_n"},
     "alibi": {"scale": 4},
     "sandwich": {},
+    "kerple_log": {},
+    "kerple_power": {},
+    "t5": {},
+    "t5 shared": {"shared": True},
+    "fire": {},
+    "temperature ssmax": {"law": "ssmax"},
+    "shaw": {},
+    "transformer_xl": {},
+    "rope_bias": {},
+    "xpos": {},
+    "yarn in one layer": {"scale": 4, "layers": [1]},
+    "rerope in one layer": {"window": 32, "layers": [0]},
+    "fire in one layer": {"layers": [1]},
 }
+"""Options of `patch_model` by the method's name, and words that tell cases of one method apart."""
 
 
 def tiny(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=ORIGINAL,
-        initializer_range=0.2,
-        **changes,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": ORIGINAL,
+        "initializer_range": 0.2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+
+
+def patched(case: str) -> LlamaForCausalLM:
+    """Return a model with the patch of a case, whose parameters, if any, have other values than at first."""
+    model = patch_model(tiny(), case.split()[0], **PATCHES[case])
+    for parameter in trained_parameters(model).values():
+        parameter.data += 0.3 * torch.rand_like(parameter)
+    return model
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -110,18 +137,20 @@ def served(folder: Path, **options: Any) -> Iterator[Any]:
 Answer = tuple[list[int], list[float]]
 
 
-def asked(llm: Any, texts: list[list[int]]) -> list[Answer]:
+def answer_of(output: Any) -> Answer:
+    tokens = list(output.token_ids)
+    steps = zip(tokens, output.logprobs, strict=True)
+    return tokens, [step[token].logprob for token, step in steps]
+
+
+def asked(llm: Any, texts: list[list[int]], **options: Any) -> list[Answer]:
     """Return the greedy tokens and their log-probabilities."""
     parameters = vllm.SamplingParams(
         max_tokens=NEW, temperature=0, ignore_eos=True, logprobs=1, detokenize=False
     )
-    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], parameters, use_tqdm=False)
-    answers = []
-    for output in outputs:
-        tokens = list(output.outputs[0].token_ids)
-        steps = zip(tokens, output.outputs[0].logprobs, strict=True)
-        answers.append((tokens, [step[token].logprob for token, step in steps]))
-    return answers
+    given: list[Any] = [{"prompt_token_ids": text} for text in texts]
+    outputs = llm.generate(given, parameters, use_tqdm=False, **options)
+    return [answer_of(output.outputs[0]) for output in outputs]
 
 
 @torch.no_grad()
@@ -143,9 +172,9 @@ def check(answers: list[Answer], expected: list[Answer], tolerance: float = 1e-5
         torch.testing.assert_close(torch.tensor(numbers), torch.tensor(logprobs), **near)
 
 
-@pytest.mark.parametrize("method", PATCHES)
-def test_the_answers_are_those_of_transformers(method: str, tmp_path: Path) -> None:
-    patch_model(tiny(), method, **PATCHES[method]).save_pretrained(tmp_path)
+@pytest.mark.parametrize("case", PATCHES)
+def test_the_answers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    patched(case).save_pretrained(tmp_path)
     texts = prompts(20, 70, 150)
     expected = [in_transformers(tmp_path, text) for text in texts]
     with served(tmp_path) as llm:
@@ -220,17 +249,126 @@ def test_a_patch_beside_the_model(tmp_path: Path) -> None:
         check(asked(llm, texts), [in_transformers(tmp_path, texts[0])])
 
 
-def test_the_heads_of_two_processes(tmp_path: Path) -> None:
-    patch_model(tiny(), "alibi", scale=4).save_pretrained(tmp_path)  # with a slope for each head
+@pytest.mark.parametrize("case", ["alibi", "kerple_log"])  # with numbers for each head
+def test_the_heads_of_two_processes(case: str, tmp_path: Path) -> None:
+    patched(case).save_pretrained(tmp_path)
     texts = prompts(20, 150)
     with served(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         check(asked(llm, texts), [in_transformers(tmp_path, text) for text in texts])
 
 
+def test_a_request_that_is_aborted_leaves_the_others_and_its_pages(tmp_path: Path) -> None:
+    patched("self_extend").save_pretrained(tmp_path)
+    texts = prompts(70, 150, 40)
+    parameters = vllm.SamplingParams(
+        max_tokens=NEW, temperature=0, ignore_eos=True, logprobs=1, detokenize=False
+    )
+    with served(tmp_path, enable_prefix_caching=False) as llm:
+        engine, outputs = llm.llm_engine, dict[str, Any]()
+        pages = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        free, freed = pages.get_num_free_blocks(), 0
+        for name, text in zip("abc", texts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": text}, parameters)
+        while engine.has_unfinished_requests():
+            done = engine.step()
+            outputs |= {output.request_id: output.outputs[0] for output in done}
+            if "b" in outputs and not freed:
+                before = pages.get_num_free_blocks()
+                engine.abort_request(["b"])
+                freed = pages.get_num_free_blocks() - before
+        assert freed == -(-len(texts[1]) // 128)  # tokens of a page
+        assert pages.get_num_free_blocks() == free
+    assert len(outputs["b"].token_ids) == 1
+    check(
+        [answer_of(outputs[name]) for name in "ac"],
+        [in_transformers(tmp_path, text) for text in (texts[0], texts[2])],
+    )
+
+
+@pytest.mark.parametrize("method", ["rerope", "yarn"])
+def test_an_adapter_that_was_trained_in_a_patched_model(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft, request = pytest.importorskip("peft"), pytest.importorskip("vllm.lora.request")
+    patched(method).save_pretrained(tmp_path / "base")
+    tiny(max_position_embeddings=256).save_pretrained(tmp_path / "plain")
+    base = hf_posenc.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "adapter")
+    texts = prompts(20, 150)
+    merged = model.merge_and_unload().eval()
+    merged.save_pretrained(tmp_path / "merged")
+    adapter = request.LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    with served(tmp_path / "base", enable_lora=True, max_lora_rank=8) as llm:
+        check(asked(llm, texts), [in_transformers(tmp_path / "base", text) for text in texts])
+        merged_answers = [in_transformers(tmp_path / "merged", text) for text in texts]
+        check(asked(llm, texts, lora_request=adapter), merged_answers)
+    monkeypatch.setattr("hf_posenc.serve.checkpoint.IN_PROCESS", [])  # as in another process
+    with (
+        served(tmp_path / "plain", enable_lora=True, max_lora_rank=8) as llm,
+        pytest.raises(Exception, match=f"trained in a model with {method}.* served with no patch"),
+    ):
+        llm.llm_engine.add_lora(adapter)
+
+
+EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "a later format": ({"format": 2}, "Install a newer hf_posenc"),
+    "a later method": ({"method": "rerope3"}, "Unknown method 'rerope3'"),
+    "a later option": ({"options": {"window": 32, "law": "new"}}, "law"),
+    "more layers": ({"layers": [0, 1, 5]}, "this model has 2 layers"),
+}
+"""Changes of a saved patch, as of a newer version of the package or of another model, and words of the refusal."""
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_a_patch_of_a_newer_version_or_another_model_is_refused(case: str, tmp_path: Path) -> None:
+    changes, words = EDITS[case]
+    patched("rerope").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["hf_posenc"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()  # before weights are read
+    with pytest.raises(Exception, match=words), served(tmp_path):
+        pass
+
+
+def test_trained_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    save_patch(patch_model(tiny(num_attention_heads=8), "kerple_log"), tmp_path)
+    words = "does not have the parameters of this patch"
+    with pytest.raises(Exception, match=words), served(tmp_path):
+        pass
+
+
+def test_a_version_that_has_moved_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interfaces.moved() == []
+    for place in interfaces.INTERFACES:
+        module, _, path = place.partition(":")
+        if "." in path:
+            continue
+        with monkeypatch.context() as context:
+            context.delattr(f"{module}.{path}")
+            assert interfaces.moved(module)[0] == place
+    name = "vllm.transformers_utils.config:with_retry"
+    monkeypatch.setitem(interfaces.INTERFACES, name, "fatal_errors soft_errors")
+    with pytest.warns(UserWarning, match=f"has no soft_errors of {name}"):
+        serve.register()
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    with pytest.warns(UserWarning, match=f"vLLM 0.33.0 is installed, .* with {PLUGIN_VLLM}"):
+        serve.register()
+
+
+def test_the_architectures_are_those_of_this_vllm() -> None:
+    known = vllm.ModelRegistry.models
+    for name in known_names("vllm")["implemented"]:
+        assert not known[name].module_name.endswith(".transformers"), name
+
+
 @pytest.mark.parametrize(
     ("method", "options", "flags", "words"),
     [
-        ("fire", {}, {}, "adds trained parameters"),
         (
             "lampe",
             {"growth": 0.01, "shift": -1.0, "capacity": 32.0, "head": 8, "tail": 8},
@@ -241,18 +379,31 @@ def test_the_heads_of_two_processes(tmp_path: Path) -> None:
         ("rerope", {"window": 32}, {"hf_overrides": {"rope_theta": 5e4}}, "contradicts"),
         ("rerope", {"window": 32}, {"hf_overrides": {"rope_parameters": STATIC}}, "contradicts"),
         ("self_extend", {"scale": 4}, {"max_model_len": 300}, "max_model_len"),
-        ("rerope", {"window": 32}, {"kv_cache_dtype": "fp8"}, "kv-cache|KV cache"),
+        ("rerope", {"window": 32}, {"kv_cache_dtype": "fp8"}, "leave --kv-cache-dtype out"),
+        ("rerope", {"window": 32}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size out"),
+        ("yarn", {"scale": 4}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size out"),
+        (
+            "yarn",
+            {"scale": 4},
+            {"speculative_config": DRAFTS},
+            "drafts of ngram_gpu were not tried",
+        ),
     ],
 )
-@pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
 def test_what_is_not_served_is_refused(
-    method: str, options: dict[str, Any], flags: dict[str, Any], words: str, tmp_path: Path
+    method: str,
+    options: dict[str, Any],
+    flags: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     patch_model(tiny(), method, **options).save_pretrained(tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()  # before weights are read
     with pytest.raises(Exception, match=words), served(tmp_path, **flags):
         pass
+    assert "".join(capfd.readouterr()).count(words) < 2
 
 
 def test_a_model_that_vllm_runs_by_transformers_is_refused(tmp_path: Path) -> None:
@@ -308,3 +459,24 @@ def test_a_server_over_http(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.wait(30)
+
+
+@pytest.mark.parametrize("drafts", ["unpatched", "patched", "ngram"])
+def test_drafts_change_nothing(drafts: str, tmp_path: Path) -> None:
+    """Last: n-grams import numba, beside which vLLM 0.32 starts no draft model and no adapter in the same process."""
+    patched("self_extend").save_pretrained(tmp_path / "longer")
+    options: dict[str, Any] = {"num_speculative_tokens": 3}
+    if drafts == "ngram":
+        options |= {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    else:
+        options |= {"method": "draft_model", "model": str(tmp_path / drafts)}
+        draft = tiny(tie_word_embeddings=True)
+        if drafts == "patched":
+            patch_model(draft, "self_extend", scale=4)
+        draft.config.max_position_embeddings = max(256, draft.config.max_position_embeddings)
+        draft.save_pretrained(tmp_path / drafts)
+    (text,) = prompts(10)
+    texts = [text * 2, text * 7, text * 15]  # whose continuation n-grams find
+    expected = [in_transformers(tmp_path / "longer", text) for text in texts]
+    with served(tmp_path / "longer", speculative_config=options) as llm:
+        check(asked(llm, texts), expected)
