@@ -27,8 +27,11 @@ def register() -> None:
         )
         return
     from hf_posenc.serve.checkpoint import PREFIX, register_parser
+    from hf_posenc.serve.requests import register_configuration, watch_engine
 
     register_parser()
-    for name in list(ModelRegistry.get_supported_archs()):
-        if not name.startswith(PREFIX):
-            ModelRegistry.register_model(PREFIX + name, f"{__name__}.models:{PREFIX}{name}")
+    names = [name for name in ModelRegistry.get_supported_archs() if not name.startswith(PREFIX)]
+    for name in names:
+        ModelRegistry.register_model(PREFIX + name, f"{__name__}.models:{PREFIX}{name}")
+    register_configuration(names)
+    watch_engine()

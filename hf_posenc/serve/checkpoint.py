@@ -13,7 +13,7 @@ from vllm.transformers_utils import config as vllm_config
 
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import Growing, GrowingBands, LengthDependent, RotaryBands, TableMethod
+from hf_posenc.methods import LengthDependent, RotaryBands, TableMethod
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.discovery import layer_index, layers_of_type, rotary_tables
 from hf_posenc.model.positions import LAYER
@@ -28,6 +28,9 @@ PREFIX = "HfPosenc"
 """Prefix of the architecture's name in the config of a saved model that needs hf_posenc."""
 SERVED = "hf_posenc_served"
 """The attribute of vLLM's config with the patch in JSON and the length that the model's own config has."""
+STEPS, ROWS = "steps", "rows"
+"""Its keys for tables that follow a request's length: bucket and original length of the layers, and the lengths in the
+worker by row of the batch."""
 _LENGTH = "max_position_embeddings"
 _UNBOUNDED = 1 << 31
 _ROPE = "rope_parameters"
@@ -80,7 +83,9 @@ def read(model: str | Path, config: Any, overrides: Mapping[str, Any]) -> None:
     config.architectures = [PREFIX + name for name in architectures]
     rope = copy.deepcopy(getattr(text, _ROPE, None))
     setattr(config, SERVED, {"patch": patch.to_dict(), "length": own, "rope": rope})
-    layers_of(config)  # raises before anything is loaded
+    layers = layers_of(config)  # raises before anything is loaded
+    steps = sorted({layer.request for layer in layers.values() if layer.request})
+    getattr(config, SERVED).update({STEPS: steps, ROWS: {}})
     if patch.scale is not None and not any(method.follows_text for method in patch.build()):
         original = patch.original_max_position_embeddings or own
         reach = patch.target_length or round(original * patch.scale)
@@ -166,13 +171,10 @@ def _check(patch: PatchConfig) -> None:
     for method in patch.build():
         if method.trainable:
             reason = "it adds trained parameters, which vLLM does not load"
-        elif isinstance(method, GrowingBands):
-            reason = "its positions follow the length of the whole text, which vLLM does not hand to attention"
-        elif isinstance(method, Growing) and method.update == "request":
-            reason = 'update="request" needs the request\'s length; update="row" is served'
         elif isinstance(method, LengthDependent) and method.update == "sequence":
             reason = (
-                'update="sequence" depends on the other texts of a batch; update="row" is served'
+                'update="sequence" depends on the other texts of a batch; update="row" and "request" '
+                "are served"
             )
         elif isinstance(method, TableMethod):
             reason = "its table of positions is no rotary one"

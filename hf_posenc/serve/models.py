@@ -11,6 +11,7 @@ from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -19,7 +20,7 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
 from hf_posenc.patch.layers import Turn
 from hf_posenc.serve.attention import served_by
-from hf_posenc.serve.checkpoint import PREFIX, SERVED, layers_of
+from hf_posenc.serve.checkpoint import PREFIX, ROWS, SERVED, layers_of
 
 
 def __getattr__(name: str) -> Any:
@@ -51,7 +52,7 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
     rotated = {}
     for name, module in list(model.named_modules()):
         rotary = getattr(module, "rotary_emb", None)
-        if isinstance(rotary, RotaryEmbeddingBase):
+        if isinstance(rotary, RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding):
             number = extract_layer_index(name)
             rotated[number] = module
             if number in layers:
@@ -72,7 +73,8 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
             encoding = dataclasses.replace(
                 layer.encoding, heads=module.num_heads, share=(rank, size)
             )
-            served_by(module, dataclasses.replace(layer, encoding=encoding))
+            layer = dataclasses.replace(layer, encoding=encoding)
+            served_by(module, layer, getattr(config, SERVED)[ROWS])
             attended.add(number)
     if missing := sorted({*layers} - attended):
         raise UnsupportedModelError(
