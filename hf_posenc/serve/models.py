@@ -11,7 +11,6 @@ from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -52,7 +51,7 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
     rotated = {}
     for name, module in list(model.named_modules()):
         rotary = getattr(module, "rotary_emb", None)
-        if isinstance(rotary, RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding):
+        if isinstance(rotary, RotaryEmbeddingBase):
             number = extract_layer_index(name)
             rotated[number] = module
             if number in layers:

@@ -50,7 +50,7 @@ def register_configuration(architectures: list[str]) -> None:
         MODELS_CONFIG_MAP[PREFIX + name] = type(own.__name__, (_Configured, own), {})
 
 
-class _Configured(VerifyAndUpdateConfig):
+class _Configured(VerifyAndUpdateConfig):  # type: ignore[misc]
     """The part of an architecture's adjustments that adds the logits processor."""
 
     @classmethod
@@ -125,7 +125,7 @@ def _pin(request: Any, steps: list[tuple[int, int]], longest: int) -> None:
 # The workers
 
 
-class RequestLengths(LogitsProcessor):
+class RequestLengths(LogitsProcessor):  # type: ignore[misc]
     """Notes the lengths of the requests in a worker's batch."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:

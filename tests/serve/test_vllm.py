@@ -407,7 +407,7 @@ def test_a_server_over_http(tmp_path: Path) -> None:
     command += ["--max-model-len=200", "--max-num-seqs=4"]
     process = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     try:
-        for _ in range(120):
+        for _ in range(300):
             with contextlib.suppress(OSError):
                 urllib.request.urlopen("http://127.0.0.1:8123/health", timeout=1)
                 break
@@ -423,4 +423,4 @@ def test_a_server_over_http(tmp_path: Path) -> None:
         assert tokens == in_transformers(tmp_path, text, pinned(150))[0]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
