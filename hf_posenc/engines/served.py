@@ -9,8 +9,6 @@ from typing import Any
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import (
-    Growing,
-    GrowingBands,
     LengthDependent,
     RotaryBands,
     TableMethod,
@@ -23,6 +21,7 @@ from hf_posenc.model.positions import LAYER
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.layers import Turn
 from hf_posenc.patch.patching import patch_model
+from hf_posenc.patch.state import state_of
 from hf_posenc.saving import fill_from_checkpoint
 
 PREFIX = "HfPosenc"
@@ -32,11 +31,11 @@ _UNCHANGED = Temperature(law="constant", factor=1.0)
 
 def served_layers(
     config: Any, patch: PatchConfig, trained: str | Path | None, **options: Any
-) -> dict[int, Layer]:
-    """Return the patch of each patched attention layer by the layer's number.
+) -> tuple[dict[int, Layer], int | None]:
+    """Return the patch of each patched attention layer by the layer's number, and the length in tokens that it is for.
 
-    Queries and keys come to it as the model rotates them before the patch. The patch is made on the same model without
-    weights, so that it is verified as ever.
+    The length is `None` where the patch follows the text. Queries and keys come to a layer as the model rotates them
+    before the patch. The patch is made on the same model without weights, so that it is verified as ever.
 
     Args:
         config: The config from before the patch.
@@ -78,27 +77,18 @@ def served_layers(
                 f"{patch} cannot be served by vLLM: {name} is not the one attention of a numbered layer."
             )
         layers[number] = _in_place(patch, name, layer)
-    return layers
-
-
-def served_length(patch: PatchConfig, own: int) -> int | None:
-    """Return the context length that a patch is for, with the config's own; `None`: a text of any length."""
-    if patch.scale is None or any(method.follows_text for method in patch.build()):
-        return None
-    original = patch.original_max_position_embeddings or own
-    return max(own, patch.target_length or round(original * patch.scale))
+    state = state_of(model)
+    assert state is not None
+    return layers, state.extended
 
 
 def _check(patch: PatchConfig) -> None:
     """Raise for methods that are not served."""
     for method in patch.build():
-        if isinstance(method, GrowingBands):
-            reason = "its positions follow the length of the whole text, which vLLM does not hand to attention"
-        elif isinstance(method, Growing) and method.update == "request":
-            reason = 'update="request" needs the request\'s length; update="row" is served'
-        elif isinstance(method, LengthDependent) and method.update == "sequence":
+        if isinstance(method, LengthDependent) and method.update == "sequence":
             reason = (
-                'update="sequence" depends on the other texts of a batch; update="row" is served'
+                'update="sequence" depends on the other texts of a batch; update="row" and "request" '
+                "are served"
             )
         elif isinstance(method, TableMethod):
             reason = "its table of positions is no rotary one"

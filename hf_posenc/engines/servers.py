@@ -28,7 +28,7 @@ from hf_posenc.engines import formulas
 from hf_posenc.engines.engine import Draft, Engine, Setup, entry_of, known_names
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.names import PLUGIN_VLLM
-from hf_posenc.engines.served import PREFIX, served_layers, served_length
+from hf_posenc.engines.served import PREFIX, served_layers
 from hf_posenc.engines.source import Source, SourceTable
 from hf_posenc.errors import PosencError
 from hf_posenc.model.rotary import is_half_split, rotary_output
@@ -226,12 +226,11 @@ class VLLM(Engine):
         if name not in known_names(self.name)["implemented"]:
             return f"the plug-in needs an implementation of vLLM's own, and {PLUGIN_VLLM} has none of {name}"
         try:
-            served_layers(source.config, source.request, source.path)
+            _, reach = served_layers(source.config, source.request, source.path)
         except PosencError as error:
             return str(error).rstrip(".")
         own = int(source.config.get_text_config(decoder=True).max_position_embeddings)
-        length = served_length(source.request, own)
-        return () if length is None else (self.length_flag, str(length))
+        return () if reach is None else (self.length_flag, str(max(own, reach)))
 
 
 def _llamafactory(rope: Mapping[str, Any], source: Source) -> tuple[str, ...]:

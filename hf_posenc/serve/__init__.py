@@ -32,8 +32,11 @@ def register() -> None:
         return
     from hf_posenc.engines.served import PREFIX
     from hf_posenc.serve.checkpoint import register_reader
+    from hf_posenc.serve.requests import register_configuration, watch_engine
 
     own = [name for name in ModelRegistry.get_supported_archs() if not name.startswith(PREFIX)]
     register_reader(own)
+    register_configuration(own)
+    watch_engine()
     for name in own:
         ModelRegistry.register_model(PREFIX + name, f"{__name__}.models:{PREFIX}{name}")

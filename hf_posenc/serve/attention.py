@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, CausalMask
-from hf_posenc.attention.encoding import MovingPlan
+from hf_posenc.attention.encoding import GrowingPlan, MovingPlan
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
+from hf_posenc.serve.requests import in_force
 
 
-def served_by(module: Any, layer: Layer) -> None:
+def served_by(module: Any, layer: Layer, rows: Mapping[int, int]) -> None:
     """Let an attention layer of vLLM compute with a patch; its cache and kernels stay vLLM's own.
+
+    Args:
+        module: The layer.
+        layer: Its patch, for queries and keys as the model rotates them.
+        rows: The length of each request in tokens, by its row in the batch, where the patch follows it.
 
     Raises:
         UnsupportedModelError: A device, a cache or a kind of attention that the patch is not served on.
@@ -31,7 +38,7 @@ def served_by(module: Any, layer: Layer) -> None:
         raise UnsupportedModelError(f"{module.layer_name} cannot be served with a patch: {reason}.")
     if plain(layer) and layer.encoding.query is None:
         return  # its rotary table is all that changed
-    module.impl = PatchedAttention(own, layer)
+    module.impl = PatchedAttention(own, layer, rows)
 
 
 def plain(layer: Layer) -> bool:
@@ -45,10 +52,11 @@ class PatchedAttention:
     Args:
         own: The implementation.
         posenc: The patch, for queries and keys as the model rotates them.
+        rows: As in `served_by`.
     """
 
-    def __init__(self, own: Any, posenc: Layer) -> None:
-        self.own, self.posenc = own, posenc
+    def __init__(self, own: Any, posenc: Layer, rows: Mapping[int, int]) -> None:
+        self.own, self.posenc, self.rows = own, posenc, rows
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -73,21 +81,27 @@ class PatchedAttention:
         if plain(self.posenc):
             native(self._scaled(query, starts, lengths, rows))
             return output
-        changed = [row for row in rows if not self._untouched(lengths[row])]
+        step = self.posenc.request
+        tables = {row: step and in_force(self.rows[row], step) for row in rows}
+        changed = [row for row in rows if not self._untouched(tables[row] or lengths[row])]
         if len(changed) < len(rows):
             native(query)
         for row in changed:
             queries, pages = slice(starts[row], starts[row + 1]), attn_metadata.block_table[row]
             found = _gathered(kv_cache, pages, lengths[row], layer.isa)
-            output[queries] = self._attend(query[queries], *found).view_as(output[queries])
+            output[queries] = self._attend(query[queries], *found, tables[row]).view_as(
+                output[queries]
+            )
         return output
 
     def _untouched(self, length: int) -> bool:
-        """True if a text of this length is computed as without the patch."""
+        """True if a text of this length, or of a table for it, is computed as without the patch."""
         plan, original = self.posenc.encoding.plan, self.posenc.encoding.original
         if self.posenc.encoding.bias is not None or self.posenc.encoding.query is not None:
             return False
-        if not isinstance(plan, MovingPlan) or length > original or self.posenc.turn is not None:
+        if isinstance(plan, GrowingPlan):
+            return len(plan.method.bands(original, length)) == 1
+        if not isinstance(plan, MovingPlan) or length > original:
             return False
         return plan.table(original, torch.device("cpu")) == (None, 1.0)
 
@@ -102,10 +116,10 @@ class PatchedAttention:
         heads = query.transpose(0, 1)[None]
         return self.posenc.encoding.scaled(heads, positions[None])[0].transpose(0, 1).contiguous()
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, table: int | None) -> Tensor:
         """Return the attention of one request's new tokens, shape (tokens, heads, head_dim).
 
-        Keys and values, (1, key heads, length, head_dim), are those of all its tokens.
+        Keys and values, (1, key heads, length, head_dim), are those of all its tokens; `table` is the length in force.
         """
         queries, length = len(query), key.shape[2]
         query = query.transpose(0, 1)[None]
@@ -123,6 +137,7 @@ class PatchedAttention:
             scaling=self.own.scale,
             softcap=self.own.logits_soft_cap or None,
             sinks=self.own.sinks,
+            lengths=None if table is None else torch.tensor([table]),
         )
         return attend(call, self.posenc.encoding)[0][0].transpose(0, 1)
 

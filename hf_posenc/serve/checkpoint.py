@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils import config as vllm_config
 
 from hf_posenc.diagnosis import read_json
-from hf_posenc.engines.served import PREFIX, served_layers, served_length
+from hf_posenc.engines.served import PREFIX, served_layers
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.parameters import PARAMETER_FILE
@@ -27,6 +27,9 @@ from hf_posenc.serve.interfaces import moved
 
 SERVED = "hf_posenc_served"
 """The attribute of vLLM's config with the patch in JSON, its folder, and the model's own length and rotation."""
+STEPS, ROWS = "steps", "rows"
+"""Its keys for tables that follow a request's length: bucket and original length of the layers, and the lengths in the
+worker by row of the batch."""
 IN_PROCESS: list[PatchConfig] = []
 """The patches of the models of this process."""
 _LENGTH = "max_position_embeddings"
@@ -153,9 +156,11 @@ def read(
     rope = copy.deepcopy(getattr(text, _ROPE, None))
     served = {"patch": patch.to_dict(), "length": own, "rope": rope}
     setattr(config, SERVED, {**served, "folder": str(model), "revision": revision})
-    layers_of(config)  # raises before anything is loaded
-    if (length := served_length(patch, own)) is not None:
-        text.max_position_embeddings = length
+    layers, reach = layers_of(config)  # raises before anything is loaded
+    steps = sorted({layer.request for layer in layers.values() if layer.request})
+    getattr(config, SERVED).update({STEPS: steps, ROWS: {}})
+    if reach is not None:
+        text.max_position_embeddings = max(own, reach)
     else:
         text.model_max_length = config.model_max_length = _UNBOUNDED  # where the user asks for more
 
@@ -166,8 +171,8 @@ def _implements(architecture: str) -> bool:
     return known is not None and not known.module_name.endswith(".transformers")
 
 
-def layers_of(config: Any) -> dict[int, Layer]:
-    """Return the patch of each patched attention layer by the layer's number, from a config that `read` has changed.
+def layers_of(config: Any) -> tuple[dict[int, Layer], int | None]:
+    """Return what `served_layers` returns, from a config that `read` has changed.
 
     Raises:
         PosencError: A patch that the model cannot take, or that vLLM cannot serve exactly.

@@ -45,11 +45,21 @@ INTERFACES: dict[str, str] = {
         "key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype"
     ),
     "vllm.lora.peft_helper:PEFTHelper.from_local_dir": "lora_path",
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request": "request",
+    "vllm.v1.engine:EngineCoreRequest": (
+        "prompt_token_ids prompt_embeds sampling_params cache_salt resumable"
+    ),
+    "vllm.v1.sample.logits_processor:LogitsProcessor": (
+        "validate_params update_state is_argmax_invariant apply"
+    ),
+    "vllm.v1.sample.logits_processor:process_dict_updates": "",
+    "vllm.sampling_params:SamplingParams": "extra_args max_tokens",
 }
 """All of vLLM that the plug-in uses and no version promises: `module:name`, and the names in it."""
 READING = (
     "vllm.transformers_utils.config", "vllm.model_executor.models.config", "vllm.lora.peft_helper",
-    "vllm.model_executor.models.registry",
+    "vllm.model_executor.models.registry", "vllm.sampling_params", "vllm.v1.engine", "vllm.v1.engine.core",
+    "vllm.v1.sample.logits_processor",
 )  # fmt: skip
 """Modules of the interfaces that are checked in every process; the others are, with them, once there is a patch."""
 

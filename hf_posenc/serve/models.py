@@ -23,7 +23,7 @@ from hf_posenc.model.parameters import PARAMETERS
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.layers import Turn
 from hf_posenc.serve.attention import served_by
-from hf_posenc.serve.checkpoint import IN_PROCESS, SERVED, layers_of
+from hf_posenc.serve.checkpoint import IN_PROCESS, ROWS, SERVED, layers_of
 
 
 def __getattr__(name: str) -> Any:
@@ -58,7 +58,7 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
     config = vllm_config.model_config.hf_config
     if not hasattr(config, SERVED):
         return
-    layers, length = layers_of(config), vllm_config.model_config.max_model_len
+    layers, length = layers_of(config)[0], vllm_config.model_config.max_model_len
     IN_PROCESS.append(PatchConfig.from_dict(getattr(config, SERVED)["patch"]))
     rotated = {}
     for name, module in list(model.named_modules()):
@@ -84,7 +84,8 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
             encoding = dataclasses.replace(
                 layer.encoding, heads=module.num_heads, share=(rank, size)
             )
-            served_by(module, dataclasses.replace(layer, encoding=encoding))
+            layer = dataclasses.replace(layer, encoding=encoding)
+            served_by(module, layer, getattr(config, SERVED)[ROWS])
             attended.add(number)
     if missing := sorted({*layers} - attended):
         raise UnsupportedModelError(

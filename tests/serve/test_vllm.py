@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -49,6 +50,14 @@ STATIC = {
     "original_max_position_embeddings": 64,
 }
 DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+LISTS = {
+    "short_factor": [1.0] * 16,
+    "long_factor": [1 + i / 4 for i in range(16)],
+    "scale": 4,
+    "short_mscale": 1.0,
+}
 PATCHES: dict[str, dict[str, Any]] = {
     "yarn": {"scale": 4},
     "ntk": {"scale": 4},
@@ -67,6 +76,23 @@ PATCHES: dict[str, dict[str, Any]] = {
     "dynamic_ntk": {},
     "dynamic_pi": {},
     "dynamic_partial_ntk": {},
+    "dynamic_yarn by request": {"update": "request"},
+    "dynamic_ntk by request": {"update": "request", "bucket": 1},
+    "dynamic_pi by request": {"update": "request"},
+    "dynamic_partial_ntk by request": {"update": "request"},
+    "longrope": {**LISTS, "update": "row"},
+    "longrope by request": {**LISTS, "update": "request"},
+    "jet_long": {},
+    "jet_long by request": {"update": "request"},
+    "lampe by row": {
+        "growth": 0.01,
+        "shift": -1.0,
+        "capacity": 60.0,
+        "head": 8,
+        "tail": 8,
+        "update": "row",
+    },
+    "lampe by request": {"growth": 0.01, "shift": -1.0, "capacity": 60.0, "head": 8, "tail": 8},
     "log_n": {},
     "temperature": {"law": "log_n"},
     "alibi": {"scale": 4},
@@ -143,22 +169,29 @@ def answer_of(output: Any) -> Answer:
     return tokens, [step[token].logprob for token, step in steps]
 
 
-def asked(llm: Any, texts: list[list[int]], **options: Any) -> list[Answer]:
+def asked(
+    llm: Any, texts: list[list[int]], *, lora_request: Any = None, **options: Any
+) -> list[Answer]:
     """Return the greedy tokens and their log-probabilities."""
-    parameters = vllm.SamplingParams(
-        max_tokens=NEW, temperature=0, ignore_eos=True, logprobs=1, detokenize=False
-    )
+    defaults = {"max_tokens": NEW, "temperature": 0, "logprobs": 1}
+    parameters = vllm.SamplingParams(ignore_eos=True, detokenize=False, **(defaults | options))
     given: list[Any] = [{"prompt_token_ids": text} for text in texts]
-    outputs = llm.generate(given, parameters, use_tqdm=False, **options)
-    return [answer_of(output.outputs[0]) for output in outputs]
+    outputs = llm.generate(given, parameters, use_tqdm=False, lora_request=lora_request)
+    return [answer_of(answer) for output in outputs for answer in output.outputs]
+
+
+def pinned(length: int, bucket: int = ORIGINAL // 2) -> int:
+    """Return the length in force of a request with so many tokens to the end, by `update="request"`."""
+    return max(ORIGINAL, ORIGINAL + bucket * math.ceil((length - ORIGINAL) / bucket))
 
 
 @torch.no_grad()
-def in_transformers(folder: Path, text: list[int]) -> Answer:
-    """Return the same of transformers, without a cache."""
+def in_transformers(folder: Path, text: list[int], length: int = 0) -> Answer:
+    """Return the same of transformers, without a cache; at a length in force by as many tokens behind the text."""
     model, tokens, numbers = hf_posenc.from_pretrained(folder).eval(), [*text], []
     for _ in range(NEW):
-        last = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+        row = torch.tensor([tokens + [0] * (length - len(tokens))])
+        last = model(row, use_cache=False).logits[0, len(tokens) - 1].log_softmax(-1)
         tokens.append(int(last.argmax()))
         numbers.append(float(last.max()))
     return tokens[len(text) :], numbers
@@ -175,8 +208,11 @@ def check(answers: list[Answer], expected: list[Answer], tolerance: float = 1e-5
 @pytest.mark.parametrize("case", PATCHES)
 def test_the_answers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     patched(case).save_pretrained(tmp_path)
-    texts = prompts(20, 70, 150)
-    expected = [in_transformers(tmp_path, text) for text in texts]
+    texts, lengths = prompts(20, 70, 150), [0, 0, 0]
+    if "by request" in case:
+        bucket = PATCHES[case].get("bucket", ORIGINAL // 2)
+        lengths = [pinned(len(text) + NEW, bucket) for text in texts]
+    expected = [in_transformers(tmp_path, *each) for each in zip(texts, lengths, strict=True)]
     with served(tmp_path) as llm:
         check(asked(llm, texts), expected)
         check(asked(llm, texts), expected)  # their prefixes are cached now
@@ -230,15 +266,79 @@ def test_many_requests_at_once(tmp_path: Path) -> None:
     check(together, [in_transformers(tmp_path, text) for text in texts], tolerance=5e-5)
 
 
-def test_a_short_request_is_that_of_the_unpatched_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    ["dynamic_yarn", "dynamic_yarn by request", "longrope by request", "lampe by request"],
+)
+def test_a_short_request_is_that_of_the_unpatched_model(method: str, tmp_path: Path) -> None:
     """To the bit, whatever else is in the batch."""
     short = prompts(20, 40)
     tiny().save_pretrained(tmp_path / "plain")
-    patch_model(tiny(), "dynamic_yarn").save_pretrained(tmp_path / "patched")
+    patched = patch_model(tiny(), method.split()[0], **PATCHES[method])
+    patched.save_pretrained(tmp_path / "patched")
     with served(tmp_path / "plain", max_model_len=ORIGINAL) as llm:
         expected = asked(llm, short)
     with served(tmp_path / "patched") as llm:
         assert asked(llm, [*prompts(150), *short])[1:] == expected
+
+
+def by_request(folder: Path) -> None:
+    patch_model(tiny(), "dynamic_yarn", update="request").save_pretrained(folder)
+
+
+def test_requests_of_other_tables_share_no_prefix(tmp_path: Path) -> None:
+    by_request(tmp_path)
+    (long,) = prompts(150)
+    # Prompt, number of its tokens that the cache has, salt, and length that the request gives itself.
+    requests: list[tuple[list[int], int, str | None, int]] = [
+        (long, 0, None, 1),  # 160
+        (long[:40], 0, None, 1),  # the original length
+        (long[:120], 0, None, 1),  # 128
+        (long[:125], 96, None, 1),  # 160
+        (long[:50], 32, None, 1),
+        (long[:50], 32, None, 150),  # 160
+        (long[:50], 0, "[160] ", 1),
+        (long, 0, "mine", 1),
+        (long, 128, "mine", 1),
+        (long[:100], 96, None, 110),  # 128
+    ]
+    with served(tmp_path, block_size=32) as llm:
+        for text, cached, salt, given in requests:
+            prompt = {"prompt_token_ids": text} | ({"cache_salt": salt} if salt else {})
+            parameters = vllm.SamplingParams(
+                max_tokens=NEW,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"hf_posenc_length": given},
+            )
+            (output,) = llm.generate([prompt], parameters, use_tqdm=False)
+            length = pinned(max(len(text) + NEW, given))
+            assert output.num_cached_tokens == cached
+            assert [*output.outputs[0].token_ids] == in_transformers(tmp_path, text, length)[0]
+        with pytest.raises(Exception, match="hf_posenc_length is a number of tokens, and not 'x'"):
+            asked(llm, [long], extra_args={"hf_posenc_length": "x"})
+
+
+def test_a_request_keeps_its_table_when_it_is_preempted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_request(tmp_path)
+    texts = prompts(60, 150, 50, 120, 90)
+    expected = [in_transformers(tmp_path, text, pinned(len(text) + NEW)) for text in texts]
+    with served(tmp_path, block_size=32, num_gpu_blocks_override=10) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        own, preempted = scheduler._preempt_request, []
+
+        def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request)
+            return own(request, *args, **kwargs)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+        check(asked(llm, texts), expected)
+        assert preempted
+        twice = asked(llm, texts, n=2, temperature=1, top_k=1)
+        check(twice, [answer for answer in expected for _ in range(2)])
 
 
 def test_a_patch_beside_the_model(tmp_path: Path) -> None:
@@ -249,12 +349,15 @@ def test_a_patch_beside_the_model(tmp_path: Path) -> None:
         check(asked(llm, texts), [in_transformers(tmp_path, texts[0])])
 
 
-@pytest.mark.parametrize("case", ["alibi", "kerple_log"])  # with numbers for each head
+@pytest.mark.parametrize("case", ["alibi", "kerple_log", "dynamic_yarn by request"])
 def test_the_heads_of_two_processes(case: str, tmp_path: Path) -> None:
+    """The first two have numbers for each head."""
     patched(case).save_pretrained(tmp_path)
     texts = prompts(20, 150)
+    lengths = [pinned(len(text) + NEW) if "by request" in case else 0 for text in texts]
+    expected = [in_transformers(tmp_path, *each) for each in zip(texts, lengths, strict=True)]
     with served(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
-        check(asked(llm, texts), [in_transformers(tmp_path, text) for text in texts])
+        check(asked(llm, texts), expected)
 
 
 def test_a_request_that_is_aborted_leaves_the_others_and_its_pages(tmp_path: Path) -> None:
@@ -369,13 +472,9 @@ def test_the_architectures_are_those_of_this_vllm() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "flags", "words"),
     [
-        (
-            "lampe",
-            {"growth": 0.01, "shift": -1.0, "capacity": 32.0, "head": 8, "tail": 8},
-            {},
-            "follow the length of the whole text",
-        ),
-        ("dynamic_yarn", {"update": "request"}, {}, 'update="row" is served'),
+        ("dynamic_yarn", {"update": "request"}, {"speculative_config": NGRAM}, "speculative"),
+        ("dynamic_yarn", {"update": "request"}, {"runner": "pooling"}, "--runner pooling"),
+        ("dynamic_yarn", {"update": "request"}, {"kv_transfer_config": CONNECTOR}, "fewer tokens"),
         ("rerope", {"window": 32}, {"hf_overrides": {"rope_theta": 5e4}}, "contradicts"),
         ("rerope", {"window": 32}, {"hf_overrides": {"rope_parameters": STATIC}}, "contradicts"),
         ("self_extend", {"scale": 4}, {"max_model_len": 300}, "max_model_len"),
@@ -406,6 +505,33 @@ def test_what_is_not_served_is_refused(
     assert "".join(capfd.readouterr()).count(words) < 2
 
 
+def test_a_vllm_that_has_moved_the_requests_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    by_request(tmp_path)
+    monkeypatch.delattr(EngineCore, "preprocess_add_request")
+    with (
+        pytest.raises(Exception, match=r"has no .*EngineCore\.preprocess_add_request"),
+        served(tmp_path),
+    ):
+        pass
+
+
+def test_a_prompt_in_pieces_is_refused(tmp_path: Path) -> None:
+    from vllm.v1.engine import EngineCoreRequest
+
+    by_request(tmp_path)
+    given = dict.fromkeys(EngineCoreRequest.__struct_fields__[:9]) | {"arrival_time": 0.0}
+    given |= {"request_id": "1", "prompt_token_ids": [1, 2], "resumable": True}
+    with (
+        served(tmp_path) as llm,
+        pytest.raises(hf_posenc.PosencError, match="comes in pieces"),
+    ):
+        llm.llm_engine.engine_core.add_request(EngineCoreRequest(**given))
+
+
 def test_a_model_that_vllm_runs_by_transformers_is_refused(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 64,
@@ -430,7 +556,7 @@ def test_a_model_without_a_patch_is_left_alone(tmp_path: Path) -> None:
 def test_a_server_over_http(tmp_path: Path) -> None:
     from openai import OpenAI
 
-    patch_model(tiny(), "rerope", window=32).save_pretrained(tmp_path)
+    by_request(tmp_path)  # whose length goes from process to process
     (text,) = prompts(70)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [
@@ -443,22 +569,23 @@ def test_a_server_over_http(tmp_path: Path) -> None:
     command += ["--max-model-len=200", "--max-num-seqs=4"]
     process = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     try:
-        for _ in range(120):
+        for _ in range(300):
             with contextlib.suppress(OSError):
                 urllib.request.urlopen("http://127.0.0.1:8123/health", timeout=1)
                 break
             assert process.poll() is None
             time.sleep(1)
         client = OpenAI(base_url="http://127.0.0.1:8123/v1", api_key="none")
-        more = {"return_token_ids": True, "ignore_eos": True}
+        more: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
+        more["vllm_xargs"] = {"hf_posenc_length": 150}
         answer = client.completions.create(
             model=str(tmp_path), prompt=text, max_tokens=NEW, temperature=0, extra_body=more
         )
         tokens = json.loads(answer.model_dump_json())["choices"][0]["token_ids"]
-        assert tokens == in_transformers(tmp_path, text)[0]
+        assert tokens == in_transformers(tmp_path, text, pinned(150))[0]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("drafts", ["unpatched", "patched", "ngram"])
