@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.engines.served import PREFIX
 from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.methods import RotaryBands
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.parameters import PARAMETERS
 from hf_posenc.patch.config import PatchConfig
@@ -112,15 +113,17 @@ def _rotate(module: Any, rotary: Any, layer: Layer, name: str, length: int) -> L
     longer = RotaryEmbedding(
         rotary.head_size, rotary.rotary_dim, length, rotary.base, rotary.is_neox_style, rotary.dtype, init_cache=False,
     )  # fmt: skip
-    table = _table(own, length).to(rotary.cos_sin_cache.device, rotary.dtype)
+    # Bands turn further what the table has rotated, so its angles are not rounded; else they are rounded as vLLM's own.
+    kind = torch.float64 if isinstance(layer.encoding.method, RotaryBands) else torch.float32
+    table = _table(own, length, kind).to(rotary.cos_sin_cache.device, rotary.dtype)
     longer.register_buffer("cos_sin_cache", table, persistent=False)
     module.rotary_emb = longer
     return layer
 
 
-def _table(rotation: Rotation, length: int) -> Tensor:
-    """Return cos and sin of positions 0 to length - 1, shape (length, d), float32."""
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * rotation.inv_freq.cpu()
+def _table(rotation: Rotation, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return cos and sin of positions 0 to length - 1, shape (length, d), of angles in this dtype."""
+    angles = torch.arange(length, dtype=dtype)[:, None] * rotation.inv_freq.cpu()
     return torch.cat((angles.cos(), angles.sin()), -1) * rotation.factor
 
 

@@ -769,3 +769,18 @@ def test_saving_warns_once_where_plain_transformers_cannot_compute_the_patch(
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model.save_pretrained(tmp_path / "third")
+
+
+def test_trained_parameters_beside_a_model_are_those_of_its_patch(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch_model(model, "kerple_log")
+    trained = trained_parameters(model)
+    for parameter in trained.values():
+        parameter.data += 0.25
+    save_patch(model, tmp_path)
+    loaded = trained_parameters(from_pretrained(tmp_path))
+    assert loaded.keys() == trained.keys()
+    assert all(loaded[name].equal(trained[name]) for name in trained)
