@@ -145,8 +145,7 @@ def dpe(figure: Figure) -> None:
 
 def growing(figure: Figure, name: str) -> None:
     """Plot the distances of the last query of texts of 1, 2, 4 and 8 times the original length, as shares of theirs."""
-    method = get_method(name).from_options(**SHOWN.get(name, {}))
-    assert isinstance(method, GrowingBands)
+    method: Any = get_method(name).from_options(**SHOWN.get(name, {}))
     curves = {
         f"N = {ratio} L": (torch.arange(n) / n, position_map(method, n)[-1].flip(0))
         for ratio, n in ((ratio, ratio * ORIGINAL) for ratio in (1, 2, 4, 8))

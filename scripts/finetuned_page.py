@@ -117,9 +117,7 @@ def conversions() -> str:
         for state, cells in states.items():
             values = _over_seeds(cells, lengths)
             lines.append([f"{name}, {state}", *values, f"[{Path(recipe).name}](../{recipe})"])
-    intro = (
-        f"Tail perplexity of the embedded Llama, {result['steps']} steps (the recipes have more)"
-    )
+    intro = f"Tail perplexity of the embedded Llama, {result['steps']} steps (recipes have more)"
     return _of_seeds(result, intro, header, lines, "conversions")
 
 

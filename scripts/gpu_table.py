@@ -88,12 +88,8 @@ def backends(method: Method) -> tuple[str, ...]:
         for module in ("decode", "biased", "parts"):
             name = f"hf_posenc.attention.kernels.{module}.available"
             stack.enter_context(patch(name, lambda device: True))
-        stack.enter_context(
-            patch(
-                "hf_posenc.attention.fused.pytorch.serves",
-                lambda device, dtype: dtype != torch.float32,
-            )
-        )
+        name = "hf_posenc.attention.fused.pytorch.serves"
+        stack.enter_context(patch(name, lambda device, dtype: dtype != torch.float32))
         for queries, dtype, training in PHASES.values():
             with torch.set_grad_enabled(training):
                 call = _call(queries, dtype, training)

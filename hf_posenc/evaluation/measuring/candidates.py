@@ -219,7 +219,8 @@ class Candidate:
             [part.method, own, part.auto] for part, own in zip(self.parts, options, strict=True)
         ]
         state = [self.state] if self.state is not None else [TRUNCATION] * self.truncates
-        return json.dumps(_numbers([parts, beside, self.original, *state]), sort_keys=True)
+        text = json.dumps([parts, beside, self.original, *state])
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
 
     @property
     def scale(self) -> float | None:
@@ -473,13 +474,10 @@ def _has_default_scale(part: Part) -> bool:
     return isinstance(default, int | float) and "scale" not in part.options
 
 
-def _numbers(value: Any) -> Any:
-    """Return a value with its whole numbers as integers: a sweep's scale of 2.0 is the 2 of a command line."""
-    if isinstance(value, Mapping):
-        return {key: _numbers(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(text: str) -> float:
+    """Return a number, a whole one as an integer: a sweep's scale of 2.0 is the 2 of a command line."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def movement(model: nn.Module) -> tuple[bool, bool]:

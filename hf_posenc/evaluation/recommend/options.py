@@ -342,12 +342,8 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     takes_scale = kind.takes_scale()
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands | GrowingBands)
-    bands = (
-        method.bands(original, target)
-        if isinstance(method, GrowingBands)
-        else method.bands(original)
-    )
-    farthest, read, sees_first = _distances(bands, target)
+    length = (target,) if isinstance(method, GrowingBands) else ()
+    farthest, read, sees_first = _distances(method.bands(original, *length), target)
     works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:
         works = WINDOW
