@@ -111,6 +111,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
             assert roots <= sys.stdlib_module_names | declared | tolerated, path
 
 
+@pytest.mark.slow
 def test_patching_needs_no_extra_and_the_rest_names_its_own() -> None:
     """Libraries of extras are hidden; filelock alone is not, without which transformers cannot be imported."""
     code = """

@@ -218,6 +218,7 @@ def test_copies_and_wrappers(way: Callable[[Any], Any]) -> None:
     check(served(found, prompts), prompts, logits)
 
 
+@pytest.mark.slow
 def test_a_manager_that_is_kept_is_of_one_patch() -> None:
     """The next one shares no prefix with it."""
     model, prompts = build(), texts(60, 75)

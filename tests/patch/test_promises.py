@@ -139,6 +139,7 @@ def test_a_patch_is_saved_with_its_model_and_as_a_file(kind: str, tmp_path: Path
     assert torch.equal(zoo.logits(unpatch_model(loaded), ids), plain)
 
 
+@pytest.mark.slow
 def test_a_pickled_model_is_read_in_another_process(tmp_path: Path) -> None:
     ids, model = zoo.tokens(40), KINDS["fire"].patch(build())
     torch.save({"model": model, "ids": ids, "logits": zoo.logits(model, ids)}, tmp_path / "all.pt")
