@@ -242,6 +242,7 @@ PAGES: dict[Path, Parts] = {
     DOCS / "patching.md": {"attention_summary": attention_summary, "attention": attention},
     DOCS / "gpu.md": {"backends": gpu_table.table, "measured": gpu_table.measured},
     DOCS / "updates.md": {"updates": updates},
+    DOCS / "vllm.md": {"served": method_pages.served},
     **{DOCS / "concepts" / f"{name}.md": vars(concept_pages) for name in CONCEPTS},
     **{DOCS / "methods" / f"{m.name}.md": METHOD_PARTS for m in METHODS},
 }

@@ -19,11 +19,14 @@ from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import Method
+from hf_posenc.methods import METHODS, Method
 from hf_posenc.methods.facts import facts, knob_rows
 from scripts.results import BENCHMARKS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
 
-_NO_CONFIG = "no config of another engine expresses it: `hf_posenc.from_pretrained`"
+_NO_CONFIG = (
+    "no config of another engine expresses it: `hf_posenc.from_pretrained`, and vLLM by [the "
+    "plug-in](../vllm.md)"
+)
 
 
 def method_facts(method: type[Method]) -> str:
@@ -46,6 +49,20 @@ def loads_in(method: type[Method]) -> str:
         return _NO_CONFIG
     default = method.knobs().get("update", "sequence")
     return ", ".join(engines) + ("" if default == "sequence" else ' with update="sequence"')
+
+
+def served() -> str:
+    """Return the table of docs/vllm.md: who computes each method in vLLM."""
+    own = [m for m in METHODS if m.kind == "frequencies" and expressed("vllm")[m.name].form]
+    tables = [method for method in METHODS if method.kind == "tables"]
+    rows = [
+        ("vLLM itself from an exported folder, or the plug-in", own),
+        ("vLLM itself, if the table is among the weights", tables),
+        ("the plug-in alone", [m for m in METHODS if m not in (*own, *tables)]),
+    ]
+    return markdown_table(
+        ["by", "methods"], [[by, ", ".join(f"`{m.name}`" for m in named)] for by, named in rows]
+    )
 
 
 @functools.cache
