@@ -74,7 +74,7 @@ def _call(queries: int, dtype: torch.dtype, training: bool) -> Call:
 def _encoding(method: Method) -> Encoding:
     encoding = encoding_of(method, FEATURES, torch.device("cpu"))
     if isinstance(encoding.plan, GrowingPlan):
-        encoding = encoding.plan.fixed(LENGTH)
+        encoding = encoding.at_length(LENGTH)
     trained = torch.is_grad_enabled()
     parameters = (encoding.parameters or {}).items()
     moved = {name: value.to(META).requires_grad_(trained) for name, value in parameters}

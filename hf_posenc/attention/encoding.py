@@ -102,10 +102,20 @@ class Encoding:
 
     def with_parameters(self, parameters: Mapping[str, Tensor] | None) -> Encoding:
         """Return the same methods with other trained parameters."""
-        other = object.__new__(Encoding)
-        other.__dict__.update(self.__dict__, parameters=parameters)
+        other = self._with(parameters=parameters)
         if isinstance(self.plan, OffsetPlan):  # the one plan that reads them
             other.__dict__["plan"] = OffsetPlan(other)
+        return other
+
+    def at_length(self, length: int) -> Encoding:
+        """Return the encoding of texts of one length, whose bands are fixed, of one with a `GrowingPlan`."""
+        assert isinstance(self.plan, GrowingPlan)
+        return self._with(unmoved=True, plan=self.plan.fixed(length))
+
+    def _with(self, **fields: Any) -> Encoding:
+        """Return a copy with other values, and with this plan if none is among them."""
+        other = object.__new__(Encoding)
+        other.__dict__.update(self.__dict__, **fields)
         return other
 
     def cached_position(self, n: Tensor) -> Tensor:
@@ -294,10 +304,8 @@ class BandPlan(Plan):
         )
         if encoding.rotation is None:
             return
-        parts, pairs = (
-            far(torch.zeros(1, dtype=torch.long)).shape[1:],
-            len(self.rotation.inv_freq),
-        )
+        parts = far(torch.zeros(1, dtype=torch.long)).shape[1:]
+        pairs = len(self.rotation.inv_freq)
         if parts and pairs % parts[0]:
             raise PosencError(
                 f"{method.name} has {parts[0]} factors, which do not divide the {pairs} pairs that this model rotates."
@@ -397,28 +405,26 @@ class GrowingPlan(Plan):
         super().__init__(encoding)
         assert isinstance(encoding.method, GrowingBands)
         self.method, self.original = encoding.method, encoding.original
-        self._encoding = encoding
-        self._fixed: dict[int, Encoding] = {}
+        self._unmoved = encoding._with(unmoved=True)
+        self._fixed: dict[int, BandPlan] = {}
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """The ways to score pairs of a long text."""
-        return self.fixed(4 * self.original).plan.branches
+        return self.fixed(4 * self.original).branches
 
     def at(self, origin: Tensor) -> Plan:
-        return self.fixed(int(origin)).plan
+        return self.fixed(int(origin))
 
-    def fixed(self, length: int) -> Encoding:
-        """Return the encoding of texts of one length, whose bands are fixed."""
-        fixed = self._fixed.get(length)
-        if fixed is None:
-            fixed = object.__new__(Encoding)
-            fixed.__dict__.update(self._encoding.__dict__, unmoved=True)
-            fixed.__dict__["plan"] = BandPlan(fixed, self.method.bands(self.original, length))
-            if len(self._fixed) == KEPT:
+    def fixed(self, length: int) -> BandPlan:
+        """Return the plan of texts of one length, whose bands are fixed; other threads may make the same one."""
+        plan = self._fixed.get(length)
+        if plan is None:
+            plan = BandPlan(self._unmoved, self.method.bands(self.original, length))
+            if len(self._fixed) >= KEPT:
                 self._fixed.clear()
-            self._fixed[length] = fixed
-        return fixed
+            self._fixed[length] = plan
+        return plan
 
     def bucket(self, m: Tensor) -> Tensor:
         return self.method.bucket_of(m, self.original)

@@ -41,10 +41,9 @@ def calls(call: Call, encoding: Encoding) -> Iterator[tuple[slice, slice, Call, 
         ("stretches", id(encoding.method), encoding.original), lambda: [*_stretches(call, plan)]
     )
     for part in stretches:
-        positions = (
+        m, n = (
             x if len(x) == 1 else x[part.batch] for x in (call.query_position, call.key_position)
         )
-        m, n = positions
         piece = replace(
             call,
             query=call.query[part.batch, :, part.queries],
@@ -55,14 +54,13 @@ def calls(call: Call, encoding: Encoding) -> Iterator[tuple[slice, slice, Call, 
             mask=part.mask,
             lengths=None,
         )
-        yield part.batch, part.queries, piece, plan.fixed(part.length)
+        yield part.batch, part.queries, piece, encoding.at_length(part.length)
 
 
 def last(call: Call, encoding: Encoding) -> tuple[Call, Encoding]:
     """Return the call of the last length in force and its encoding; others come back as they are."""
-    if not accepts(call, encoding):
-        return call, encoding
-    *_, (_, _, call, encoding) = calls(call, encoding)
+    if accepts(call, encoding):
+        *_, (_, _, call, encoding) = calls(call, encoding)
     return call, encoding
 
 
@@ -86,6 +84,5 @@ def _stretches(call: Call, plan: GrowingPlan) -> Iterator[_Stretch]:
                 mask = CausalMask(count, seen - first, call.query.device)
                 if together:  # the whole counts up, so its parts do
                     mask.decided(("count up", False), lambda: True)
-                part = slice(begin, begin + count)
-                yield _Stretch(rows, part, slice(first, seen), length, mask)
+                yield _Stretch(rows, slice(begin, begin + count), slice(first, seen), length, mask)
                 begin += count

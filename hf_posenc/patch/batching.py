@@ -114,15 +114,10 @@ def _refuse_layers(model: Any, state: State) -> None:
             f"form. Install transformers 5.19 or newer for {state.config}, or use generate()."
         )
     inputs = {"input_ids": trial_tokens(model), "cache": torch.zeros(())}
-    # Under this name only masks of a layer's own are numbers.
-    with (
-        _named(model, ENGINE),
-        trial(model),
-        recording() as calls,
-        contextlib.suppress(
-            TypeError, PosencError
-        ),  # it takes no such argument, or has attention of its own
-    ):
+    # Under this name only masks of a layer's own are numbers. The errors are of models that take no such argument, or
+    # have attention of their own.
+    refused = contextlib.suppress(TypeError, PosencError)
+    with _named(model, ENGINE), trial(model), recording() as calls, refused:
         run(model, inputs)
     for name, module in model.named_modules():
         own = calls.get(module, ())

@@ -15,7 +15,8 @@ from hf_posenc.serve.interfaces import READING, moved
 def register() -> None:
     """Make vLLM read saved patches and know the architectures of patched models.
 
-    With another version than the plug-in was run with, it warns and does nothing: vLLM then refuses them.
+    With another version than the plug-in was run with, it warns and does nothing: vLLM then refuses those whose config
+    it cannot read.
     """
     from vllm import ModelRegistry, __version__
 

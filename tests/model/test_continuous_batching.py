@@ -80,7 +80,7 @@ def of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What transformers does: the tokens of prefixes that are shared, requests that are evicted, and copied away."""
+    """Counts of what transformers did: tokens of shared prefixes, requests evicted, requests copied away."""
     found: list[tuple[str, int]] = []
 
     def noted(owner: Any, name: str) -> None:

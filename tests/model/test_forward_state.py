@@ -150,7 +150,7 @@ ALLOWED = {
     ("Silenced", "_made"): "made of a table, kept by its values",
     ("ByRequest", "_made"): "made of a table, kept by its values",
     ("RepositionedTable", "_kept"): "rows of a table, kept by its identity",
-    ("GrowingPlan", "_fixed"): "the encodings of lengths, kept by them",
+    ("GrowingPlan", "_fixed"): "the plans of lengths, kept by them",
 }
 
 

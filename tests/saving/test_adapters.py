@@ -28,6 +28,7 @@ from hf_posenc import (
 )
 from hf_posenc.cli import main
 from hf_posenc.embedded import model_path
+from hf_posenc.methods import JetLong, KerpleLog
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.saving.test_resuming import settings
@@ -155,9 +156,11 @@ class TestCarriesItsPatch:
         assert model.config._attn_implementation == "eager"
         assert model.get_base_model().lm_head.weight.dtype == torch.bfloat16
 
-    @pytest.mark.parametrize("method", ["kerple_log", "rope_bias"])
+    @pytest.mark.parametrize(
+        "method", ["kerple_log", "rope_bias", [JetLong(), KerpleLog(keep_rope=True)]], ids=str
+    )
     def test_the_encoding_of_the_active_adapter_is_in_force(
-        self, method: str, base: Path, tmp_path: Path
+        self, method: Any, base: Path, tmp_path: Path
     ) -> None:
         model = trained(base, {"method": method})
         one = zoo.logits(model, IDS)

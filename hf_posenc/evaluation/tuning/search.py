@@ -321,7 +321,7 @@ def needles_in(
 
 @dataclass(kw_only=True)
 class SearchJob(Race[SearchResult]):
-    """A search with a loaded model and documents; with the objective `needle`, also a needle for every document."""
+    """Search on a loaded model and its documents. The objective `needle` has a needle for every document too."""
 
     result = SearchResult
 
