@@ -3,6 +3,7 @@
     python scripts/benchmark.py core --output docs/data/benchmarks/core.json
     python scripts/benchmark.py attention --output docs/data/benchmarks/attention.json
     python scripts/benchmark.py model --output docs/data/benchmarks/model.json
+    python scripts/benchmark.py serving --output docs/data/benchmarks/serving.json   # where vLLM is installed
 
 All compared runs share one process. They are interleaved, in an order that is shuffled in every round, and reported as
 medians and ratios, because machines are shared. On a CPU the forward runs on one thread and is measured in CPU time,
@@ -24,7 +25,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -70,6 +73,13 @@ UNPATCHED = ("unpatched", "unpatched again")
 """The unpatched model a second time in each round shows the noise."""
 SITUATIONS = ((2048, 8), (4096, 8), (8192, 8), (4096, 2))
 """Tokens of a prefill, and key heads beside 8 query heads."""
+SERVED: Patches = {
+    "yarn": ("yarn", {"scale": 4}),
+    **{name: INSIDE_ATTENTION[name] for name in ("rerope", "self_extend", "dual_chunk", "alibi")},
+    "dynamic_yarn, row": ("dynamic_yarn", {"update": "row"}),
+    "dynamic_yarn, request": ("dynamic_yarn", {"update": "request"}),
+}
+PROMPTS, ANSWER = (1024, 4096), 17
 FEW, MEMORY_LENGTH, PADDING = ("rerope", "alibi", "dynamic_ntk, row"), 8192, 100
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
@@ -123,6 +133,35 @@ def model(output: Output = None, rounds: Rounds = 3) -> None:
     for found in (*_whole_models(rounds), _trials(rounds), *_memory()):
         _show(found)
         results |= found
+    _write(output, results)
+
+
+@app.command()
+def serving(output: Output = None, rounds: Rounds = 5) -> None:
+    """Measure a request to vLLM on a CPU, served by the plug-in and unpatched: prefill, steps, peak memory.
+
+    A random Llama of 4 layers and 512 features, 8 query and 2 key heads, with a context of 2,048 tokens, float32, one
+    request at a time. All engines share one process and answer in turn. Seconds are CPU time of all threads.
+    """
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    torch.set_num_threads(1)
+    results: Results = {}
+    names = (*UNPATCHED, *SERVED)
+    with TemporaryDirectory() as folder:
+        engines = {name: _engine(Path(folder) / str(i), name) for i, name in enumerate(names)}
+        for length in PROMPTS:
+            prompt = _tokens(length)[0].tolist()
+            runs = {name: partial(_request, engine, prompt) for name, engine in engines.items()}
+            found = interleaved(runs, rounds)
+            for index, kind in enumerate(("prefill", "one step after")):
+                seconds = {name: [times[index] for times in found[name]] for name in found}
+                results[f"{kind} {length}"] = medians(seconds)
+        _return_large_blocks()
+        for name, run in runs.items():  # of the longest prompt
+            if (peak := peak_mebibytes(run)) is not None:
+                results[f"prefill {length}"][name]["peak_mib"] = peak
+    _show(results)
     _write(output, results)
 
 
@@ -249,8 +288,7 @@ def _memory() -> Iterator[Results]:
     With padding the unpatched model needs a mask. Positions are passed, as generate() does. Call it last: from then on
     large freed blocks are returned to the system, because blocks that stay would hide the next peak.
     """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
+    _return_large_blocks()
     llama, ids = _llama(4, 512), _tokens(MEMORY_LENGTH)
     for padding in (0, PADDING):
         mask = torch.ones_like(ids)
@@ -268,6 +306,45 @@ def _memory() -> Iterator[Results]:
             found[name] = {"peak_mib": peak, "peak_ratio": peak / first["peak_mib"]}
         padded = f" with {padding} tokens of padding" if padding else ""
         yield {f"memory of prefill {MEMORY_LENGTH}{padded}": found}
+
+
+def _return_large_blocks() -> None:
+    """Let malloc return large freed blocks to the system from now on: blocks that stay hide the next peak."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
+
+
+def _engine(folder: Path, name: str) -> Any:
+    """Return vLLM's engine for a saved model, patched or not."""
+    from vllm import LLM
+
+    llama = _llama(4, 512, 2)
+    with _applied(llama, SERVED, name):
+        llama.save_pretrained(folder)
+    return LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=max(PROMPTS) + ANSWER,
+        max_num_seqs=1,
+    )
+
+
+def _request(engine: Any, prompt: list[int]) -> tuple[float, float]:
+    """Return CPU seconds of a prefill with its first token, and the median of the steps after it."""
+    from vllm import SamplingParams
+
+    limits = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True, detokenize=False)
+    start = time.process_time()
+    engine.llm_engine.add_request(str(start), {"prompt_token_ids": prompt}, limits)
+    answered = []
+    while engine.llm_engine.has_unfinished_requests():
+        if engine.llm_engine.step():  # a piece of the prompt that is not its last answers nothing
+            answered.append(time.process_time())
+    steps = [after - before for before, after in pairwise(answered)]
+    return answered[0] - start, statistics.median(steps)
 
 
 def _llama(layers: int, hidden: int, key_heads: int | None = None) -> LlamaForCausalLM:

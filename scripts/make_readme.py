@@ -221,6 +221,22 @@ def updates() -> str:
     return "\n\n".join(markdown_table(*table, numeric=True) for table in tables)
 
 
+def serving_cost() -> str:
+    """Return the cost of a request to vLLM beside the unpatched model, as multiples and in MiB."""
+    result: dict[str, Any] = read(BENCHMARKS / "serving.json")
+    runs, machine = result["results"], result["machine"]
+    longest = [cases for cases in runs.values() if "peak_mib" in cases["unpatched"]][-1]
+    rows = [
+        [f"`{name}`" if name != "unpatched again" else name]
+        + [f"{cases[name]['ratio']:.2f}" for cases in runs.values()]
+        + [f"{round(longest[name]['peak_mib'] - longest['unpatched']['peak_mib'])} MiB"]
+        for name in longest
+        if name != "unpatched"
+    ]
+    table = markdown_table(["", *runs, "memory more"], rows, numeric=True)
+    return f"{table}\n\nOne thread of {machine['processor_model']}, torch {machine['torch']}."
+
+
 Parts = Mapping[str, Callable[..., str]]
 REAL_MODEL_PAGES = (
     *("README.md", "docs/real_model.md", "docs/choosing.md", "docs/extend.md"),
@@ -242,7 +258,7 @@ PAGES: dict[Path, Parts] = {
     DOCS / "patching.md": {"attention_summary": attention_summary, "attention": attention},
     DOCS / "gpu.md": {"backends": gpu_table.table, "measured": gpu_table.measured},
     DOCS / "updates.md": {"updates": updates},
-    DOCS / "vllm.md": {"served": method_pages.served},
+    DOCS / "vllm.md": {"served": method_pages.served, "serving_cost": serving_cost},
     **{DOCS / "concepts" / f"{name}.md": vars(concept_pages) for name in CONCEPTS},
     **{DOCS / "methods" / f"{m.name}.md": METHOD_PARTS for m in METHODS},
 }
