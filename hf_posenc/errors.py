@@ -28,7 +28,8 @@ def unknown(kind: str, given: object, possible: Iterable[str]) -> PosencError:
     names = sorted(possible)
     close = difflib.get_close_matches(str(given), names, n=3)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")
+    listed = ", ".join(repr(name) if "," in name else name for name in names)
+    return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {listed}.")
 
 
 def one_line(error: BaseException) -> str:
