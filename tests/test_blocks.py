@@ -225,24 +225,15 @@ class Smaller(ast.NodeTransformer):
         return node
 
 
-SLOW = {"bench.md", "documents.md", "evaluation.md", "finetuning.md", "machines.md", "retrieval.md"}
-SLOW |= {"extend.md", "recommend.md", "start.md", "sweep.md", "gpu.md", "trainers.md"}
-SLOW |= {"errors.md", "patching.md", "real_model.md", "shipping.md", "CONTRIBUTING.md"}
-SLOW |= {"faq.md", "serving.md", "supporting_an_architecture.md", "writing_a_method.md"}
-SLOW |= {"finetuned/README.md"}
-"""Pages with many commands, or whose libraries take seconds to import."""
-
-
 def pages() -> Iterator[Any]:
-    """Yield the pages with code, the slow ones marked."""
+    """Yield the pages with code."""
     for page in PAGES:
         code = {match["language"] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))}
         if code & {"bash", "python"}:
-            names = {page.name, f"{page.parent.name}/{page.name}"}
-            marks = pytest.mark.slow if SLOW & names else ()
-            yield pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
+            yield pytest.param(page, id=str(page.relative_to(ROOT)))
 
 
+@pytest.mark.slow  # commands whose libraries take seconds to import
 @pytest.mark.parametrize("page", pages())
 @pytest.mark.filterwarnings("ignore:.*starts untrained", "ignore:Plain transformers cannot")
 def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:

@@ -430,10 +430,7 @@ class GrowingPlan(Plan):
         return self.method.bucket_of(m, self.original)
 
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
-        if lengths is not None:
-            return lengths[0].cpu()
-        by_row = self.method.update == "row"
-        return (self.bucket(m[0, 0]) if by_row else (m.amax() + 1).clamp(min=self.original)).cpu()
+        return (self.bucket(m[0, 0]) if lengths is None else lengths[0]).cpu()
 
 
 class XPosPlan(Plan):

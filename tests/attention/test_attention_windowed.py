@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape
 from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
+from hf_posenc.methods import RotaryBands
+from hf_posenc.methods.bands import Band, same
 from tests.attention.test_attention import FLASH, apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
@@ -185,6 +188,28 @@ def test_layers_that_are_not_patched_and_sliding_windows(path: str) -> None:
     got = zoo.logits(mistral, ids)
     with engine.forced("exact"):
         assert_close(got, zoo.logits(mistral, ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap(RotaryBands):
+    """Bands of a user's own, between which pairs are hidden: no kernel's form."""
+
+    name = "gap"
+    summary = source = "this test"
+
+    def bands(self, original: int) -> tuple[Band, ...]:
+        far = functools.partial(torch.full_like, fill_value=12)
+        near = Band(query_position=same, key_position=same, below=8)
+        return near, Band(query_position=far, key_position=torch.zeros_like, least=20)
+
+
+def test_bands_of_another_form_take_the_general_path(used: list[str]) -> None:
+    model, ids = patch_model(build(), Gap()), zoo.tokens(80)
+    used.clear()
+    got = zoo.logits(model, ids)
+    assert set(used) == {"exact"}
+    with engine.forced("exact"):
+        assert torch.equal(zoo.logits(model, ids), got)
 
 
 # The table

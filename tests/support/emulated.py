@@ -131,6 +131,8 @@ def _scores(query: Tensor, key: Tensor, *form: Any) -> Tensor:
 )
 def _attend(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
     """Return the output (rows, heads, features) and its log-sum-exp (heads, rows); +inf for a row without keys."""
+    assert query.shape[-1] % 8 == 0  # as CUDA's operator demands
+    assert min(len(query), len(key)) > 0
     scores = _scores(query, key, *form)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
