@@ -29,6 +29,8 @@ from hf_posenc.evaluation.retrieval.result import mcnemar
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.training.log import TrainingLog
 from scripts import results
+from scripts.add_result import added as added
+from scripts.add_result import whole_texts
 from scripts.measure_real_model import ADVICE, AGREEMENT, COPIED, TUNED
 from scripts.results import DEMO, REAL_MODEL, losses, made_with, perplexity, retrieval
 
@@ -72,10 +74,18 @@ def headline() -> str:
         f"On {len(result.documents)} documents of different kinds, no perplexity is significantly below the control's. "
         f"{_beyond_the_ends()} ([where the gain comes from](docs/real_model.md#where-the-gain-comes-from))."
     )
+    code = ("files of new code", "yarn (scale 2)", "self_extend (scale 2)", "rerope")
+    books = ("whole books", "yarn (auto)", "self_extend (auto)")
+    on_gpu = (
+        f"On an H100, over whole texts: {whole_texts('smollm2-code-h100', *code)}; "
+        f"{whole_texts('smollm2-books-h100', *books)} "
+        "([the table](docs/real_model.md#new-code-and-whole-books-on-a-gpu))."
+    )
     return "\n".join(
         [
             *(intro, "", _by_method(_real_columns(), SHOWN), ""),
             f"- {gain}",
+            f"- {on_gpu}",
             f"- Of the passkeys in {longest:,} tokens, {cut} of {len(places)} are cut off by truncation.",
             f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict}",
             "",
