@@ -26,7 +26,7 @@ from hf_posenc.evaluation.measuring.store import record_line
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json
-from scripts.results import DOCS, made_with, perplexity
+from scripts.results import DOCS, made_with, perplexity, retrieval
 
 EVIDENCE = DOCS / "data" / "evidence"
 Value = dict[str, Any]
@@ -111,6 +111,23 @@ def added(name: str) -> str:
         f"{result.model['device']}, {made_with(result.environment)}. Bold: significantly different.{gone}\n\n"
         f"{markdown_table(['method', *columns], rows, numeric=True)}"
     )
+
+
+def added_needles(name: str) -> str:
+    """Return a table of an added retrieval result at its longest length: answers, and answers ranked first."""
+    result = retrieval(EVIDENCE / f"{name}.json")
+    longest, tasks = (
+        max(c.length for c in result.cells),
+        dict.fromkeys(c.task for c in result.cells),
+    )
+    answers: dict[str, list[str]] = defaultdict(list)
+    for c in (c for c in result.cells if c.length == longest):
+        right, first = (round((share or 0) * c.samples) for share in (c.accuracy, c.first))
+        answers[f"`{c.method}`"].append(f"{right}, {first} of {c.samples}")
+    rows = [[method, *numbers] for method, numbers in answers.items()]
+    heads = [f"{longest:,} tokens: {task}" for task in tasks]
+    table = markdown_table(["answered, ranked first", *heads], rows, numeric=True)
+    return f"{result.model['name']}, one {result.model['device']}, {made_with(result.environment)}.\n\n{table}"
 
 
 def whole_texts(name: str, kind: str, *methods: str) -> str:

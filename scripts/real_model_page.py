@@ -30,6 +30,7 @@ from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.training.log import TrainingLog
 from scripts import results
 from scripts.add_result import added as added
+from scripts.add_result import added_needles as added_needles
 from scripts.add_result import whole_texts
 from scripts.measure_real_model import ADVICE, AGREEMENT, COPIED, TUNED
 from scripts.results import DEMO, REAL_MODEL, losses, made_with, perplexity, retrieval
