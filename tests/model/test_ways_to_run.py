@@ -83,12 +83,17 @@ def error(values: Tensor, expected: Tensor) -> float:
 CELLS = [(way, kind) for way in WAYS for kind in KINDS if WAYS[way].pairs(KINDS[kind])]
 
 
-# Left out of the fast suite; CI runs every cell. Graphs are traced for seconds, and the others are a numeric type or a
+# Left out of the fast suite. Graphs are traced for seconds, and the others are a numeric type or a
 # place of weights that is like another one here.
 ONLY_SLOW = (
     *("torch.compile", "torch.export", "threads", "pickle", "float32", "float64", "float16"),
     *("autocast bfloat16", "deterministic", "disk offload", "offload after", "meta device"),
 )
+
+
+TRACED = ("torch.compile", "torch.export")
+"""Ways whose cells take longest, of which CI runs a few kinds and the weekly job all."""
+TRACED_IN_CI = ("bands", "bias", "dynamic by row", "static frequencies")
 
 
 def cells() -> list[Any]:
@@ -99,10 +104,13 @@ def cells() -> list[Any]:
         for kind in kinds[: 0 if way in ONLY_SLOW else 1]:
             count[kind] += 1
             fast.add((way, kind))
-    return [
-        pytest.param(*cell, marks=() if cell in fast else pytest.mark.slow, id="-".join(cell))
-        for cell in CELLS
-    ]
+
+    def marks(way: str, kind: str) -> list[Any]:
+        weekly = way in TRACED and kind not in TRACED_IN_CI
+        late = [] if (way, kind) in fast else [pytest.mark.slow]
+        return [*late, pytest.mark.weekly] if weekly else late
+
+    return [pytest.param(*cell, marks=marks(*cell), id="-".join(cell)) for cell in CELLS]
 
 
 @pytest.mark.parametrize(("way_name", "kind_name"), cells())
