@@ -90,7 +90,7 @@ def _specs(command: str) -> list[str]:
 
 def added(name: str) -> str:
     """Return a table of an added result: ratios to truncation of the ends, of whole texts, and of short texts."""
-    result, cells = _cells(name)
+    result, cells = added_cells(name)
     original, kinds = result.original or 0, (("tail", "end"), ("prefix", "whole"))
     columns = {
         f"{length:,} tokens: {words}": (protocol, length)
@@ -100,7 +100,7 @@ def added(name: str) -> str:
     }
     columns[f"short: {original:,}"] = "prefix", original
     rows = [
-        [f"`{label}`", *(_ratio(cells.get((label, *column))) for column in columns.values())]
+        [f"`{label}`", *(bold_ratio(cells.get((label, *column))) for column in columns.values())]
         for label in dict.fromkeys(label for label, *_ in cells if label != TRUNCATION)
     ]
     missing = {*_specs(result.command or "")} - {entry.spec for entry in result.candidates}
@@ -132,23 +132,27 @@ def added_needles(name: str) -> str:
 
 def whole_texts(name: str, kind: str, *methods: str) -> str:
     """Return the ratios of methods over whole texts, of a kind, at the least length beyond the trained one."""
-    result, cells = _cells(name)
+    result, cells = added_cells(name)
     length = min(n for n in result.settings.lengths if n > (result.original or 0))
     found = (cells[method, "prefix", length] for method in methods)
-    ratios = (f"`{c.method.partition(' ')[0]}` {_ratio(c, '')}{_WORDS[c.differs]}" for c in found)
+    ratios = (
+        f"`{c.method.partition(' ')[0]}` {bold_ratio(c, '')}{_WORDS[c.differs]}" for c in found
+    )
     return f"{len(result.documents)} {kind} of {length:,} tokens: {', '.join(ratios)}"
 
 
 _WORDS = {-1: ", significantly better", 0: "", 1: ", significantly worse"}
 
 
-def _cells(name: str) -> tuple[PerplexityResult, dict[tuple[str, str, int], Cell]]:
+def added_cells(name: str) -> tuple[PerplexityResult, dict[tuple[str, str, int], Cell]]:
+    """Return an added result, and its cells by method, protocol and length, with ratios to truncation."""
     result = perplexity(EVIDENCE / f"{name}.json")
     cells = summarize(result.records, baseline=TRUNCATION)
     return result, {(cell.method, cell.protocol, cell.length): cell for cell in cells}
 
 
-def _ratio(cell: Cell | None, bold: str = "**") -> str:
+def bold_ratio(cell: Cell | None, bold: str = "**") -> str:
+    """Return a ratio with its interval, bold if it is significant; empty where there is none."""
     if cell is None or cell.ratio is None or cell.ratio_interval is None:
         return ""
     low, high = map(number, cell.ratio_interval)

@@ -30,24 +30,23 @@ from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.training.log import TrainingLog
 from scripts import results
 from scripts.add_result import added as added
+from scripts.add_result import added_cells, bold_ratio, whole_texts
 from scripts.add_result import added_needles as added_needles
-from scripts.add_result import whole_texts
 from scripts.measure_real_model import ADVICE, AGREEMENT, COPIED, TUNED
+from scripts.method_pages import expressed
 from scripts.results import DEMO, REAL_MODEL, losses, made_with, perplexity, retrieval
 
 RANGES = (
     "In parentheses: 95 % intervals (Student's t over documents); the ratios are paired, and their intervals are "
     "simultaneous over the methods of a column (Bonferroni)."
 )
-SHOWN = (
-    *(UNPATCHED, TRUNCATION, "attention_sinks", "pi", "yarn", "dynamic_yarn"),
-    *("rerope", "self_extend", "dual_chunk"),
-)
-"""The methods in README.md: the controls, and those that it recommends, with one that does not work."""
+SHOWN = (TRUNCATION, "yarn", "dynamic_yarn", "self_extend", "rerope")
+"""The methods in README.md: the control, and those that it recommends."""
 SHORT, TAILS, LONGER = (REAL_MODEL / f"tail-{length}.json" for length in ("2k", "16k", "32k"))
 WHOLE = REAL_MODEL / "longppl-16k.json"
 """The measurement of whole texts, and of their key tokens."""
 PASSKEY = REAL_MODEL / "passkey.json"
+H200 = results.DOCS / "data" / "gpu" / "h200.json"
 
 
 # README.md and docs/choosing.md
@@ -55,44 +54,70 @@ PASSKEY = REAL_MODEL / "passkey.json"
 
 def headline() -> str:
     """Return what README.md says below the picture of `draw_real_model`."""
-    result, keys = perplexity(TAILS), retrieval(PASSKEY)
+    keys, (result, code) = retrieval(PASSKEY), added_cells("smollm2-code-h100")
     length, longest = result.settings.lengths[-1], max(keys.settings.lengths)
-    cells = results.tails(TAILS).values()
-    lower = [cell.method for cell in cells if cell.length == length and cell.differs < 0]
-    assert not lower, f"README.md would say that none is significantly lower: {lower}"
-    places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
-    cut = sum(distance > (keys.original or 0) for distance in places.values())
+    ends = {"whole": "prefix", "end": "tail"}
+    on_code = {f"new code, {length:,} tokens: {words}": dict[str, str]() for words in ends}
+    for (label, protocol, tokens), cell in code.items():
+        for column, kind in zip(on_code.values(), ends.values(), strict=True):
+            if (protocol, tokens) == (kind, length):
+                column[_method(label)] = bold_ratio(cell)
     extended = ExtendResult.from_dict(results.read(REAL_MODEL / "extend.json"))
     verdict = f"{' '.join(extended.lines()[:3])} {_without_one(extended)}"
+    places = {r.depth: r.distance or 0 for r in keys.records if r.length == longest}
+    cut = sum(distance > (keys.original or 0) for distance in places.values())
+    short = perplexity(SHORT).settings.lengths[-1]
+    columns = {
+        f"passkeys in {longest:,} tokens": _answered(),
+        **on_code,
+        f"short texts, {short:,} tokens": _shares(SHORT, short, UNPATCHED),
+        "in vLLM": dict.fromkeys(SHOWN[1:], "plug-in")
+        | {name: "itself" for name, row in expressed("vllm").items() if row.form},
+        "prefill of 32,768 tokens, one layer on an H200": _prefill(32768),
+    }
+    better = code["self_extend (scale 2)", "prefix", length]
+    assert better.differs < 0 < code["yarn (scale 2)", "prefix", length].differs
+    books = whole_texts("smollm2-books-h100", "whole books", "yarn (auto)", "self_extend (auto)")
     intro = (
-        f"SmolLM2-135M-Instruct reads {result.original:,} tokens by its config. Its weights are quantized "
-        f"({result.model['name'].partition(' (')[2]}, and no method changes them. The control is "
-        f"`{TRUNCATION}`: the unpatched model on the last {result.original:,} tokens. Ratios of tail perplexities "
-        f"(of the last {result.settings.tail_tokens:,} tokens of each document), and passkeys (numbers hidden in the "
-        "text); empty: not measured."
+        f"SmolLM2-135M-Instruct reads {result.original:,} tokens by its config. No method below changes its weights. "
+        "**On new code at twice its length, `self_extend` is significantly better than cutting the text, by "
+        f"{100 * (1 - (better.ratio or 1)):.1f} % over whole texts, and finds what is cut off. `yarn` finds it too, and makes "
+        "short texts worse. On novels, cutting the text is as good.** Perplexities are divided by those of "
+        f"`{TRUNCATION}`, the unpatched model on the last {result.original:,} tokens (short texts: by the unpatched "
+        "model's). Bold: significantly different; empty: not measured."
     )
-    gain = (
-        f"On {len(result.documents)} documents of different kinds, no perplexity is significantly below the control's. "
-        f"{_beyond_the_ends()} ([where the gain comes from](docs/real_model.md#where-the-gain-comes-from))."
+    sources = (
+        f"Code: {len(result.documents)} files that are newer than the model, on an H100. {books} ([the tables]"
+        "(docs/real_model.md#new-code-and-whole-books-on-a-gpu)). Passkeys and short texts: on a CPU. Of the passkeys, "
+        f"{cut} of {len(places)} are cut off by truncation. Prefill: the best kernel, as a multiple of plain "
+        "attention. vLLM's plug-in runs on a CPU so far."
     )
-    code = ("files of new code", "yarn (scale 2)", "self_extend (scale 2)", "rerope")
-    books = ("whole books", "yarn (auto)", "self_extend (auto)")
-    on_gpu = (
-        f"On an H100, over whole texts: {whole_texts('smollm2-code-h100', *code)}; "
-        f"{whole_texts('smollm2-books-h100', *books)} "
-        "([the table](docs/real_model.md#new-code-and-whole-books-on-a-gpu))."
+    advice = (
+        f"[`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict}"
     )
-    return "\n".join(
-        [
-            *(intro, "", _by_method(_real_columns(), SHOWN), ""),
-            f"- {gain}",
-            f"- {on_gpu}",
-            f"- Of the passkeys in {longest:,} tokens, {cut} of {len(places)} are cut off by truncation.",
-            f"- [`hf-posenc extend`](docs/extend.md#on-a-real-model), on ten files of new code: {verdict}",
-            "",
-            "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them.",
-        ]
-    )
+    end = "[docs/real_model.md](docs/real_model.md) has all numbers, and the command that repeats them."
+    return f"{intro}\n\n{_by_method(columns, SHOWN)}\n\n- {sources}\n- {advice}\n\n{end}"
+
+
+def _answered() -> dict[str, str]:
+    """Return the passkeys that each method answers in the longest prompts."""
+    found = results.passkeys(PASSKEY)[1]
+    return {_method(m): f"{keys.answered} of {keys.samples}" for m, keys in found.items()}
+
+
+def _prefill(length: int) -> dict[str, str]:
+    """Return the least measured time of each method's prefill, as a multiple of plain attention's."""
+    rows = [
+        r for r in results.read(H200)["rows"] if (r["phase"], r["length"]) == ("prefill", length)
+    ]
+    times = {row["method"]: row["ms"] for row in rows if "ms" in row}
+    return {
+        "yarn": "1 (it changes a table)",
+        **{
+            method: f"{min(x for k, x in ms.items() if k != 'plain') / ms['plain']:.2f}"
+            for method, ms in times.items()
+        },
+    }
 
 
 def evidence() -> str:
@@ -123,10 +148,7 @@ def _real_columns() -> dict[str, dict[str, str]]:
     for file, base in ((TAILS, TRUNCATION), (LONGER, TRUNCATION), (SHORT, UNPATCHED)):
         length = perplexity(file).settings.lengths[-1]
         columns[f"{length:,} tokens: perplexity / {base}"] = _shares(file, length, base)
-    longest, found = results.passkeys(PASSKEY)
-    columns[f"{longest:,} tokens: passkeys answered"] = {
-        _method(label): f"{keys.answered} of {keys.samples}" for label, keys in found.items()
-    }
+    columns[f"{results.passkeys(PASSKEY)[0]:,} tokens: passkeys answered"] = _answered()
     return columns
 
 
