@@ -81,8 +81,8 @@ def headline() -> str:
     intro = (
         f"SmolLM2-135M-Instruct reads {result.original:,} tokens by its config. No method below changes its weights. "
         "**On new code at twice its length, `self_extend` is significantly better than cutting the text, by "
-        f"{100 * (1 - (better.ratio or 1)):.1f} % over whole texts, and finds what is cut off. `yarn` finds it too, and makes "
-        "short texts worse. On novels, cutting the text is as good.** Perplexities are divided by those of "
+        f"{100 * (1 - (better.ratio or 1)):.1f} % over whole texts, and finds what is cut off. `yarn` finds it too, "
+        "and makes short texts worse. On novels, cutting the text is as good.** Perplexities are divided by those of "
         f"`{TRUNCATION}`, the unpatched model on the last {result.original:,} tokens (short texts: by the unpatched "
         "model's). Bold: significantly different; empty: not measured."
     )
