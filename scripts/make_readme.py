@@ -3,7 +3,8 @@
 python -m scripts.make_readme            write them
 python -m scripts.make_readme --check    fail where they are not what they should be
 
-The part between `<!-- generated: NAME WORDS -->` and `<!-- end -->` is what the function NAME of `PAGES` returns.
+The part between `<!-- generated: NAME WORDS -->` and `<!-- end -->` is what the function NAME of `PAGES` returns. The
+evidence that `recommend` prints is written too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,10 @@ from scripts.results import (
     BENCHMARKS,
     DEMO,
     DOCS,
+    EVIDENCE,
     ROOT,
     UPDATES,
+    evidence,
     made_with,
     passkeys,
     perplexity,
@@ -274,9 +278,10 @@ def wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        before, after = page.read_text(encoding="utf-8"), filled(page)
+    made = {page: partial(filled, page) for page in PAGES} | {EVIDENCE: evidence}
+    for file, make in made.items():
+        before, after = file.read_text(encoding="utf-8"), make()
         if "--check" not in sys.argv[1:]:
-            page.write_text(after, encoding="utf-8")
+            file.write_text(after, encoding="utf-8")
         elif before != after:
-            sys.exit(f"{page.name} is not up to date: run python -m scripts.make_readme.")
+            sys.exit(f"{file.name} is not up to date: run python -m scripts.make_readme.")

@@ -67,7 +67,6 @@ def perplexity(
     """
     early.check(options, model, documents, run)
     frame = Frame(context, run, PERPLEXITY_METHODS)
-    from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import prepare
 
     def load(name: str) -> tuple[Any, Any]:
@@ -79,8 +78,6 @@ def perplexity(
     result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
         frame.present(result, result.model)
-        for table in map(published.get, options.compare):
-            print_items(published.beside(table, result), *published.remarks(table))
         exit_on(result.problems())
 
 

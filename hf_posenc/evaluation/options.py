@@ -221,12 +221,6 @@ class ProtocolOptions(ReadingOptions):
         "Units of equal weight: tokens, windows, batches or documents; or hf-docs.",
         shown="tokens, or as the preset says",
     )
-    compare: Sequence[str] = option(
-        "A published table to print beside; refused where its protocol is another one.",
-        (),
-        metavar="ID",
-        rank=1,
-    )
     windows_per_document: int | None = None
     buckets: int | None = None
     bos_windows: str | None = None

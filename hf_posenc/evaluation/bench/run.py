@@ -56,7 +56,6 @@ from hf_posenc.evaluation.options import (
 )
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
-from hf_posenc.evaluation.published import beside, get, remarks
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
 from hf_posenc.evaluation.retrieval.result import (
     Failure,
@@ -112,7 +111,6 @@ class BenchResult(Result):
     Attributes:
         retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
         speed: The timed prefill at the longest length; `None` if it was not measured.
-        compare: Names of published tables to show beside it.
         remarks: Notes about parts that were left out.
     """
 
@@ -125,7 +123,6 @@ class BenchResult(Result):
     suite: str
     retrieval: RetrievalResult | None = None
     speed: SpeedResult | None = None
-    compare: Sequence[str] = ()
     remarks: Sequence[str] = ()
 
     def scalars(self) -> Iterator[tuple[str, int, float]]:
@@ -139,7 +136,7 @@ class BenchResult(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values. All but `speed` is deterministic."""
         values: dict[str, Any] = {"format": FORMAT, "kind": self.kind}
-        values |= {name: getattr(self, name) for name in ("suite", "compare", "remarks", *_PARTS)}
+        values |= {name: getattr(self, name) for name in ("suite", "remarks", *_PARTS)}
         values |= {name: values[name] and values[name].to_dict() for name in _PARTS}
         ready: dict[str, Any] = finite(values)
         return ready
@@ -148,7 +145,7 @@ class BenchResult(Result):
     def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
         """Read the values of `to_dict`."""
         parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()}
-        return cls(**parts, **{name: values[name] for name in ("suite", "compare", "remarks")})
+        return cls(**parts, **{name: values[name] for name in ("suite", "remarks")})
 
     def files(self) -> dict[str, str]:
         """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
@@ -196,7 +193,7 @@ class BenchResult(Result):
         return None if self.retrieval is None else self.retrieval.plot()
 
     def tables(self) -> list[Grid]:
-        """Return the main table, retrieval by task if there are several, and the published tables."""
+        """Return the main table, and retrieval by task if there are several."""
         grids = [self.table()]
         if self.retrieval is not None and len(self.retrieval.settings.tasks) > 1:
             tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
@@ -208,7 +205,7 @@ class BenchResult(Result):
                 shares = (_share(self.retrieval, entry.label, [task]) for task in tasks)
                 grid.row(entry.label, *shares)
             grids.append(grid)
-        return [*grids, *(beside(get(name), self.perplexity) for name in self.compare)]
+        return grids
 
     def table(self) -> Grid:
         """Return methods against lengths: a block per protocol; retrieval, speed and memory beside the first.
@@ -288,8 +285,6 @@ class BenchResult(Result):
             yield from _retrieval_notes(self.retrieval)
         if self.speed is not None:
             yield from _speed_notes(self.speed, measured.head_replay != "off")
-        for name in self.compare:
-            yield from remarks(get(name))
         yield from measured.guide()
 
     def problems(self) -> Iterator[str]:
@@ -463,7 +458,7 @@ def bench(
         The results of the three parts, with a common table.
 
     Raises:
-        PosencError: Options exclude each other, a published table is of another protocol, or no document can be used.
+        PosencError: Options exclude each other, or no document can be used.
     """
     folder = output_folder(output, progress)
     options = with_fields(BenchOptions, options, fields)
@@ -531,6 +526,5 @@ def prepare(
             prefill=settings.prefill,
             metadata=metadata,
         )
-    compare = tuple(options.compare)
-    about = {"suite": options.suite, "compare": compare, "remarks": tuple(remarks)}
+    about = {"suite": options.suite, "remarks": tuple(remarks)}
     return BenchJob(run, parts, speed, about)

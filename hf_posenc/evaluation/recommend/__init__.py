@@ -17,9 +17,8 @@ from torch import nn
 
 from hf_posenc.adapters import available_architectures
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Grid
-from hf_posenc.evaluation.published import TOLERANCE
+from hf_posenc.evaluation.recommend.evidence import TOLERANCE, verdict
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FAST_TURNS,
@@ -139,7 +138,7 @@ class Advice:
     @property
     def unrefuted(self) -> list[Option]:
         """The options that work as they are, and that no published table refutes at this factor."""
-        return [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+        return [o for o in self.best if verdict(o.evidence, self.factor) >= 0]
 
     @property
     def first(self) -> list[Option]:

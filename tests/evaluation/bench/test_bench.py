@@ -261,18 +261,6 @@ def test_two_processes_give_what_one_gives(whole: str, tmp_path: Path) -> None:
     assert made.speed is not None
 
 
-def test_a_published_table_stands_beside_or_is_refused(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lengths": (64, 128), "tasks": (), "rounds": 0}
-    with pytest.raises(PosencError, match=r"alibi-t5.*not comparable.*protocol: disjoint"):
-        measured(compare=["alibi-t5"], **options)
-    result = measured(compare=["alibi-t5"], protocols=("disjoint",), **options)
-    text = result._repr_markdown_()
-    assert "| this run | sliding_window |" in text
-    assert "ALiBi" in text
-    assert "Only the protocol is the same" in text
-    assert BenchResult.from_dict(result.to_dict())._repr_markdown_() == text
-
-
 def test_prompts_that_are_too_short_are_said_and_left_out() -> None:
     result = measured(lengths=(64, 128), rounds=0)
     assert result.retrieval is None
