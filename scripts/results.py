@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ import pandas
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.recommend.evidence import TOLERANCE
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BENCHMARKS, REAL_MODEL = DOCS / "data" / "benchmarks", DOCS / "data" / "real_model"
 DEMO = DOCS / "data" / "demo" / "perplexity.json"
+TRANSCRIBED = DOCS / "data" / "published.json"
+EVIDENCE = ROOT / "hf_posenc" / "evaluation" / "recommend" / "evidence.json"
 ATTENTION, UPDATES = BENCHMARKS / "attention_distance.json", BENCHMARKS / "updates.json"
 
 
@@ -102,44 +102,10 @@ def made_with(environment: Mapping[str, Any]) -> str:
     return f"torch {environment['torch']}, transformers {environment['transformers']}"
 
 
-# Published tables, as printed: docs/data/published.json.
-
-TRANSCRIBED = DOCS / "data" / "published.json"
-EVIDENCE = ROOT / "hf_posenc" / "evaluation" / "recommend" / "evidence.json"
-
-
 def evidence() -> str:
     """Return how far untrained methods held in published tables, as the JSON file that `recommend` reads."""
-    tables = {table["id"]: table for table in read(TRANSCRIBED)["tables"]}
-    rows = [
-        f"  {json.dumps([method, id, model, *_reach(tables[id], model, row)])}"
-        for method, found in read(TRANSCRIBED)["untrained"].items()
-        for id, model, row in found
-    ]
-    return "[\n" + ",\n".join(rows) + "\n]\n"
-
-
-def _reach(table: Mapping[str, Any], model: str, method: str) -> tuple[float, float | None]:
-    """Return the largest multiple of the trained length at which a row holds, and the first at which it does not.
-
-    The trained length is that at which the unpatched model is best. Memory that runs out proves nothing; a bound such
-    as `>1e3` is far above.
-    """
-
-    def printed(name: str) -> dict[int, float]:
-        rows = (row for row in table["rows"] if (row["model"], row["method"]) == (model, name))
-        values = zip(table["columns"], next(rows)["values"], strict=True)
-        known = {length: value for length, value in values if value not in (None, "OOM")}
-        losses = table["metric"] == "loss"
-        return {
-            length: math.inf if isinstance(value, str) else math.exp(value) if losses else value
-            for length, value in known.items()
-        }
-
-    plain, held = printed("none"), 0.0
-    trained = min(reversed(plain), key=plain.__getitem__)
-    for length, value in printed(method).items():
-        if length >= trained and value > TOLERANCE * plain[trained]:
-            return held, length / trained
-        held = max(held, length / trained) if length >= trained else held
-    return held, None
+    found = read(TRANSCRIBED)["untrained"].items()
+    rows = (
+        [method, table, model, *reach] for method, own in found for table, model, _, *reach in own
+    )
+    return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n"

@@ -405,7 +405,7 @@ def selftest(
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")
     early.check_device(options.device)
-    from hf_posenc.evaluation.selftest import selftest as run
+    from hf_posenc.evaluation.device.selftest import selftest as run
 
     result = run(options)
     if file is not None:

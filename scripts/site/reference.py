@@ -174,8 +174,8 @@ def published_tables() -> str:
 def _published(table: Mapping[str, Any]) -> Iterator[str]:
     yield f"## `{table['id']}`"
     source, protocol = table["source"], table["protocol"]
-    origin = source.get("url") or f"github.com/{source.get('repo')}, {source.get('path')}"
-    origin = f"arXiv {source['arxiv']}" if "arxiv" in source else origin
+    home = source.get("url") or f"github.com/{source.get('repo')}, {source.get('path')}"
+    origin = f"arXiv {source['arxiv']}" if "arxiv" in source else home
     names = {"name": "protocol", "aggregate": "mean over", "tail_tokens": "tail tokens"}
     stated = {names.get(key, key): value for key, value in protocol.items() if key != "note"}
     facts = [f"{key}: {value}" for key, value in stated.items() if value is not None]

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     assert len(said) == 3
     assert all("yarn (auto)" in line and "out of memory" in line for line in said)
     assert result.speed is not None
-    assert result.speed.cell("none").tokens_per_second is not None
+    assert result.speed.row("none").tokens_per_second is not None
 
 
 @pytest.mark.usefixtures("quick_collection")
@@ -180,10 +180,9 @@ def test_speed_is_timed_in_pieces_where_the_whole_does_not_fit() -> None:
     hungry(model, 600)
     result = measured(model, tasks=(), rounds=2)
     assert result.speed is not None
-    cell = result.speed.cell("yarn (auto)")
-    assert cell.failed is None
-    assert cell.prefill == 512
-    assert result.speed.cell("none").prefill is None
+    assert result.speed.row("yarn (auto)").failed is None
+    assert result.speed.pieces("yarn (auto)") == 512
+    assert result.speed.pieces("none") is None
     assert any("yarn (auto): prefill in pieces of 512 tokens" in line for line in result.notes())
 
 
@@ -223,20 +222,6 @@ def test_a_killed_run_goes_on_where_it_was(calls: int, whole: str, tmp_path: Pat
     assert made is not None
     assert without_speed(made) == whole
     assert len(parts) - before <= ALL_CALLS - calls + 3  # at most what was in flight is repeated
-
-
-def test_a_finished_run_measures_nothing_again(tmp_path: Path) -> None:
-    first = work(tiny()).run(tmp_path)
-    assert first is not None
-    first.write(tmp_path, plots=False)
-    names = ("bench.json", "bench.csv", "table.md", "timings.json")
-    before = {name: (tmp_path / name).read_bytes() for name in names}
-    calls: list[Any] = []
-    again = work(tiny()).run(tmp_path, progress=lambda *call: calls.append(call))
-    assert again is not None
-    again.write(tmp_path, plots=False)
-    assert not calls
-    assert {name: (tmp_path / name).read_bytes() for name in names} == before
 
 
 def test_what_the_other_commands_measured_is_not_measured_again(tmp_path: Path) -> None:

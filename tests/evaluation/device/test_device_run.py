@@ -145,17 +145,6 @@ def test_every_method_is_measured_in_every_phase(
     assert "--suite gpu" in page  # the command
 
 
-def test_a_finished_run_measures_nothing_again(
-    command: tuple[Path, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, invoke = command
-    before = (folder / "gpu.json").read_bytes()
-    monkeypatch.setattr(gpu, "_released", None)
-    again = invoke()
-    assert again.exit_code == 0, again.output
-    assert (folder / "gpu.json").read_bytes() == before
-
-
 def test_the_report_shows_it(command: tuple[Path, Callable[..., Any]]) -> None:
     page = render(collect([command[0]]), figures=False)
     assert 'id="gpu-1"' in page

@@ -83,9 +83,9 @@ def prepared(advise: Callable[..., Advice]) -> ExtendJob:
 
 
 def with_budget(job: ExtendJob, budget: Any) -> ExtendJob:
-    """The same job, without remarks."""
+    """The same job."""
     options = dataclasses.replace(job.options, budget=budget)
-    return dataclasses.replace(job, options=options, remarks=[])
+    return dataclasses.replace(job, options=options)
 
 
 def fitted(job: ExtendJob, budget: Any = None) -> Plan:
@@ -434,8 +434,7 @@ def test_methods_that_all_fail_are_an_answer(
 
 def best_is(kind: str, job: ExtendJob, gain: float) -> Loss:
     """The first method of a kind is better than all others by this much, in every document alike."""
-    first = job.specs[kind][0]
-    label = next(c.label for c in job.whole.candidates if c.spec == first)
+    label = job.methods(kind)[0].label
     return lambda *key: good(*key) - gain * (key[0] == label and key[1] == TARGET)
 
 
@@ -466,8 +465,7 @@ def test_few_documents_do_not_make_a_much_worse_table_equal(
         far = length == TARGET and label in tables
         return good(label, length, document) + far * (0.05 + 0.7 * (-1) ** (document // 2))
 
-    names = {spec.partition(":")[0] for spec in job.specs["table"]}
-    tables = {c.label for c in job.whole.candidates if c.method in names}
+    tables = {candidate.label for candidate in job.methods("table")}
     planted.loss = loss
     result = verdict(with_budget(job, 100))
     assert result.choice.ranked[0] not in tables
@@ -485,7 +483,7 @@ def test_attention_that_is_told_apart_wins(gain: float, job: ExtendJob, planted:
 def test_the_reporting_half_does_not_choose(job: ExtendJob, planted: Planted) -> None:
     """Every method but the chosen one is far better in the documents that report."""
     table = best_is("table", job, 0.1)
-    chosen = next(c.label for c in job.whole.candidates if c.spec == job.specs["table"][0])
+    chosen = job.methods("table")[0].label
 
     def loss(label: str, length: int, document: int) -> float:
         if document % 2 == 0 or label in CONTROLS:
@@ -523,20 +521,27 @@ def test_a_killed_run_resumes_and_another_budget_reuses_its_records(
     assert len(result.choosing.documents) < len(expected.choosing.documents)
 
 
+@pytest.mark.parametrize(
+    "tail", [{}, {"tail_tokens": 16, "windows_per_document": 2, "bos": "never"}]
+)
 @pytest.mark.usefixtures("advised")
-def test_what_a_sweep_has_measured_is_not_measured_again(planted: Planted, tmp_path: Path) -> None:
-    """A method by its target length is that by its scale."""
+def test_what_a_sweep_has_measured_is_not_measured_again(
+    tail: dict[str, Any], planted: Planted, tmp_path: Path
+) -> None:
+    """A method by its target length is that by its scale; both commands take the options of the tail."""
     planted.finds = nobody  # nothing is saved
-    job = job_of(tiny())
-    methods = [spec.partition(":")[0] for own in job.specs.values() for spec in own[:2]]
-    options = SweepOptions(methods=methods, target_length=TARGET, scales=(8.0,))
+    job = job_of(tiny(), budget=100, **tail)
+    methods = [str(candidate.method) for candidate in job.taken(3)]
+    options = SweepOptions(
+        methods=methods, target_length=TARGET, scales=(8.0,), first_documents=24, **tail
+    )
     prepare_sweep(job.whole.model, WORDS, Source.of(TEXTS), options).run(tmp_path)
     planted.count = 0
     verdict(job, tmp_path)
     left, planted.count = planted.count, 0
     verdict(job)
-    # of 45 windows; the sweep has left out some methods on the last documents
-    assert 35 < planted.count - left <= 45
+    # all windows of all methods are the sweep's, and the passkeys are left
+    assert (left, planted.count) == (2 * 8 * 10, 2 * 8 * 10 + 12 * (7 + 4))
 
 
 @pytest.mark.slow

@@ -505,31 +505,21 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
     assert lines[-1].endswith("--all")
 
 
-def test_the_command_prints_all(folder: Path, only: Callable[..., None]) -> None:
-    result = invoke(folder, "--target-length", "1k", "--all")
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
+def test_the_command_prints_all_and_json_says_the_same(
+    folder: Path, only: Callable[..., None]
+) -> None:
+    lines = invoke(folder, "--target-length", "1k", "--all").output.splitlines()
     first = next(line for line in lines if line.split()[:3] == ["as", "it", "is"])
     assert first.split()[3:5] == ["frequencies", "yarn"]
     assert "In Python: patch_model(model, 'yarn', target_length=1024)" in lines
     assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
-    assert "--weights" in result.output  # what it could not try
+    assert any("--weights" in line for line in lines)  # what it could not try
     only("yarn", "rerope")
-    weights = invoke(folder, "--target-length", "1k", "--all", "--weights")
-    assert "--weights" not in weights.output
-
-
-def test_json_says_the_same(folder: Path, only: Callable[..., None]) -> None:
-    only("yarn", "ntk", "rerope", "alibi")
+    assert "--weights" not in invoke(folder, "--target-length", "1k", "--all", "--weights").output
     found = json.loads(invoke(folder, "--target-length", 1024, "--json").output)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    expected = recommend(on_meta(model.config), 1024, name=str(folder))
-    assert [option["method"] for option in found["options"]] == [
-        option.method for option in expected.options
-    ]
-    assert found["options"][0]["call"] == expected.options[0].call
-    assert found["limits"]["critical_dimension"] == expected.limits.critical_dimension
-    assert found["commands"] == list(expected.commands())
+    expected = recommend(on_meta(model.config), 1024, name=str(folder)).to_dict()
+    assert found == json.loads(json.dumps(expected))
 
 
 @pytest.mark.parametrize(
