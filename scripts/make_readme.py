@@ -14,7 +14,6 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +277,11 @@ def wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    made = {page: partial(filled, page) for page in PAGES} | {EVIDENCE: evidence}
-    for file, make in made.items():
-        before, after = file.read_text(encoding="utf-8"), make()
+    for file in (*PAGES, EVIDENCE):
+        before, after = (
+            file.read_text(encoding="utf-8"),
+            filled(file) if file in PAGES else evidence(),
+        )
         if "--check" not in sys.argv[1:]:
             file.write_text(after, encoding="utf-8")
         elif before != after:

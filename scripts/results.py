@@ -104,8 +104,5 @@ def made_with(environment: Mapping[str, Any]) -> str:
 
 def evidence() -> str:
     """Return how far untrained methods held in published tables, as the JSON file that `recommend` reads."""
-    found = read(TRANSCRIBED)["untrained"].items()
-    rows = (
-        [method, table, model, *reach] for method, own in found for table, model, _, *reach in own
-    )
-    return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n"
+    own = ((method, row) for method, rows in read(TRANSCRIBED)["untrained"].items() for row in rows)
+    return json.dumps([[method, *row[:2], *row[3:]] for method, row in own], indent=0) + "\n"

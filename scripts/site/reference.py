@@ -168,7 +168,7 @@ def recipes() -> str:
 
 def published_tables() -> str:
     """Document every published table, as printed."""
-    return "\n\n".join("\n\n".join(_published(table)) for table in read(TRANSCRIBED)["tables"])
+    return "\n\n".join(part for table in read(TRANSCRIBED)["tables"] for part in _published(table))
 
 
 def _published(table: Mapping[str, Any]) -> Iterator[str]:
@@ -177,24 +177,20 @@ def _published(table: Mapping[str, Any]) -> Iterator[str]:
     home = source.get("url") or f"github.com/{source.get('repo')}, {source.get('path')}"
     origin = f"arXiv {source['arxiv']}" if "arxiv" in source else home
     names = {"name": "protocol", "aggregate": "mean over", "tail_tokens": "tail tokens"}
-    stated = {names.get(key, key): value for key, value in protocol.items() if key != "note"}
+    stated = {names.get(key, key): protocol[key] for key in protocol if key != "note"}
     facts = [f"{key}: {value}" for key, value in stated.items() if value is not None]
     note = f" ({table['metric_note']})" if "metric_note" in table else ""
     about = f" {', '.join(facts).capitalize()}." if facts else ""
-    yield escaped(
-        f"{table['paper']}, {table['table']}: {table['dataset']}. Read in {origin}. Values: "
-        f"{table['metric']}{note}, by {table['column_kind']}.{about}"
-    )
+    head = f"{table['paper']}, {table['table']}: {table['dataset']}. Read in {origin}."
+    yield escaped(f"{head} Values: {table['metric']}{note}, by {table['column_kind']}.{about}")
     yield from map(escaped, filter(None, (protocol.get("note"), table.get("caveat"))))
-    windows = any("window" in row for row in table["rows"])
-    grid = Grid.of("", "model", "method", *(["evaluated at"] if windows else []))
+    grid = Grid.of("", "model", "method")
     for column in table["columns"]:
         grid.column(f"{column:,}" if isinstance(column, int) else column, numeric=True)
     for row in table["rows"]:
-        values = row["values"]
-        shown = ("-" if v is None else v if isinstance(v, str) else f"{v:g}" for v in values)
-        window = [f"{row['window']:,}" if "window" in row else ""] if windows else []
-        grid.row(row["model"], row["method"], *window, *shown)
+        values = ("-" if v is None else f"{v:g}" if v != str(v) else v for v in row["values"])
+        at = f", evaluated at {row['window']:,}" if "window" in row else ""
+        grid.row(row["model"], row["method"] + at, *values)
     yield to_markdown(grid)
 
 

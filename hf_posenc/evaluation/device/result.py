@@ -257,9 +257,8 @@ class GpuResult(Result):
         by_phase: dict[str, list[Row]] = {}
         for row in self.records:
             by_phase.setdefault(row.phase, []).append(row)
-        whole = [self._whole(phase, by_phase[phase]) for phase in WHOLE if phase in by_phase]
-        layers = [self._layers(phase, by_phase[phase]) for phase in PHASES if phase in by_phase]
-        return [*self._checks(), *whole, *layers]
+        phases = (phase for phase in (*WHOLE, *PHASES) if phase in by_phase)
+        return [*self._checks(), *(self._times(phase, by_phase[phase]) for phase in phases)]
 
     def _checks(self) -> Iterator[Grid]:
         """Yield a table for each dtype: the largest error of a backend and a kind, by head dimension."""
@@ -279,52 +278,42 @@ class GpuResult(Result):
                 grid.row(f"{backend}: {kind}", *(_checked(checks.get(case)) for case in cases))
             yield grid
 
-    def _layers(self, phase: str, records: Iterable[Row]) -> Grid:
-        sizes, by_method = self.sizes, dict[str, dict[int, Row]]()
+    def _times(self, phase: str, records: Iterable[Row]) -> Grid:
+        """Return the table of a phase: methods, and at every length speed, slowdown and memory."""
+        by_method: dict[str, dict[int, Row]] = {}
         for row in records:
             by_method.setdefault(row.method, {})[row.length] = row
-        lengths = sorted({length for rows in by_method.values() for length in rows})
-        host = any(row.waits is not None for rows in by_method.values() for row in rows.values())
-        grid = Grid.of(
-            f"{PHASES[phase]}: one layer, {sizes['heads']} heads of {sizes['head_dim']} features, "
-            f"{sizes['key_heads']} of keys, {self.model['dtype']}",
-            *("method", "backend"),
+        every = [row for rows in by_method.values() for row in rows.values()]
+        lengths, host = (
+            sorted({row.length for row in every}),
+            any(r.waits is not None for r in every),
         )
-        heads = [x for n in lengths for x in (f"{n:,}\nms", "times\nplain", "MiB")]
-        for head in (*heads, *(("host\nwaits", "graph") if host else ())):
+        sizes, model, layer = self.sizes, self.model, phase in PHASES
+        if layer:
+            heads = ["ms", "times\nplain", "MiB"]
+            about = f"one layer, {sizes['heads']} heads of {sizes['head_dim']} features, {sizes['key_heads']} of keys"
+        else:
+            heads = ["tokens/s", "times\nunpatched", "GiB at\nthe peak"]
+            heads += ["GiB\nestimated"] * (phase == PERPLEXITY)
+            about = f"{model['name']}, {model['parameters'] / 1e6:,.1f} M parameters"
+        title = f"{(PHASES | WHOLE)[phase]}: {about}, {model['dtype']}"
+        grid = Grid.of(title, "method", "attention by")
+        for length in lengths:
+            for place, head in enumerate(heads):
+                grid.column(head if place else f"{length:,}\n{head}", numeric=True)
+        for head in ("host\nwaits", "graph") if host else ():
             grid.column(head, numeric=True)
         for method, rows in by_method.items():
-            fields = [x for length in lengths for x in _times(rows.get(length))]
+            fields = []
+            for length in lengths:
+                base = by_method.get("none", {}).get(length)
+                fields += _fields(rows.get(length), base, layer)[: len(heads)]
             if host:
                 last = rows[max(rows)]
                 graph = {None: "-", True: "yes", False: "no"}[last.captured]
                 fields += [Field("-" if last.waits is None else str(last.waits)), Field(graph)]
             chosen = dict.fromkeys(row.backend for row in rows.values() if row.backend)
             grid.row(method, ", ".join(chosen) or "-", *fields)
-        return grid
-
-    def _whole(self, phase: str, rows: Sequence[Row]) -> Grid:
-        grid = Grid.of(
-            f"{WHOLE[phase]}: {self.model['name']}, {self.model['parameters'] / 1e6:,.1f} M parameters, "
-            f"{self.model['dtype']}",
-            *("method", "attention by"),
-        )
-        heads = ("tokens", "tokens per\nsecond", "times\nunpatched", "GiB at\nthe peak")
-        estimated = phase == PERPLEXITY
-        for head in (*heads, *(("GiB\nestimated",) if estimated else ())):
-            grid.column(head, numeric=True)
-        unpatched = {row.length: row.milliseconds for row in rows if row.method == "none"}
-        for row in sorted(rows, key=lambda row: row.length):
-            rate, base, slower = row.tokens_per_second, unpatched.get(row.length), row.ratio
-            if slower is None and row.milliseconds and base:  # not in alternation
-                slower = row.milliseconds / base
-            speed = failure_field(row.failed)
-            if rate is not None:
-                speed = Field(f"{rate:,.0f}" if rate >= 100 else number(rate, 3))
-            memory = (row.peak_bytes, row.estimate_bytes)[: 1 + estimated]
-            sizes = (_in(2**30, size) for size in memory)
-            about = row.method, row.backend or "-", f"{row.length:,}"
-            grid.row(*about, speed, _times_plain(slower), *sizes)
         return grid
 
     def notes(self) -> Iterator[str]:
@@ -380,20 +369,20 @@ class GpuResult(Result):
         return "\n".join(lines) + "\n"
 
 
-def _times(row: Row | None) -> Sequence[Field]:
-    """Return milliseconds, ratio and memory of a layer; `None`: not measured."""
+def _fields(row: Row | None, base: Row | None, layer: bool) -> list[Field]:
+    """Return speed, slowdown, memory and its estimate; `None`: not measured."""
     if row is None or row.milliseconds is None:
-        return [Field("-") if row is None else failure_field(row.failed)] * 3
-    ratio = _times_plain(row.ratio)
-    return [Field(number(row.milliseconds, 3)), ratio, _in(2**20, row.peak_bytes)]
-
-
-def _times_plain(ratio: float | None) -> Field:
-    return Field("-" if ratio is None else f"{ratio:.2f}")
-
-
-def _in(unit: int, size: int | None) -> Field:
-    return Field("-" if size is None else number(size / unit, 3))
+        return [Field("-") if row is None else failure_field(row.failed)] * 4
+    rate, ratio = row.tokens_per_second or 0.0, row.ratio
+    if ratio is None and base is not None and base.milliseconds:  # not in alternation
+        ratio = row.milliseconds / base.milliseconds
+    speed = number(row.milliseconds, 3) if layer else number(rate, 3)
+    if not layer and rate >= 100:
+        speed = f"{rate:,.0f}"
+    unit = 2 ** (20 if layer else 30)
+    sizes = (row.peak_bytes, row.estimate_bytes)
+    memory = ("-" if size is None else number(size / unit, 3) for size in sizes)
+    return [Field(speed), Field("-" if ratio is None else f"{ratio:.2f}"), *map(Field, memory)]
 
 
 def _checked(found: Comparison | None) -> Field:
