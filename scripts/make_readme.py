@@ -14,6 +14,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,8 @@ def bench() -> str:
     return to_markdown(BenchResult.from_dict(read(BENCHMARKS / "bench.json")).table())
 
 
-def sweep() -> str:
-    """Return the table and the notes of the committed sweep."""
-    return _tuned(SweepResult)
-
-
-def search() -> str:
-    """Return the table and the notes of the committed search."""
-    return _tuned(SearchResult)
-
-
-def _tuned(kind: type[TuningResult]) -> str:
+def tuned(kind: type[TuningResult]) -> str:
+    """Return the table and the notes of the committed sweep or search."""
     result = kind.from_dict(read(BENCHMARKS / f"{kind.kind}.json"))
     notes = "\n".join(f"- {note}" for note in result.notes())
     return f"{to_markdown(result.tables()[0])}\n\n{notes}"
@@ -238,7 +230,7 @@ PAGES: dict[Path, Parts] = {
     **{ROOT / page: vars(real_model_page) for page in REAL_MODEL_PAGES},
     DOCS / "demo.md": {"demo": demo},
     DOCS / "bench.md": {"bench": bench},
-    DOCS / "sweep.md": {"sweep": sweep, "search": search},
+    DOCS / "sweep.md": {kind.kind: partial(tuned, kind) for kind in (SweepResult, SearchResult)},
     DOCS / "methods.md": {"index": index},
     DOCS / "shipping.md": {"shipping": shipping},
     DOCS / "finetuning.md": vars(finetuned_page),

@@ -407,9 +407,7 @@ def prepare_search(
     whole = prepared(model, tokenizer, source, options, original, **about)
     needles: Sequence[Needle] = ()
     if own.objective == "needle":
-        documents, special = whole.documents, whole.special.tolist()
-        searched = split(len(documents), own.search_documents)
-        target = whole.settings.lengths[-1]
-        needles = needles_in(documents, searched, tokenizer, special, target, own.seed)
-    bound = options.max_regression
-    return SearchJob(whole=whole, own=own, needles=needles, max_regression=bound)
+        searched = split(len(whole.documents), own.search_documents)
+        how = whole.special.tolist(), whole.settings.lengths[-1], own.seed
+        needles = needles_in(whole.documents, searched, tokenizer, *how)
+    return SearchJob(whole=whole, own=own, needles=needles, max_regression=options.max_regression)
