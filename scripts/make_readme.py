@@ -270,10 +270,8 @@ def wrapped(text: str) -> str:
 
 if __name__ == "__main__":
     for file in (*PAGES, EVIDENCE):
-        before, after = (
-            file.read_text(encoding="utf-8"),
-            filled(file) if file in PAGES else evidence(),
-        )
+        before = file.read_text(encoding="utf-8")
+        after = filled(file) if file in PAGES else evidence()
         if "--check" not in sys.argv[1:]:
             file.write_text(after, encoding="utf-8")
         elif before != after:

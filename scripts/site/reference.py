@@ -177,8 +177,7 @@ def _published(table: Mapping[str, Any]) -> Iterator[str]:
     home = source.get("url") or f"github.com/{source.get('repo')}, {source.get('path')}"
     origin = f"arXiv {source['arxiv']}" if "arxiv" in source else home
     names = {"name": "protocol", "aggregate": "mean over", "tail_tokens": "tail tokens"}
-    stated = {names.get(key, key): protocol[key] for key in protocol if key != "note"}
-    facts = [f"{key}: {value}" for key, value in stated.items() if value is not None]
+    facts = [f"{names.get(k, k)}: {v}" for k, v in protocol.items() if v and k != "note"]
     note = f" ({table['metric_note']})" if "metric_note" in table else ""
     about = f" {', '.join(facts).capitalize()}." if facts else ""
     head = f"{table['paper']}, {table['table']}: {table['dataset']}. Read in {origin}."
