@@ -37,7 +37,7 @@ class TuningResult(PerplexityResult):
         controls: Labels of the methods that are measured on every document and cannot win.
         recipe: The best method as `load_patch` reads it; `None` if there is none.
         rows: The rows of the table.
-        chosen: The label of the best method; `None` if no method gave numbers within the bound.
+        winner: The label of the best method; `None` if no method gave numbers within the bound.
     """
 
     version = 2
@@ -49,7 +49,7 @@ class TuningResult(PerplexityResult):
     controls: Sequence[str]
     recipe: dict[str, Any] | None = None
     rows: list[Row] = field(init=False)
-    chosen: str | None = field(init=False)
+    winner: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.board = Board.of(self, self.race.get("max_regression"), self.comparisons)
@@ -109,9 +109,9 @@ class TuningResult(PerplexityResult):
             fingerprint=fingerprint_of(whole.decisive),
             **{**whole.metadata, **own},
         )
-        if result.chosen is not None:
+        if result.winner is not None:
             about = str(result.model["name"]), *result._origin()
-            result.recipe = recipe(by_label[result.chosen], whole.model, cls.kind, *about)
+            result.recipe = recipe(by_label[result.winner], whole.model, cls.kind, *about)
         return result
 
     @property
@@ -199,7 +199,7 @@ class TuningResult(PerplexityResult):
                 _percent(row.short),
                 "" if row.ratio is None else with_range(row.ratio, row.ratio_interval),
                 self.verdict(row, word),
-                mark="best" if row.label == self.chosen else "control" if row.control else "",
+                mark="best" if row.label == self.winner else "control" if row.control else "",
             )
         return grid
 
@@ -211,7 +211,7 @@ class TuningResult(PerplexityResult):
         bound = self.board.max_regression
         if row.failed is not None:
             return failure_field(row.failed)
-        if row.label == self.chosen:
+        if row.label == self.winner:
             return Field(word_of_best)
         if bound is not None and row.short is not None and row.short > 1 + bound:
             word = "past the bound"

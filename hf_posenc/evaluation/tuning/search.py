@@ -111,7 +111,7 @@ class SearchResult(TuningResult):
     def _compare(self) -> dict[str, Sequence[str]]:
         self.held_out = [n for n in range(len(self.documents)) if n not in self.searched]
         self.best = best_of(self.steps)
-        self.chosen = None if self.best is None else LABEL
+        self.winner = None if self.best is None else LABEL
         labels = [entry.label for entry in self.candidates]
         held_out, needles = (
             [texts[index]["name"] for index in self.held_out] if texts else []
@@ -121,7 +121,7 @@ class SearchResult(TuningResult):
         def rows(texts: Sequence[str]) -> list[Row]:
             return [
                 self.board.row(
-                    label, texts, self.chosen, control=label in self.controls, short=held_out
+                    label, texts, self.winner, control=label in self.controls, short=held_out
                 )
                 for label in labels
             ]

@@ -107,7 +107,7 @@ class SweepResult(TuningResult):
         self.rungs = run_rounds(racers, sizes, rank)
         last = self.rungs[-1]
         within = last.kept and not board.past(last.kept[0], names[: last.documents])
-        self.chosen = last.kept[0] if within else None
+        self.winner = last.kept[0] if within else None
         read = dict.fromkeys(self.controls, last.documents)
         for rung in reversed(self.rungs):
             entered = [label for label in rung.entered if label not in read]
@@ -115,14 +115,9 @@ class SweepResult(TuningResult):
         for label, size in read.items():
             control = label in self.controls
             left = not control and label not in last.entered
-            row = board.row(label, names[:size], self.chosen, control=control, left=left)
+            row = board.row(label, names[:size], self.winner, control=control, left=left)
             self.rows.append(row)
         return {label: names[:size] for label, size in read.items()}
-
-    @property
-    def winner(self) -> str | None:
-        """The label of the winner; `None` if no method gave numbers within the bound."""
-        return self.chosen
 
     @property
     def comparisons(self) -> int:
