@@ -70,7 +70,7 @@ class Layer:
         return Call(*tensors, *positions, mask, scaling, rotated=RotatedKeys())
 
     def plain(self, compute: Callable[..., Any] = F.scaled_dot_product_attention) -> Any:
-        """Compute plain causal attention by PyTorch, or what another function finds for it."""
+        """Compute plain causal attention by PyTorch, or whatever another function of its arguments returns."""
         causal = self.query.shape[2] > 1
         return compute(self.query, self.key, self.value, is_causal=causal, enable_gqa=True)
 
