@@ -3,7 +3,8 @@
 python -m scripts.make_readme            write them
 python -m scripts.make_readme --check    fail where they are not what they should be
 
-The part between `<!-- generated: NAME WORDS -->` and `<!-- end -->` is what the function NAME of `PAGES` returns.
+The part between `<!-- generated: NAME WORDS -->` and `<!-- end -->` is what the function NAME of `PAGES` returns. The
+evidence that `recommend` prints is written too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,10 @@ from scripts.results import (
     BENCHMARKS,
     DEMO,
     DOCS,
+    EVIDENCE,
     ROOT,
     UPDATES,
+    evidence,
     made_with,
     passkeys,
     perplexity,
@@ -92,17 +96,8 @@ def bench() -> str:
     return to_markdown(BenchResult.from_dict(read(BENCHMARKS / "bench.json")).table())
 
 
-def sweep() -> str:
-    """Return the table and the notes of the committed sweep."""
-    return _tuned(SweepResult)
-
-
-def search() -> str:
-    """Return the table and the notes of the committed search."""
-    return _tuned(SearchResult)
-
-
-def _tuned(kind: type[TuningResult]) -> str:
+def tuned(kind: type[TuningResult]) -> str:
+    """Return the table and the notes of the committed sweep or search."""
     result = kind.from_dict(read(BENCHMARKS / f"{kind.kind}.json"))
     notes = "\n".join(f"- {note}" for note in result.notes())
     return f"{to_markdown(result.tables()[0])}\n\n{notes}"
@@ -251,7 +246,7 @@ PAGES: dict[Path, Parts] = {
     **{ROOT / page: vars(real_model_page) for page in REAL_MODEL_PAGES},
     DOCS / "demo.md": {"demo": demo},
     DOCS / "bench.md": {"bench": bench},
-    DOCS / "sweep.md": {"sweep": sweep, "search": search},
+    DOCS / "sweep.md": {kind.kind: partial(tuned, kind) for kind in (SweepResult, SearchResult)},
     DOCS / "methods.md": {"index": index},
     DOCS / "shipping.md": {"shipping": shipping},
     DOCS / "finetuning.md": vars(finetuned_page),
@@ -290,9 +285,10 @@ def wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        before, after = page.read_text(encoding="utf-8"), filled(page)
+    for file in (*PAGES, EVIDENCE):
+        before = file.read_text(encoding="utf-8")
+        after = filled(file) if file in PAGES else evidence()
         if "--check" not in sys.argv[1:]:
-            page.write_text(after, encoding="utf-8")
+            file.write_text(after, encoding="utf-8")
         elif before != after:
-            sys.exit(f"{page.name} is not up to date: run python -m scripts.make_readme.")
+            sys.exit(f"{file.name} is not up to date: run python -m scripts.make_readme.")

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BENCHMARKS, REAL_MODEL = DOCS / "data" / "benchmarks", DOCS / "data" / "real_model"
 DEMO = DOCS / "data" / "demo" / "perplexity.json"
+TRANSCRIBED = DOCS / "data" / "published.json"
+EVIDENCE = ROOT / "hf_posenc" / "evaluation" / "recommend" / "evidence.json"
 ATTENTION, UPDATES = BENCHMARKS / "attention_distance.json", BENCHMARKS / "updates.json"
 
 
@@ -98,3 +100,9 @@ def update_mode(label: str) -> tuple[str, str, int | None]:
 def made_with(environment: Mapping[str, Any]) -> str:
     """Return the versions with which a result was measured."""
     return f"torch {environment['torch']}, transformers {environment['transformers']}"
+
+
+def evidence() -> str:
+    """Return how far untrained methods held in published tables, as the JSON file that `recommend` reads."""
+    own = ((method, row) for method, rows in read(TRANSCRIBED)["untrained"].items() for row in rows)
+    return json.dumps([[method, *row[:2], *row[3:]] for method, row in own], indent=0) + "\n"

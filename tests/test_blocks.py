@@ -357,7 +357,6 @@ def hf_posenc(words: list[str]) -> None:
     kinds = (" ".join((key, options)) for key, _, options in special if options in line)
     kind = next((kind for kind in kinds if kind.startswith(f"{name} ")), name)
     given = without(given, "--verify --packages FOLDER")  # another transformers
-    given = without(given, "--compare yarn-t2")  # the lengths of the table
     call = [name, *smaller(given, SMALLER.get(kind, ""))]
     if kind in ("bench", "retrieval", "perplexity") and "--patch" not in given:
         call += ["--patch", "none"]

@@ -18,7 +18,7 @@ from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 MODULES = (
     *("hf_posenc", "hf_posenc.methods", "hf_posenc.training", "hf_posenc.evaluation"),
     *("hf_posenc.evaluation.recommend", "hf_posenc.evaluation.documents", "hf_posenc.embedded"),
-    *("hf_posenc.evaluation.published", "hf_posenc.engines"),
+    "hf_posenc.engines",
 )
 IMPORTANT = {
     *("patch_model", "unpatch_model", "patched", "get_patch", "inspect_rope", "inspect_positions"),

@@ -27,6 +27,7 @@ import yaml
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.page import collect, render
 from hf_posenc.methods import METHODS
+from scripts.results import TRANSCRIBED, read
 from scripts.site import hooks, links, mathml, navigation, notebook, reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,7 +240,6 @@ def test_every_public_name_is_documented(module: str) -> None:
 
 def test_every_command_recipe_and_table_is_on_its_page() -> None:
     from hf_posenc import available_recipes
-    from hf_posenc.evaluation import published
 
     cli = reference.cli()
     assert "## hf-posenc perplexity" in cli
@@ -247,7 +247,7 @@ def test_every_command_recipe_and_table_is_on_its_page() -> None:
     assert re.search(r"\| `--split \w+` \| The dataset's split\. \*Default: `test`\.\* \|", cli)
     recipes, tables = reference.recipes(), reference.published_tables()
     assert all(f"`{name}`" in recipes for name in available_recipes())
-    assert all(f"## `{name}`" in tables for name in published.available())
+    assert tables.count("## `") == len(read(TRANSCRIBED)["tables"]) > 40
     with pytest.raises(PosencError, match="unheard_of"):
         reference.filled("<!-- site: unheard_of -->")
 

@@ -149,14 +149,9 @@ def check_methods(specs: Sequence[str] | None) -> None:
 
 
 def check_protocol(options: ProtocolOptions) -> None:
-    """Refuse protocols, presets, published tables and evaluators that do not exist or exclude each other."""
+    """Refuse protocols, presets and evaluators that do not exist or exclude each other."""
     from hf_posenc.evaluation.perplexity import protocols
 
-    if options.compare:
-        from hf_posenc.evaluation import published
-
-        for table in options.compare:
-            published.get(table)
     if isinstance(options, BenchOptions):
         names = [field.name for field in dataclasses.fields(ProtocolOptions)]
         shared = {name: getattr(options, name) for name in names}

@@ -67,7 +67,6 @@ def perplexity(
     """
     early.check(options, model, documents, run)
     frame = Frame(context, run, PERPLEXITY_METHODS)
-    from hf_posenc.evaluation import published
     from hf_posenc.evaluation.perplexity import prepare
 
     def load(name: str) -> tuple[Any, Any]:
@@ -79,8 +78,6 @@ def perplexity(
     result = frame.measure(job, lambda: print_cost(job, frame.device))
     if result is not None:
         frame.present(result, result.model)
-        for table in map(published.get, options.compare):
-            print_items(published.beside(table, result), *published.remarks(table))
         exit_on(result.problems())
 
 
@@ -408,7 +405,7 @@ def selftest(
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")
     early.check_device(options.device)
-    from hf_posenc.evaluation.selftest import selftest as run
+    from hf_posenc.evaluation.device.selftest import selftest as run
 
     result = run(options)
     if file is not None:

@@ -2,7 +2,7 @@
 
 What a program or a notebook calls stands here and is imported on first use. Functions that share their name with a
 folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.extend.extend`,
-`hf_posenc.evaluation.recommend.recommend`, `hf_posenc.evaluation.selftest.selftest`.
+`hf_posenc.evaluation.recommend.recommend`, `hf_posenc.evaluation.device.selftest.selftest`.
 """
 
 from __future__ import annotations

@@ -221,12 +221,6 @@ class ProtocolOptions(ReadingOptions):
         "Units of equal weight: tokens, windows, batches or documents; or hf-docs.",
         shown="tokens, or as the preset says",
     )
-    compare: Sequence[str] = option(
-        "A published table to print beside; refused where its protocol is another one.",
-        (),
-        metavar="ID",
-        rank=1,
-    )
     windows_per_document: int | None = None
     buckets: int | None = None
     bos_windows: str | None = None
@@ -391,7 +385,7 @@ class BenchOptions(ProtocolOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TailOptions(ReadingOptions):
-    """Options that `hf-posenc sweep` and `hf-posenc search` share: the objective."""
+    """Options that `hf-posenc sweep`, `search` and `extend` share: the objective."""
 
     target_length: int | None = option(
         "The length to do well at, in tokens, e.g. 16k. Default: four times the original length.",
@@ -496,18 +490,13 @@ class SearchSettings(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtendOptions(ReadingOptions):
+class ExtendOptions(TailOptions):
     """Options of `hf-posenc extend` and `extend`.
 
     Attributes:
         budget: Time for the measurements, in seconds or as text such as `"30m"`.
     """
 
-    target_length: int | None = option(
-        "The length to extend to, in tokens, e.g. 16k. Default: four times the original length.",
-        metavar="N",
-        parse=parse_target,
-    )
     budget: float = option(
         "Time for the measurements, e.g. 90s, 30m or 2h. Documents, methods and prompts are fitted to it.",
         1800.0,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from hf_posenc.cli.inspection import recipe_table
 from hf_posenc.cli.methods import kinds
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Grid, escaped, markdown_table, to_markdown
 from hf_posenc.methods import METHODS, Method
+from scripts.results import TRANSCRIBED, read
 
 MARKER = re.compile(r"^<!-- site: (?P<name>\w+)(?: (?P<words>[^\n]*?))? -->$", re.M)
 
@@ -168,28 +168,28 @@ def recipes() -> str:
 
 def published_tables() -> str:
     """Document every published table, as printed."""
-    return "\n\n".join("\n\n".join(_published(published.get(id))) for id in published.available())
+    return "\n\n".join(part for table in read(TRANSCRIBED)["tables"] for part in _published(table))
 
 
-def _published(table: published.PublishedTable) -> Iterator[str]:
-    yield f"## `{table.id}`"
-    origin, *notes, _ = published.remarks(table)
-    protocol = table.protocol
-    stated = {"protocol": protocol.name, "stride": protocol.stride, "mean over": protocol.aggregate}
-    stated |= {"tail tokens": protocol.tail_tokens}
-    facts = [f"{key}: {value}" for key, value in stated.items() if value is not None]
-    metric = f"{table.metric} ({table.metric_note})" if table.metric_note else table.metric
+def _published(table: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## `{table['id']}`"
+    source, protocol = table["source"], table["protocol"]
+    home = source.get("url") or f"github.com/{source.get('repo')}, {source.get('path')}"
+    origin = f"arXiv {source['arxiv']}" if "arxiv" in source else home
+    names = {"name": "protocol", "aggregate": "mean over", "tail_tokens": "tail tokens"}
+    facts = [f"{names.get(k, k)}: {v}" for k, v in protocol.items() if v and k != "note"]
+    note = f" ({table['metric_note']})" if "metric_note" in table else ""
     about = f" {', '.join(facts).capitalize()}." if facts else ""
-    yield escaped(f"{origin} Values: {metric}, by {table.column_kind}.{about}")
-    yield from map(escaped, notes)
-    windows = any(row.window for row in table.rows)
-    grid = Grid.of("", "model", "method", *(["evaluated at"] if windows else []))
-    for column in table.columns:
+    head = f"{table['paper']}, {table['table']}: {table['dataset']}. Read in {origin}."
+    yield escaped(f"{head} Values: {table['metric']}{note}, by {table['column_kind']}.{about}")
+    yield from map(escaped, filter(None, (protocol.get("note"), table.get("caveat"))))
+    grid = Grid.of("", "model", "method")
+    for column in table["columns"]:
         grid.column(f"{column:,}" if isinstance(column, int) else column, numeric=True)
-    for row in table.rows:
-        shown = ("-" if v is None else v if isinstance(v, str) else f"{v:g}" for v in row.values)
-        window = [f"{row.window:,}" if row.window else ""] if windows else []
-        grid.row(row.model, row.method, *window, *shown)
+    for row in table["rows"]:
+        values = ("-" if v is None else f"{v:g}" if v != str(v) else v for v in row["values"])
+        at = f", evaluated at {row['window']:,}" if "window" in row else ""
+        grid.row(row["model"], row["method"] + at, *values)
     yield to_markdown(grid)
 
 

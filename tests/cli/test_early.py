@@ -32,7 +32,6 @@ WRONG = [
     ("perplexity --preset yarm", "Unknown preset 'yarm'"),
     ("perplexity --aggregate token", "Unknown aggregate 'token'"),
     ("perplexity --stride 8 --protocol tail", "--stride 8 is for --protocol sliding or stream"),
-    ("perplexity --compare yarn-table0", "Unknown published table 'yarn-table0'"),
     ("perplexity --longppl self@yarm", "Unknown method 'yarm'"),
     ("perplexity --longppl ./nowhere", "There is no model folder ./nowhere"),
     ("perplexity --bos maybe", "Unknown value of --bos 'maybe'. Available: always, auto, never."),

@@ -1,4 +1,4 @@
-"""`hf-posenc perplexity`: presets, shares, costs, published tables, key tokens."""
+"""`hf-posenc perplexity`: presets, shares, costs, key tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
 from hf_posenc.evaluation.perplexity.longppl import key_tokens
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from tests.cli.test_cli import invoke, refused, run
+from tests.cli.test_cli import invoke, run
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
@@ -199,14 +199,6 @@ def test_the_trained_length_stands_beside_longer_ones(
         assert read(tmp_path)["settings"]["lengths"] == lengths
         said = "Short texts (64 tokens, tail, against none): yarn (scale 2)"
         assert (said in " ".join(result.stdout.split())) == (flag == "--short")
-
-
-def test_a_published_table_of_another_protocol_is_refused(model: Path, texts: Path) -> None:
-    error = refused("perplexity", model, "--text", texts, "--compare", "pi-t1-pg19")
-    assert "pi-t1-pg19" in error
-    assert "protocol: sliding, here prefix, tail" in error
-    error = refused("bench", model, "--text", texts, "--compare", "dca-t1-pg19", "--suite", "smoke")
-    assert re.search("dca-t1-pg19.*protocol: stream", error)
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,6 @@ from hf_posenc.evaluation.options import (
 )
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
-from hf_posenc.evaluation.published import beside, get, remarks
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
 from hf_posenc.evaluation.retrieval.result import (
     Failure,
@@ -112,7 +111,6 @@ class BenchResult(Result):
     Attributes:
         retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
         speed: The timed prefill at the longest length; `None` if it was not measured.
-        compare: Names of published tables to show beside it.
         remarks: Notes about parts that were left out.
     """
 
@@ -125,7 +123,6 @@ class BenchResult(Result):
     suite: str
     retrieval: RetrievalResult | None = None
     speed: SpeedResult | None = None
-    compare: Sequence[str] = ()
     remarks: Sequence[str] = ()
 
     def scalars(self) -> Iterator[tuple[str, int, float]]:
@@ -138,9 +135,10 @@ class BenchResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values. All but `speed` is deterministic."""
-        values: dict[str, Any] = {"format": FORMAT, "kind": self.kind}
-        values |= {name: getattr(self, name) for name in ("suite", "compare", "remarks", *_PARTS)}
-        values |= {name: values[name] and values[name].to_dict() for name in _PARTS}
+        values: dict[str, Any] = {"format": FORMAT, "kind": self.kind, "suite": self.suite}
+        parts = {name: getattr(self, name) for name in _PARTS}
+        values |= {"remarks": self.remarks}
+        values |= {name: part and part.to_dict() for name, part in parts.items()}
         ready: dict[str, Any] = finite(values)
         return ready
 
@@ -148,7 +146,7 @@ class BenchResult(Result):
     def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
         """Read the values of `to_dict`."""
         parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()}
-        return cls(**parts, **{name: values[name] for name in ("suite", "compare", "remarks")})
+        return cls(**parts, suite=values["suite"], remarks=values["remarks"])
 
     def files(self) -> dict[str, str]:
         """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
@@ -175,8 +173,7 @@ class BenchResult(Result):
         lines = [
             *(f"# {model['name']}, suite {self.suite}\n", about, to_markdown(first)),
             *(f"\n## {grid.title}\n\n{to_markdown(grid)}" for grid in others),
-            "",
-            *(f"- {escaped(line)}" for line in self.notes()),
+            *("", *(f"- {escaped(line)}" for line in self.notes())),
         ]
         if measured.command is not None:
             lines.append(f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```")
@@ -196,19 +193,17 @@ class BenchResult(Result):
         return None if self.retrieval is None else self.retrieval.plot()
 
     def tables(self) -> list[Grid]:
-        """Return the main table, retrieval by task if there are several, and the published tables."""
-        grids = [self.table()]
-        if self.retrieval is not None and len(self.retrieval.settings.tasks) > 1:
-            tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
-            grid = Grid(f"Retrieval by task, prompts of up to {longest:,} tokens")
-            grid.column("method")
-            for task in tasks:
-                grid.column(task, numeric=True)
-            for entry in self.retrieval.candidates:
-                shares = (_share(self.retrieval, entry.label, [task]) for task in tasks)
-                grid.row(entry.label, *shares)
-            grids.append(grid)
-        return [*grids, *(beside(get(name), self.perplexity) for name in self.compare)]
+        """Return the main table, and retrieval by task if there are several."""
+        retrieval = self.retrieval
+        if retrieval is None or len(retrieval.settings.tasks) == 1:
+            return [self.table()]
+        tasks, longest = retrieval.settings.tasks, retrieval.settings.lengths[-1]
+        grid = Grid.of(f"Retrieval by task, prompts of up to {longest:,} tokens", "method")
+        for task in tasks:
+            grid.column(task, numeric=True)
+        for entry in retrieval.candidates:
+            grid.row(entry.label, *(_share(retrieval, entry.label, [task]) for task in tasks))
+        return [self.table(), grid]
 
     def table(self) -> Grid:
         """Return methods against lengths: a block per protocol; retrieval, speed and memory beside the first.
@@ -217,8 +212,8 @@ class BenchResult(Result):
         """
         measured = self.perplexity
         lengths, protocols = measured.settings.lengths, measured.settings.protocols
-        grid = Grid(f"Benchmark, suite {self.suite}: perplexity by method and context length")
-        grid.column("method")
+        title = f"Benchmark, suite {self.suite}: perplexity by method and context length"
+        grid = Grid.of(title, "method")
         heads = [length_head(length, measured.original) for length in lengths]
         if self.retrieval is not None:
             tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
@@ -256,15 +251,15 @@ class BenchResult(Result):
         if self.retrieval is not None:
             yield _share(self.retrieval, method, None)
         if self.speed is not None:
-            cell = self.speed.cell(method)
-            if cell.tokens_per_second is None:
-                yield from [failure_field(cell.failed)] * 2
+            row = self.speed.row(method)
+            if row.tokens_per_second is None:
+                yield from [failure_field(row.failed)] * 2
                 return
-            speed = Field(f"{cell.tokens_per_second:,.0f}")
-            if cell.ratio is not None and method != self.speed.methods[0]:
-                speed.append(f"\nx{cell.ratio:.2f}", "aside")
+            speed = Field(f"{row.tokens_per_second:,.0f}")
+            if row.speedup is not None and method != self.speed.methods[0]:
+                speed.append(f"\nx{row.speedup:.2f}", "aside")
             yield speed
-            yield Field("-" if cell.peak_bytes is None else number(cell.peak_bytes / GIB, 3))
+            yield Field("-" if row.peak_bytes is None else number(row.peak_bytes / GIB, 3))
 
     def notes(self) -> Iterator[str]:
         measured, settings = self.perplexity, self.perplexity.settings
@@ -288,18 +283,15 @@ class BenchResult(Result):
             yield from _retrieval_notes(self.retrieval)
         if self.speed is not None:
             yield from _speed_notes(self.speed, measured.head_replay != "off")
-        for name in self.compare:
-            yield from remarks(get(name))
         yield from measured.guide()
 
     def problems(self) -> Iterator[str]:
         yield from self.perplexity.problems()
         if self.retrieval is not None:
             yield from self.retrieval.problems()
-        if self.speed is not None:
-            for cell in self.speed.cells:
-                if cell.failed is not None:
-                    yield f"{cell.method}: the prefill failed at length {self.speed.length:,}: {cell.failed}"
+        for row in map(self.speed.row, self.speed.methods) if self.speed is not None else ():
+            if row.failed is not None:
+                yield f"{row.method}: the prefill failed at length {row.length:,}: {row.failed}"
 
 
 def _bounded(value: float, digits: int = 4) -> str:
@@ -351,9 +343,9 @@ def _speed_notes(speed: SpeedResult, replays: bool) -> Iterator[str]:
     )
     if speed.memory is not None:
         yield f"GiB: {speed.memory}, in the timed forward."
-    for cell in speed.cells:
-        if cell.prefill is not None:
-            yield f"{cell.method}: prefill in pieces of {cell.prefill:,} tokens."
+    for method in speed.methods:
+        if (size := speed.pieces(method)) is not None:
+            yield f"{method}: prefill in pieces of {size:,} tokens."
 
 
 # The measurement.
@@ -463,7 +455,7 @@ def bench(
         The results of the three parts, with a common table.
 
     Raises:
-        PosencError: Options exclude each other, a published table is of another protocol, or no document can be used.
+        PosencError: Options exclude each other, or no document can be used.
     """
     folder = output_folder(output, progress)
     options = with_fields(BenchOptions, options, fields)
@@ -531,6 +523,5 @@ def prepare(
             prefill=settings.prefill,
             metadata=metadata,
         )
-    compare = tuple(options.compare)
-    about = {"suite": options.suite, "compare": compare, "remarks": tuple(remarks)}
+    about = {"suite": options.suite, "remarks": tuple(remarks)}
     return BenchJob(run, parts, speed, about)

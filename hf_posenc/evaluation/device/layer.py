@@ -69,20 +69,10 @@ class Layer:
         tensors, positions = (self.query, self.key, self.value), (every[:, keys - rows :], every)
         return Call(*tensors, *positions, mask, scaling, rotated=RotatedKeys())
 
-    def plain(self) -> Tensor:
-        """Compute plain causal attention by PyTorch."""
+    def plain(self, compute: Callable[..., Any] = F.scaled_dot_product_attention) -> Any:
+        """Compute plain causal attention by PyTorch, or whatever another function of its arguments returns."""
         causal = self.query.shape[2] > 1
-        return F.scaled_dot_product_attention(
-            self.query, self.key, self.value, is_causal=causal, enable_gqa=True
-        )
-
-    def plain_backend(self) -> str:
-        """Return the backend that PyTorch chooses for plain attention."""
-        causal = self.query.shape[2] > 1
-        choice = torch._fused_sdp_choice(
-            self.query, self.key, self.value, is_causal=causal, enable_gqa=True
-        )
-        return SDPBackend(choice).name.lower()
+        return compute(self.query, self.key, self.value, is_causal=causal, enable_gqa=True)
 
     def work(self, forward: Callable[[], Tensor], *trained: Tensor) -> Callable[[], object]:
         """Return a forward, followed in training by a backward to the tensors and to what is trained."""
@@ -144,7 +134,8 @@ class Layers:
         With `host`, also what the host of a GPU waits for, and whether a step can be captured.
         """
         layer, training = self.drawn(phase, length), phase == "training"
-        forward, backend, trained = layer.plain, layer.plain_backend(), []
+        forward, trained = layer.plain, list[Tensor]()
+        backend = SDPBackend(layer.plain(torch._fused_sdp_choice)).name.lower()
         with torch.set_grad_enabled(training):
             if method is not None:
                 encoding, call = self.encoding(method, length), layer.call()

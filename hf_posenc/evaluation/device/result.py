@@ -1,7 +1,7 @@
 """The findings about one device: which backends are right there, and how long methods take.
 
 `hf-posenc selftest` checks backends and times layers at one length; `hf-posenc bench --suite gpu` times layers and a
-whole model at many.
+whole model at many. The timed prefill of `bench` has the same rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,7 +60,7 @@ class Row:
         length: Tokens of the text; of a generation, of the prompt.
         backend: The backends that computed it, and what was run in pieces since memory ran out.
         seconds: Times of a call, round by round.
-        plain: Those of plain attention, or of the unpatched model's generation, in the same rounds.
+        plain: Those of plain attention, or of the unpatched model, in the same rounds.
         peak_bytes: Memory at the peak, of a layer that beyond its inputs; `None`: not measured.
         estimate_bytes: The estimate of the whole model's memory at the peak.
         waits: Times that the host waited for a GPU in a layer; `None`: not measured.
@@ -88,14 +88,20 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """Times as long as plain attention: the median over the rounds."""
-        pairs = [own / base for own, base in zip(self.seconds, self.plain, strict=False)]
-        return statistics.median(pairs) if pairs else None
+        pairs = zip(self.seconds, self.plain, strict=False)
+        return statistics.median(own / base for own, base in pairs) if self.plain else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Times as fast as plain: the median over the rounds."""
+        pairs = zip(self.seconds, self.plain, strict=False)
+        return statistics.median(base / own for own, base in pairs) if self.plain else None
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of the text by the median time; of a generation, new ones."""
         tokens = 1 if self.phase in (GENERATION, COMPILED) else self.length
-        return 1e3 * tokens / self.milliseconds if self.milliseconds else None
+        return tokens / statistics.median(self.seconds) if self.seconds else None
 
     @property
     def status(self) -> str:
@@ -118,7 +124,6 @@ class GpuResult(Result):
         missing: Rows for which there was no time.
         checks: By case, what the comparison with float64 found.
         not_reached: Cases for which there was no time.
-        probes: By operator, the claims of its contract and whether it keeps them, or the error that it raised.
         seconds: Duration of a self-test; `None`: nothing was checked.
     """
 
@@ -148,7 +153,6 @@ class GpuResult(Result):
     missing: int = 0
     checks: Mapping[Case, Comparison] = field(default_factory=dict)
     not_reached: Sequence[Case] = ()
-    probes: Mapping[str, Mapping[str, bool | str]] = field(default_factory=dict)
     seconds: float | None = None
 
     def __repr__(self) -> str:
@@ -166,22 +170,20 @@ class GpuResult(Result):
 
     @property
     def passed(self) -> bool:
-        """True if no backend failed a check, no probe failed and every method was computed."""
-        probes = all(kept is True for claims in self.probes.values() for kept in claims.values())
-        return not self.refused and probes and not any(row.failed for row in self.records)
+        """True if no backend failed a check and every method was computed."""
+        return not self.refused and not any(row.failed for row in self.records)
 
     @property
     def verdicts(self) -> dict[str, dict[str, list[str]]]:
         """By phase of a layer, the methods that are fast, those that are right but slow, and those that fail."""
-        found: dict[str, dict[str, list[str]]] = {}
-        for phase in PHASES:
-            answers = found[phase] = {"fast": [], "slow": [], "not possible": []}
-            for row in self.records:
-                if row.phase == phase and row.method != PLAIN:
-                    fast = row.ratio is not None and row.ratio <= FAST
-                    answers["not possible" if row.failed else "fast" if fast else "slow"].append(
-                        row.method
-                    )
+        found: dict[str, dict[str, list[str]]] = {
+            phase: {"fast": [], "slow": [], "not possible": []} for phase in PHASES
+        }
+        for row in self.records:
+            if row.phase in PHASES and row.method != PLAIN:
+                fast = row.ratio is not None and row.ratio <= FAST
+                answer = "not possible" if row.failed else "fast" if fast else "slow"
+                found[row.phase][answer].append(row.method)
         return found
 
     @property
@@ -193,27 +195,29 @@ class GpuResult(Result):
             lines.append(f"{self.device}, {phase}: {'; '.join(parts) or 'no method was timed'}")
         broken: dict[str, dict[str, None]] = {}
         for case in self.refused:
-            what = f"{case.kind} in training" if case.gradients else case.kind
-            broken.setdefault(case.backend, {})[what] = None
+            kind = f"{case.kind} in training" if case.gradients else case.kind
+            broken.setdefault(case.backend, {})[kind] = None
         failed = [f"{name} ({', '.join(kinds)})" for name, kinds in broken.items()]
         lines.append(f"Not used, since its check failed: {'; '.join(failed) or 'none'}.")
         if left := len(self.not_reached):
-            lines[-1] += (
-                f" {left:,} cases had no time, first {self.not_reached[0]}: give more --seconds."
-            )
+            first = f"first {self.not_reached[0]}"
+            lines[-1] += f" {left:,} cases had no time, {first}: give more --seconds."
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values."""
+        """Return everything as JSON-ready values; what only a self-test finds is left out elsewhere."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["records"] = [_values(row) for row in self.records]
+        unmeasured = ("waits", "captured")
+        values["records"] = [
+            {n: x for n, x in vars(row).items() if n not in unmeasured or x is not None}
+            for row in self.records
+        ]
         if self.seconds is None:
-            for name in ("checks", "not_reached", "probes", "seconds"):
+            for name in ("checks", "not_reached", "seconds"):
                 del values[name]
         else:
-            each = dataclasses.asdict
-            values["checks"] = [{**each(case), **each(x)} for case, x in self.checks.items()]
-            values["not_reached"] = [each(case) for case in self.not_reached]
+            values["checks"] = [vars(case) | vars(x) for case, x in self.checks.items()]
+            values["not_reached"] = list(map(vars, self.not_reached))
             values |= {"device": self.device, "passed": self.passed, "summary": self.summary}
         ready: dict[str, Any] = finite({"format": FORMAT, "kind": self.kind, **values})
         return ready
@@ -224,11 +228,12 @@ class GpuResult(Result):
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
         names = [f.name for f in dataclasses.fields(Case)]
-        checks = {}
-        for check in values.get("checks", ()):
-            rest = {name: value for name, value in check.items() if name not in names}
-            checks[Case(**{name: check[name] for name in names})] = Comparison(**rest)
-        given |= {"checks": checks}
+        given["checks"] = {
+            Case(**{name: check[name] for name in names}): Comparison(
+                **{name: value for name, value in check.items() if name not in names}
+            )
+            for check in values.get("checks", ())
+        }
         given["not_reached"] = [Case(**case) for case in values.get("not_reached", ())]
         return cls(**given)
 
@@ -249,10 +254,11 @@ class GpuResult(Result):
 
     def tables(self) -> list[Grid]:
         """Return the checks by dtype, and a table for each phase that was measured."""
-        measured = {row.phase for row in self.records}
-        whole = [self._whole(phase) for phase in WHOLE if phase in measured]
-        layers = [self._layers(phase) for phase in PHASES if phase in measured]
-        return [*self._checks(), *whole, *layers]
+        by_phase: dict[str, list[Row]] = {}
+        for row in self.records:
+            by_phase.setdefault(row.phase, []).append(row)
+        phases = (phase for phase in (*WHOLE, *PHASES) if phase in by_phase)
+        return [*self._checks(), *(self._times(phase, by_phase[phase]) for phase in phases)]
 
     def _checks(self) -> Iterator[Grid]:
         """Yield a table for each dtype: the largest error of a backend and a kind, by head dimension."""
@@ -269,30 +275,39 @@ class GpuResult(Result):
                 grid.column(head, numeric=True)
             for backend, kind in dict.fromkeys((case.backend, case.kind) for case in checks):
                 cases = [Case(backend, kind, dtype, *column) for column in columns]
-                fields = [_checked(checks.get(case)) for case in cases]
-                grid.row(f"{backend}: {kind}", *fields)
+                grid.row(f"{backend}: {kind}", *(_checked(checks.get(case)) for case in cases))
             yield grid
 
-    def _layers(self, phase: str) -> Grid:
-        sizes = self.sizes
-        grid = Grid(
-            f"{PHASES[phase]}: one layer, {sizes['heads']} heads of {sizes['head_dim']} features, "
-            f"{sizes['key_heads']} of keys, {self.model['dtype']}"
-        )
-        grid.column("method")
-        grid.column("backend")
+    def _times(self, phase: str, records: Iterable[Row]) -> Grid:
+        """Return the table of a phase: methods, and at every length speed, slowdown and memory."""
         by_method: dict[str, dict[int, Row]] = {}
-        for row in (row for row in self.records if row.phase == phase):
+        for row in records:
             by_method.setdefault(row.method, {})[row.length] = row
-        lengths = sorted({length for rows in by_method.values() for length in rows})
-        host = any(row.waits is not None for rows in by_method.values() for row in rows.values())
+        every = [row for rows in by_method.values() for row in rows.values()]
+        lengths, host = (
+            sorted({row.length for row in every}),
+            any(r.waits is not None for r in every),
+        )
+        sizes, model, layer = self.sizes, self.model, phase in PHASES
+        if layer:
+            heads = ["ms", "times\nplain", "MiB"]
+            about = f"one layer, {sizes['heads']} heads of {sizes['head_dim']} features, {sizes['key_heads']} of keys"
+        else:
+            heads = ["tokens/s", "times\nunpatched", "GiB at\nthe peak"]
+            heads += ["GiB\nestimated"] * (phase == PERPLEXITY)
+            about = f"{model['name']}, {model['parameters'] / 1e6:,.1f} M parameters"
+        title = f"{(PHASES | WHOLE)[phase]}: {about}, {model['dtype']}"
+        grid = Grid.of(title, "method", "attention by")
         for length in lengths:
-            for head in (f"{length:,}\nms", "times\nplain", "MiB"):
-                grid.column(head, numeric=True)
+            for place, head in enumerate(heads):
+                grid.column(head if place else f"{length:,}\n{head}", numeric=True)
         for head in ("host\nwaits", "graph") if host else ():
             grid.column(head, numeric=True)
         for method, rows in by_method.items():
-            fields = [x for length in lengths for x in _times(rows.get(length))]
+            fields = []
+            for length in lengths:
+                base = by_method.get("none", {}).get(length)
+                fields += _fields(rows.get(length), base, layer)[: len(heads)]
             if host:
                 last = rows[max(rows)]
                 graph = {None: "-", True: "yes", False: "no"}[last.captured]
@@ -301,59 +316,23 @@ class GpuResult(Result):
             grid.row(method, ", ".join(chosen) or "-", *fields)
         return grid
 
-    def _whole(self, phase: str) -> Grid:
-        rows = [row for row in self.records if row.phase == phase]
-        grid = Grid(
-            f"{WHOLE[phase]}: {self.model['name']}, {self.model['parameters'] / 1e6:,.1f} M parameters, "
-            f"{self.model['dtype']}"
-        )
-        grid.column("method")
-        grid.column("attention by")
-        heads = ("tokens", "tokens per\nsecond", "times\nunpatched", "GiB at\nthe peak")
-        for head in (*heads, *(("GiB\nestimated",) if phase == PERPLEXITY else ())):
-            grid.column(head, numeric=True)
-        unpatched = {row.length: row.milliseconds for row in rows if row.method == "none"}
-        for row in sorted(rows, key=lambda row: row.length):
-            rate, base = row.tokens_per_second, unpatched.get(row.length)
-            speed = (
-                failure_field(row.failed)
-                if rate is None
-                else Field(f"{rate:,.0f}" if rate >= 100 else number(rate, 3))
-            )
-            slower = row.ratio  # in alternation, or against another row
-            if slower is None and row.milliseconds and base:
-                slower = row.milliseconds / base
-            sizes = [_in(2**30, row.peak_bytes)]
-            if phase == PERPLEXITY:
-                sizes.append(_in(2**30, row.estimate_bytes))
-            grid.row(
-                row.method,
-                row.backend or "-",
-                f"{row.length:,}",
-                speed,
-                _times_plain(slower),
-                *sizes,
-            )
-        return grid
-
     def notes(self) -> Iterator[str]:
         versions, count = self.environment, self.machine["threads"]
         measured = {row.phase for row in self.records}
         threads = f", {count} thread{'s' * (count != 1)}" if count else ""
         yield (
-            f"{self.machine['device']}{threads}; hf-posenc "
-            f"{versions['hf-posenc']}, torch {versions['torch']}, transformers {versions['transformers']}, Python "
-            f"{versions['python']}, {versions['system']}."
+            f"{self.machine['device']}{threads}; hf-posenc {versions['hf-posenc']}, torch {versions['torch']}, "
+            f"transformers {versions['transformers']}, Python {versions['python']}, {versions['system']}."
         )
         if measured & {*PHASES}:
-            line = (
+            peers = any(", " in row.method for row in self.records)
+            yield (
                 "Layers: random queries, keys and values, of a model that was trained at a quarter of the length "
                 f"(automatic scales are 4). ms: median of up to {self.rounds} rounds, in which the method and plain "
                 "attention alternate, after calls that are not counted. Times plain: median of the ratios within a "
                 f"round; for {PLAIN}, of two equal runs. MiB: allocated on the GPU beyond the inputs."
+                f"{' ' + PEERS_NOTE if peers else ''}"
             )
-            peers = any(", " in row.method for row in self.records)
-            yield f"{line} {PEERS_NOTE}" if peers else line
         if PERPLEXITY in measured:
             peak = f" GiB at the peak: {self.memory}." if self.memory else ""
             yield (
@@ -366,25 +345,17 @@ class GpuResult(Result):
                 "`generate`'s, in up to three rounds in which the unpatched model alternates; compiled, one of each. "
                 "Times unpatched: how much longer the same takes than in the unpatched model."
             )
-        for name, claims in self.probes.items():
-            if all(kept is True for kept in claims.values()):
-                yield f"{name}: keeps its contract: {', '.join(claims)}."
         if self.missing:
             yield (
                 f"{self.missing} of {self.missing + len(self.records)} measurements were not begun in time: the same "
                 "command goes on with them."
             )
-        lost = [row for row in self.records if row.failed == OUT_OF_MEMORY]
+        lost = sum(row.failed == OUT_OF_MEMORY for row in self.records)
         if lost:
-            yield f"OOM: out of memory, {len(lost)} of {len(self.records)} rows."
+            yield f"OOM: out of memory, {lost} of {len(self.records)} rows."
 
     def problems(self) -> Iterator[str]:
-        for case, reason in self.refused.items():
-            yield f"{case}: {reason}"
-        for name, claims in self.probes.items():
-            for claim, kept in claims.items():
-                if kept is not True:
-                    yield f"{name}: {claim} ({kept})"
+        yield from (f"{case}: {reason}" for case, reason in self.refused.items())
         for row in self.records:
             if row.failed is not None and row.failed != OUT_OF_MEMORY:
                 yield f"{row.method}, {row.phase} at {row.length:,} tokens: {row.failed}"
@@ -398,26 +369,20 @@ class GpuResult(Result):
         return "\n".join(lines) + "\n"
 
 
-# The name of a self-test's result before it was this one.
-SelftestResult = GpuResult
-
-
-def _times(row: Row | None) -> Iterator[Field]:
-    """Yield milliseconds, ratio and memory of a layer; `None`: not measured."""
+def _fields(row: Row | None, base: Row | None, layer: bool) -> list[Field]:
+    """Return speed, slowdown, memory and its estimate; `None`: not measured."""
     if row is None or row.milliseconds is None:
-        yield from [Field("-") if row is None else failure_field(row.failed)] * 3
-        return
-    yield Field(number(row.milliseconds, 3))
-    yield _times_plain(row.ratio)
-    yield _in(2**20, row.peak_bytes)
-
-
-def _times_plain(ratio: float | None) -> Field:
-    return Field("-" if ratio is None else f"{ratio:.2f}")
-
-
-def _in(unit: int, size: int | None) -> Field:
-    return Field("-" if size is None else number(size / unit, 3))
+        return [Field("-") if row is None else failure_field(row.failed)] * 4
+    rate, ratio = row.tokens_per_second or 0.0, row.ratio
+    if ratio is None and base is not None and base.milliseconds:  # not in alternation
+        ratio = row.milliseconds / base.milliseconds
+    speed = number(row.milliseconds, 3) if layer else number(rate, 3)
+    if not layer and rate >= 100:
+        speed = f"{rate:,.0f}"
+    unit = 2 ** (20 if layer else 30)
+    sizes = (row.peak_bytes, row.estimate_bytes)
+    memory = ("-" if size is None else number(size / unit, 3) for size in sizes)
+    return [Field(speed), Field("-" if ratio is None else f"{ratio:.2f}"), *map(Field, memory)]
 
 
 def _checked(found: Comparison | None) -> Field:
@@ -426,10 +391,3 @@ def _checked(found: Comparison | None) -> Field:
     if found.reason:
         return Field("failed", "failed", hint=found.reason)
     return Field(f"{max(found.errors.values()):.1e}")
-
-
-def _values(row: Row) -> dict[str, Any]:
-    """The values of a row; what only a self-test measures is left out elsewhere."""
-    values = dataclasses.asdict(row)
-    unmeasured = [name for name in ("waits", "captured") if values[name] is None]
-    return {name: value for name, value in values.items() if name not in unmeasured}

@@ -48,7 +48,7 @@ from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
 from hf_posenc.evaluation.scoring.memory import release
-from hf_posenc.methods import seam_of
+from hf_posenc.methods import Method, seam_of
 
 LENGTHS = (32768, 131072, 8192)
 """In the order in which they are measured."""
@@ -83,6 +83,13 @@ class GpuItem(Item):
     phase: str
     name: str
     work: Callable[[], dict[str, Any]]
+
+    @classmethod
+    def of(cls, phase: str, name: str, length: int, work: Callable[[], dict[str, Any]]) -> GpuItem:
+        """Return the item of a row."""
+        size: dict[str, Any] = {"candidate": None, "length": length, "cost": length}
+        key, cells = (phase, name, length), ((phase, length),)
+        return cls(key=key, cells=cells, **size, phase=phase, name=name, work=work)
 
     @property
     def label(self) -> str:
@@ -123,8 +130,8 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         peers: Mapping[str, tuple[str, Formulation]] | None = None,
     ) -> None:
         refuse_others(options, ("suite", "methods", "lengths", "rounds", "budget"))
-        self.device = device_of(device)
-        on_gpu, specs = self.device.type == "cuda", options.methods
+        self.device, specs = device_of(device), options.methods
+        on_gpu, self.peers = self.device.type == "cuda", peers or {}
         if options.lengths is None and not on_gpu:
             raise PosencError(
                 f"The suite gpu measures {listed(LENGTHS)} tokens, which takes a CPU days: give shorter lengths, such "
@@ -132,25 +139,27 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             )
         if options.rounds == 0:
             raise PosencError("The suite gpu times every method: give --rounds 1 or more.")
-        if config is None:
-            config = (
-                LlamaConfig(**LLAMA_8B) if on_gpu else LlamaConfig.from_pretrained(model_path())
+        if TRUNCATION in (specs or ()):
+            raise PosencError(
+                f"--patch {TRUNCATION}: the suite gpu measures methods on windows of one length. Leave it out."
             )
-            name = "Llama 3 8B" if on_gpu else "hf_posenc's embedded model"
+        if config is None and on_gpu:
+            config, name = LlamaConfig(**LLAMA_8B), "Llama 3 8B"
+        elif config is None:
+            config, name = LlamaConfig.from_pretrained(model_path()), "hf_posenc's embedded model"
         automatic = "bfloat16" if on_gpu else "float32"
         self.dtype: torch.dtype = getattr(torch, automatic if dtype == "auto" else dtype)
         self.config, self.rounds = config, options.rounds or ROUNDS
-        lengths = options.lengths or LENGTHS
-        empty, last = empty_model(config), max(lengths)
-        attention = read_shape(empty).attentions[0]
-        heads = attention.heads, attention.key_heads
-        self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
         # Where `execute` and the clock find the device; the whole model is built when its turn comes.
         self.model = nn.Linear(1, 1, device=self.device)
         self.clock = Clock(self.model)
-        sizes = (self.device, self.dtype, attention.key_dim, heads)
-        self.layers, self.peers = Layers(*sizes, self.clock, self.rounds, ENOUGH), peers or {}
         self._whole: Any = None
+        empty, self._lengths = empty_model(config), options.lengths or LENGTHS
+        last = max(self._lengths)
+        self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
+        attention = read_shape(empty).attentions[0]
+        sizes = (self.dtype, attention.key_dim, (attention.heads, attention.key_heads))
+        self.layers = Layers(self.device, *sizes, self.clock, self.rounds, ENOUGH)
         about = {
             "name": f"{name or type(config).__name__} (its sizes, random weights)",
             "class": type(empty).__name__,
@@ -161,45 +170,38 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             "config_sha256": config_hash(config),
         }
         self.metadata = {"model": about, "command": command}
-        if TRUNCATION in (specs or ()):
-            raise PosencError(
-                f"--patch {TRUNCATION}: the suite gpu measures methods on windows of one length. Leave it out."
-            )
         given = parse_candidates([method.name for method in methods()] if specs is None else specs)
         built = {c.label: c.parts[0].build(SCALE) for c in given if len(c.parts) == 1}
         self.methods = {n: m for n, m in built.items() if seam_of(m) in ("attention", "bias")}
-        whole = parse_candidates([*(WHOLE if specs is None else dict.fromkeys(("none", *specs)))])
-        compiled = parse_candidates(DECODED) if specs is None else whole
-        self.items = []
-        for length in lengths:
-            self.items += _items(GENERATION, whole, length, self._generation)
-            self.items += _items(PERPLEXITY, whole, length, self._forward)
-            self.items += self._items_of_layers(
-                length, lambda name: specs is not None or name in (PLAIN, *WHOLE)
-            )
-            if on_gpu and length == lengths[0]:
-                work = partial(self._generation, compiled=True)
-                self.items += _items(COMPILED, compiled, length, work)
-        if specs is None:
-            for length in lengths:
-                self.items += self._items_of_layers(
-                    length, lambda name: name not in (PLAIN, *WHOLE)
-                )
+        self.items = list(self._items(specs, on_gpu))
         if options.budget is not None:
             self.until = time.monotonic() + options.budget
 
-    def _items_of_layers(self, length: int, chosen: Callable[[str], bool]) -> Iterator[GpuItem]:
-        for phase in PHASES:
-            measured = partial(self.layers.measured, phase, length)
-            if chosen(PLAIN):
-                yield _item(phase, PLAIN, length, measured)
-            for name, method in self.methods.items():
-                if not chosen(method.name):
-                    continue
-                yield _item(phase, name, length, partial(measured, method))
-                if method.name in self.peers:
-                    title, peer = self.peers[method.name]
-                    yield _item(phase, f"{name}, {title}", length, partial(measured, method, peer))
+    def _items(self, specs: Sequence[str] | None, on_gpu: bool) -> Iterator[GpuItem]:
+        """Yield the whole model's rows and the layers of its methods, length by length; then those of the others."""
+        whole = parse_candidates([*(WHOLE if specs is None else dict.fromkeys(("none", *specs)))])
+        compiled = parse_candidates(DECODED) if specs is None else whole
+        first = [n for n, m in self.methods.items() if specs is not None or m.name in WHOLE]
+        for length in self._lengths:
+            for phase, work in ((GENERATION, self._generation), (PERPLEXITY, self._forward)):
+                for each in whole:
+                    yield GpuItem.of(phase, each.label, length, partial(work, each, length))
+            yield from self._of_layers(length, (PLAIN, *first))
+            if on_gpu and length == self._lengths[0]:
+                for each in compiled:
+                    compiling = partial(self._generation, each, length, compiled=True)
+                    yield GpuItem.of(COMPILED, each.label, length, compiling)
+        for length in self._lengths:
+            yield from self._of_layers(length, [n for n in self.methods if n not in first])
+
+    def _of_layers(self, length: int, names: Sequence[str]) -> Iterator[GpuItem]:
+        for phase, name in itertools.product(PHASES, names):
+            method, measured = self.methods.get(name), partial(self.layers.measured, phase, length)
+            yield GpuItem.of(phase, name, length, partial(measured, method))
+            if method is not None and method.name in self.peers:
+                title, peer = self.peers[method.name]
+                theirs = partial(measured, method, peer)
+                yield GpuItem.of(phase, f"{name}, {title}", length, theirs)
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -238,16 +240,16 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
 
     def preview(self) -> Grid:
         """Return the backends of the layers; nothing is computed."""
+
+        def chosen(phase: str, method: Method) -> str:
+            with torch.set_grad_enabled(phase == "training"):
+                call = self.layers.drawn(phase, _SHORT).call()
+                backend, shown = engine.candidate(call, self.layers.encoding(method, _SHORT))
+            return f"{backend.name}{'' if shown else '?'}"
+
         grid = Grid.of(f"{self.total} measurements; layers by", "method", *PHASES)
         for name, method in self.methods.items():
-            chosen = []
-            for phase in PHASES:
-                with torch.set_grad_enabled(phase == "training"):
-                    call = self.layers.drawn(phase, _SHORT).call()
-                    encoding = self.layers.encoding(method, _SHORT)
-                    backend, shown = engine.candidate(call, encoding)
-                chosen.append(f"{backend.name}{'' if shown else '?'}")
-            grid.row(name, *chosen)
+            grid.row(name, *(chosen(phase, method) for phase in PHASES))
         return grid
 
     def _drawn_model(self, length: int) -> tuple[Any, Tensor]:
@@ -302,18 +304,6 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             "peak_bytes": timed["peak_bytes"],
             "estimate_bytes": cost.total,
         }
-
-
-def _item(phase: str, name: str, length: int, work: Callable[[], dict[str, Any]]) -> GpuItem:
-    place: dict[str, Any] = {"key": (phase, name, length), "cells": ((phase, length),)}
-    size: dict[str, Any] = {"candidate": None, "length": length, "cost": length}
-    return GpuItem(**place, **size, phase=phase, name=name, work=work)
-
-
-def _items(
-    phase: str, methods: Sequence[Candidate], length: int, work: Callable[..., dict[str, Any]]
-) -> list[GpuItem]:
-    return [_item(phase, each.label, length, partial(work, each, length)) for each in methods]
 
 
 def _built(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:

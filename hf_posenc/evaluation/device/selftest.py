@@ -1,21 +1,32 @@
-"""`selftest`: checks of all backends, probes of operators, and the times of all methods in one layer."""
+"""`selftest`: checks of all backends against float64, and the times of all methods in one layer."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.checks import verdicts
-from hf_posenc.attention.checks.comparison import DTYPES, HEADS, KEY_HEADS, methods
+from hf_posenc.attention.checks import Case, isolation, verdicts
+from hf_posenc.attention.checks.comparison import (
+    DTYPES,
+    HEADS,
+    KEY_HEADS,
+    Comparison,
+    check,
+    kinds,
+    methods,
+    offers,
+)
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation.device.checks import cases, check_all, operators, probes
 from hf_posenc.evaluation.device.clock import Clock, device_of
 from hf_posenc.evaluation.device.layer import Layers
 from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
@@ -26,6 +37,11 @@ from hf_posenc.evaluation.scoring.memory import reason_of, release
 
 ROUNDS, ENOUGH = 7, 0.1
 """The most rounds of a timing, and the seconds after which no further round begins."""
+PROCESSES = 4
+"""At most so many processes check at once; most of their time is compilation."""
+
+Findings = dict[Case, Comparison | None]
+"""`None`: the backend does not compute such calls."""
 
 
 def selftest(options: SelftestOptions | None = None, **fields: Any) -> GpuResult:
@@ -44,39 +60,33 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> GpuResult
         PosencError: A device that is not there, or an unknown dtype or method.
     """
     options = with_fields(SelftestOptions, options, fields)
-    device, dtypes = device_of(options.device), _dtypes(options)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return _selftest(options, device, dtypes)
-
-
-def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str]) -> GpuResult:
-    began = time.monotonic()
-    every = cases(dtypes, options.head_dims)
-    found = check_all(every, device, options.seconds)
-    checks = {case: result for case in every if (result := found.get(case)) is not None}
-    decided = {
-        case: result.reason
-        for case, result in checks.items()
-        if result.decided and engine.backend_of(case.backend).may_crash
-    }
-    verdicts.write(device, decided, anew=True)
-    engine.restore()
-    dtype, head_dim = getattr(torch, dtypes[0]), options.head_dims[0]
-    # An operator that ended another process would end this one.
-    ended = {case.backend for case, result in checks.items() if result.reason and not result.rows}
-    fused = [each for each in operators(device, dtype) if each.name not in ended]
-    claims = {each.name: probes(each, device, dtype) for each in fused}
-    # As in models of 8B, where a step takes long enough to be compared.
-    heads = (32, 8) if device.type == "cuda" else (HEADS, KEY_HEADS)
-    clock = Clock(nn.Linear(1, 1, device=device))
-    layers = Layers(device, dtype, head_dim, heads, clock, ROUNDS, ENOUGH)
-    for case, result in checks.items():
-        if not result.decided and case.backend != "exact":  # nothing that may fail is tried here
-            engine.strike(case, device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of backends that are struck, which the result names
-        records = list(_rows(layers, options))
-    engine.restore()
+    began, device, dtypes = time.monotonic(), device_of(options.device), _dtypes(options)
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+        every = cases(dtypes, options.head_dims)
+        found = check_all(every, device, options.seconds)
+        checks = {case: result for case in every if (result := found.get(case)) is not None}
+        decided = {
+            case: result.reason
+            for case, result in checks.items()
+            if result.decided and engine.backend_of(case.backend).may_crash
+        }
+        verdicts.write(device, decided, anew=True)
+        engine.restore()
+        # As in models of 8B, where a step takes long enough to be compared.
+        heads = (32, 8) if on_gpu else (HEADS, KEY_HEADS)
+        clock = Clock(nn.Linear(1, 1, device=device))
+        sizes = getattr(torch, dtypes[0]), options.head_dims[0], heads
+        layers = Layers(device, *sizes, clock, ROUNDS, ENOUGH)
+        for case, result in checks.items():
+            if (
+                not result.decided and case.backend != "exact"
+            ):  # nothing that may fail is tried here
+                engine.strike(case, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backends that are struck, which the result names
+            records = list(_rows(layers, options))
+        engine.restore()
     return GpuResult(
         records=records,
         model={"name": "layers alone", "dtype": dtypes[0], "device": str(device)},
@@ -87,7 +97,6 @@ def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str])
         environment={**verdicts.fingerprint(device), **environment()},
         checks=checks,
         not_reached=[case for case in every if case not in found],
-        probes=claims,
         seconds=time.monotonic() - began,
     )
 
@@ -96,26 +105,84 @@ def _rows(layers: Layers, options: SelftestOptions) -> Iterator[Row]:
     """Yield the times of plain attention and of every method, phase by phase."""
     length = options.length or (8192 if layers.device.type == "cuda" else 1024)
     chosen = [m for m in methods() if options.methods is None or m.name in options.methods]
-    for phase in PHASES:
-        for method in (None, *chosen):
-            name = PLAIN if method is None else method.name
-            try:
-                found = layers.measured(phase, length, method, host=True)
-            except Exception as error:
-                found = {"failed": reason_of(error)}
-                release(error)
-            yield Row(phase, name, length, **found)
+    for phase, method in itertools.product(PHASES, (None, *chosen)):
+        name = PLAIN if method is None else method.name
+        try:
+            found = layers.measured(phase, length, method, host=True)
+        except Exception as error:
+            found = {"failed": reason_of(error)}
+            release(error)
+        yield Row(phase, name, length, **found)
 
 
 def _dtypes(options: SelftestOptions) -> list[str]:
+    """Return the dtypes to check; raise for an unknown one, or an unknown method."""
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    for name in options.methods or ():
-        if name not in {method.name for method in methods()}:
-            raise unknown("method of the engine", name, (method.name for method in methods()))
-    if options.dtypes is None:
-        on_cpu = device_of(options.device).type == "cpu"
-        return sorted(names, key=lambda name: name != "float32") if on_cpu else names
-    for name in options.dtypes:
-        if name not in names:
-            raise unknown("dtype", name, names)
-    return list(options.dtypes)
+    known = {"method of the engine": [method.name for method in methods()], "dtype": names}
+    for kind, given in zip(known, (options.methods, options.dtypes), strict=True):
+        for name in given or ():
+            if name not in known[kind]:
+                raise unknown(kind, name, known[kind])
+    if options.dtypes is not None:
+        return list(options.dtypes)
+    on_cpu = device_of(options.device).type == "cpu"
+    return sorted(names, key=lambda name: on_cpu and name != "float32")
+
+
+def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Case]:
+    """Return all cases, the most telling ones first.
+
+    First every backend and kind in the first dtype and head dimension, with a backward last. Then kind by kind the
+    other dtypes and head dimensions, so that a short test has seen each backend in all of them.
+    """
+    first, *others = itertools.product(head_dims, dtypes)
+    ordered = [(first, gradients, kind) for gradients in (False, True) for kind in kinds()]
+    ordered += [
+        (other, gradients, kind)
+        for kind, gradients, other in itertools.product(kinds(), (False, True), others)
+    ]
+    return [
+        Case(backend.name, kind, dtype, head_dim, gradients)
+        for (head_dim, dtype), gradients, kind in ordered
+        for backend in engine.BACKENDS
+    ]
+
+
+def check_all(every: Sequence[Case], device: torch.device, seconds: float) -> Findings:
+    """Check cases until the time is over: backends that may crash in other processes, the others here.
+
+    Those that are missing then had no time, and their backend computes such calls.
+    """
+    end, backends = time.monotonic() + seconds, {c: engine.backend_of(c.backend) for c in every}
+    offered = [case for case in every if offers(backends[case], case, device)]
+    found: Findings = dict.fromkeys({*every}.difference(offered))  # which needed no time
+    elsewhere = [case for case in offered if backends[case].may_crash]
+    count = min(PROCESSES, os.cpu_count() or 1, len(elsewhere))
+    threads = [
+        threading.Thread(target=_elsewhere, args=(elsewhere[first::count], device, end, found))
+        for first in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for case in offered:
+        if not backends[case].may_crash and time.monotonic() < end:
+            found[case] = check(backends[case], case, device)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _elsewhere(pending: list[Case], device: torch.device, end: float, found: Findings) -> None:
+    """Check a share of the cases, in a new process after an error; a backend that ended one is not tried again."""
+    while pending and (left := end - time.monotonic()) > 0:
+        before = len(pending)
+        for case, result in isolation.compared(pending, device, left):
+            found[case] = result
+            pending.remove(case)
+            if result is not None and result.reason and not result.rows:
+                for other in [other for other in pending if other.backend == case.backend]:
+                    reason = f"not tried, since {case} failed: {result.reason}"
+                    found[other] = Comparison(reason=reason, decided=False)
+                    pending.remove(other)
+        if len(pending) == before:  # no process could be started
+            return

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation.device.clock import Clock
+from hf_posenc.evaluation.device.result import Row
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import (
@@ -30,28 +30,6 @@ from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 
-@dataclass(frozen=True)
-class SpeedCell:
-    """Speed and memory of a method.
-
-    Attributes:
-        tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` if it failed. In the
-            slowest round it is `lowest`, in the fastest one `highest`.
-        ratio: Times as fast as the first method: the median over the rounds, both of the same round.
-        peak_bytes: The largest peak of memory; `None` if it is unknown.
-        prefill: Tokens that were run at a time; `None`: all.
-    """
-
-    method: str
-    tokens_per_second: float | None = None
-    lowest: float | None = None
-    highest: float | None = None
-    ratio: float | None = None
-    peak_bytes: int | None = None
-    prefill: int | None = None
-    failed: str | None = None
-
-
 @dataclass
 class SpeedResult:
     """Prefill of one window, timed under every method in turn, the baseline first, in several rounds.
@@ -60,7 +38,6 @@ class SpeedResult:
         length: Tokens of the window.
         memory: Meaning of `peak_bytes`.
         rounds: For each round and method seconds, peak and tokens at a time, or the reason of a failure.
-        cells: The summary, in the order of the methods.
     """
 
     length: int
@@ -69,46 +46,40 @@ class SpeedResult:
     memory: str | None
     methods: Sequence[str]
     rounds: Sequence[Mapping[str, Mapping[str, Any]]]
-    cells: list[SpeedCell] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.cells = [self._cell(label) for label in self.methods]
+    def row(self, method: str) -> Row:
+        """Return the times of a method beside those of the first one; memory is the largest peak."""
+        own, first = (
+            [values[name] for values in self.rounds] for name in (method, self.methods[0])
+        )
+        reasons = (values["failed"] for values in own if "failed" in values)
+        failed = next(reasons, None if own else "not measured")
+        if failed is not None:
+            return Row("prefill", method, self.length, failed=failed)
+        peaks = [values["peak_bytes"] for values in own]
+        alone = any("failed" in values for values in first)
+        return Row(
+            *("prefill", method, self.length),
+            seconds=[values["seconds"] for values in own],
+            plain=[] if alone else [values["seconds"] for values in first],
+            peak_bytes=None if None in peaks else max(peaks),
+        )
 
-    def cell(self, method: str) -> SpeedCell:
-        """Return the summary of a method."""
-        return self.cells[list(self.methods).index(method)]
+    def pieces(self, method: str) -> int | None:
+        """Return the least tokens that were run at a time; `None`: all."""
+        sizes = (values[method].get("prefill") for values in self.rounds)
+        return min(filter(None, sizes), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
-        values = asdict(self)
-        values["summary"] = values.pop("cells")
-        return values
+        names = ("method", "tokens_per_second", "speedup", "peak_bytes", "failed")
+        rows = [{name: getattr(self.row(each), name) for name in names} for each in self.methods]
+        return {**asdict(self), "summary": rows}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeedResult:
         """Read the values of `to_dict`; the summary is computed again from the rounds."""
         return cls(**{name: value for name, value in values.items() if name != "summary"})
-
-    def _cell(self, label: str) -> SpeedCell:
-        own, first = ([values[name] for values in self.rounds] for name in (label, self.methods[0]))
-        failed = next((values["failed"] for values in own if "failed" in values), None)
-        if failed is not None or not own:
-            return SpeedCell(label, failed=failed or "not measured")
-        ratio, seconds = None, [values["seconds"] for values in own]
-        if not any("failed" in values for values in first):
-            pairs = zip(first, seconds, strict=True)
-            ratio = statistics.median(theirs["seconds"] / ours for theirs, ours in pairs)
-        peaks = [values["peak_bytes"] for values in own]
-        pieces = [values["prefill"] for values in own if values["prefill"] is not None]
-        return SpeedCell(
-            label,
-            tokens_per_second=self.length / statistics.median(seconds),
-            lowest=self.length / max(seconds),
-            highest=self.length / min(seconds),
-            ratio=ratio,
-            peak_bytes=None if None in peaks else max(peaks),
-            prefill=min(pieces, default=None),
-        )
 
 
 class SpeedRun(Measurement[Item, SpeedResult]):

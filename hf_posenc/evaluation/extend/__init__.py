@@ -11,7 +11,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,23 @@ from torch import nn
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, export, write_export
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import perplexity, retrieval
+from hf_posenc.evaluation import retrieval
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.extend.result import ATTENTION, SINKS, TABLE, Choice, ExtendResult, choose
+from hf_posenc.evaluation.extend.result import ATTENTION, TABLE, Choice, ExtendResult, choose
 from hf_posenc.evaluation.flags import duration, output_folder, with_fields
 from hf_posenc.evaluation.measuring import identity
-from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.candidates import CONTROLS, TRUNCATION, Candidate
 from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
-from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
+from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.rates import rate_of
-from hf_posenc.evaluation.tuning import Course, Stepwise
+from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
 from hf_posenc.evaluation.tuning.results import recipe
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
@@ -73,26 +73,23 @@ class Plan:
 
 
 @dataclass(kw_only=True)
-class ExtendJob(Stepwise[ExtendResult]):
+class ExtendJob(Rung[ExtendResult]):
     """An extension whose model and documents are ready.
 
-    `whole` has all documents and candidates and is never run; `specs` are the values of `--patch` by kind, the best
-    first, and `controls` those of the reporting half. `say` is called with lines on the course.
+    The candidates of `whole` are truncation, the other controls, and the methods of `kinds` (a kind by label), the best
+    of each kind first. `say` is called with lines on the course.
     """
 
-    whole: PerplexityRun
     tokenizer: Any
     options: ExtendOptions
     name: str | None
-    specs: dict[str, list[str]]
-    controls: list[str]
-    remarks: list[str]
+    kinds: dict[str, str]
     say: Callable[[str], None] = silent
 
     @property
     def lengths(self) -> tuple[int, int]:
         """The original and the target length, in tokens."""
-        original, target = self.whole.settings.lengths
+        original, target = self.settings.lengths
         return original, target
 
     @property
@@ -100,39 +97,56 @@ class ExtendJob(Stepwise[ExtendResult]):
         """The documents that choose, and those that report: every second one, so that an order is in both alike."""
         return self.whole.documents[0::2], self.whole.documents[1::2]
 
+    @property
+    def controls(self) -> list[Candidate]:
+        """Truncation, and the other controls."""
+        return [each for each in self.whole.candidates if each.label not in self.kinds]
+
+    def methods(self, kind: str, each: int = EACH[1]) -> list[Candidate]:
+        """Return so many methods of a kind, the best first."""
+        own = (c for c in self.whole.candidates if self.kinds.get(c.label) == kind)
+        return list(itertools.islice(own, each))
+
+    def taken(self, each: int) -> list[Candidate]:
+        """Return so many methods of each kind."""
+        return self.methods(TABLE, each) + self.methods(ATTENTION, each)
+
     def conduct(self, course: Course) -> ExtendResult:
         """Measure, choose, report and, if the demands are met, save."""
         folder = course.folder
         stale = folder is not None and (folder / "config.json").exists()
         if folder is not None and stale and not (folder / "records").exists():
             raise PosencError(f"{folder} holds another model. Give another --output.")
-        plan, rate = self.fit(course)
+        plan, rate, remarks = self.fit(course)
         course.total = int(plan.tokens)
         self.say(self._announcement(plan, rate))
-        chosen_by, reported_by = (half[: plan.documents] for half in self.halves)
-        kinds = {_label(s): kind for kind, own in self.specs.items() for s in own[: plan.each]}
-        remarks = [*self.remarks, *self._left_out(plan)]
+        choosing_half, reporting_half = (half[: plan.documents] for half in self.halves)
+        methods, controls = self.taken(plan.each), self.controls
+        kinds = {candidate.label: self.kinds[candidate.label] for candidate in methods}
+        remarks += self._left_out(plan)
         parts: dict[str, Any] = {}
-        choosing = course(self._part(chosen_by, [TRUNCATION, *kinds]))
+        choosing = course(self.whole.part([controls[0], *methods], choosing_half))
         choice = choose(choosing, kinds, self.options.max_regression)
-        chosen = next((c for c in self.whole.candidates if c.label == choice.winner), None)
+        chosen = next((c for c in methods if c.label == choice.winner), None)
         if chosen is not None:
-            labels = [TRUNCATION, *self.controls, chosen.label]
-            parts["perplexity"] = course(self._part(reported_by, labels))
+            parts["perplexity"] = course(self.whole.part([*controls, chosen], reporting_half))
             try:
                 parts["retrieval"] = course(self._passkeys(chosen, plan))
             except PosencError as error:
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
             remarks += [f"{f.method} gave no number: {f.reason}." for f in part.failures]
-        about = {name: self.whole.metadata[name] for name in ("model", "source", "command")}
+        options, about = self.options, ("model", "source", "command")
         result = ExtendResult(
-            about={**about, "environment": identity.environment()},
+            about={
+                **{name: self.whole.metadata[name] for name in about},
+                "environment": identity.environment(),
+            },
             settings={
                 "original": self.lengths[0],
                 "target": self.lengths[1],
-                "budget": self.options.budget,
-                "max_regression": self.options.max_regression,
+                "budget": options.budget,
+                "max_regression": options.max_regression,
             },
             plan={**asdict(plan), "seconds_per_token": rate, "measured": course.seconds},
             kinds=kinds,
@@ -148,11 +162,6 @@ class ExtendJob(Stepwise[ExtendResult]):
                 f"{folder} holds the model that an earlier run saved, and this one does not confirm it: remove it."
             )
         return result
-
-    def _part(self, documents: Sequence[Any], labels: Sequence[str]) -> PerplexityRun:
-        """Return the measurement of some candidates, in this order, on some documents."""
-        candidates = {candidate.label: candidate for candidate in self.whole.candidates}
-        return self.whole.part([candidates[label] for label in labels], documents)
 
     def _passkeys(self, chosen: Candidate, plan: Plan) -> Measurement[Any, Any]:
         """Return the retrieval of the chosen method and of truncation."""
@@ -170,38 +179,41 @@ class ExtendJob(Stepwise[ExtendResult]):
 
     # The fit to the budget.
 
-    def fit(self, course: Course) -> tuple[Plan, float]:
-        """Return the largest plan that fits the budget, and the seconds per token of one timed window.
+    def fit(self, course: Course) -> tuple[Plan, float, list[str]]:
+        """Return the largest plan that fits the budget, the seconds per token of one timed window, and remarks.
 
         The window is the first that the choice needs, so that its record serves both.
 
         Raises:
             PosencError: The least sensible plan takes longer, or no method gives a number.
         """
-        first = [specs[0] for specs in reversed(self.specs.values()) if specs]  # the slower kind
-        for spec in first:
-            run = self._part(self.halves[0][:1], [_label(spec)])
+        # the slower kind first
+        first = [c for kind in (ATTENTION, TABLE) for c in self.methods(kind, 1)]
+        remarks: list[str] = []
+        for candidate in first:
+            run = self.whole.part([candidate], self.halves[0][:1])
             value = next(iter(course.values(run).values()))
             if not value.get("failed"):
                 rate = float(value["seconds"]) / run.forwarded
-                return self._fitted(rate), rate
-            self.remarks.append(f"{spec} gave no number: {value['failed'][0][-1]}.")
+                return self._fitted(rate), rate, remarks
+            remarks.append(f"{candidate.spec} gave no number: {value['failed'][0][-1]}.")
         raise PosencError(
-            f"Neither {' nor '.join(first)} gives a number at {self.lengths[1]:,} tokens: nothing can be chosen. "
-            "`hf-posenc perplexity` shows why."
+            f"Neither {' nor '.join(each.spec for each in first)} gives a number at {self.lengths[1]:,} tokens: "
+            "nothing can be chosen. `hf-posenc perplexity` shows why."
         )
 
     def _fitted(self, rate: float) -> Plan:
         """Return the largest plan that fits the budget at so many seconds per token."""
-        fitting = [plan for plan in self._plans() if plan.tokens * rate <= self.options.budget]
+        plans, budget = self._plans(), self.options.budget
+        fitting = [plan for plan in plans if plan.tokens * rate <= budget]
         if not fitting:
-            least = min(self._plans(), key=lambda plan: plan.tokens)
+            least = min(plans, key=lambda plan: plan.tokens)
             needed = least.tokens * rate
             raise PosencError(
-                f"--budget {duration(self.options.budget)} is too short: the least that makes sense, "
-                f"{self._amounts(least)}, takes about {duration(needed)} here ({duration(rate * self.lengths[1])} a "
-                f"window of {self.lengths[1]:,} tokens). Give --budget {math.ceil(needed / 60)}m, or a shorter "
-                "--target-length. What was measured is kept."
+                f"--budget {duration(budget)} is too short: the least that makes sense, {self._amounts(least)}, takes "
+                f"about {duration(needed)} here ({duration(rate * self.lengths[1])} a window of {self.lengths[1]:,} "
+                f"tokens). Give --budget {math.ceil(needed / 60)}m, or a shorter --target-length. What was measured is "
+                "kept."
             )
 
         def worth(plan: Plan) -> tuple[int, ...]:
@@ -217,18 +229,18 @@ class ExtendJob(Stepwise[ExtendResult]):
         most, plans = min(HALF, len(self.halves[1])), []
         prompt = ANSWERS * (sum(self.lengths) + 2 * self.lengths[0])
         for each, samples in itertools.product(EACH, SAMPLES):
-            methods = [_label(spec) for own in self.specs.values() for spec in own[:each]]
-            dearest = max(methods, key=costs.__getitem__)
-            labels = (TRUNCATION, *methods, TRUNCATION, *self.controls, dearest)
-            tokens = sum(costs[label] for label in labels)
+            labels = [candidate.label for candidate in self.taken(each)]
+            # both halves have the controls that they need, the reporting one the dearest method that can win
+            measured = [*labels, max(labels, key=costs.__getitem__), TRUNCATION]
+            tokens = sum(costs[label] for label in (*measured, *(c.label for c in self.controls)))
             for documents in range(min(FEW_DOCUMENTS, most), most + 1):
                 total = tokens * documents + DEPTHS * samples * prompt
                 plans.append(Plan(each, documents, samples, total))
         return plans
 
     def _amounts(self, plan: Plan) -> str:
-        methods = sum(len(specs[: plan.each]) for specs in self.specs.values())
-        return f"{methods} methods, {plan.documents} + {plan.documents} documents and {DEPTHS * plan.samples} passkeys"
+        methods, documents = len(self.taken(plan.each)), plan.documents
+        return f"{methods} methods, {documents} + {documents} documents and {DEPTHS * plan.samples} passkeys"
 
     def _announcement(self, plan: Plan, rate: float) -> str:
         takes, budget = duration(plan.tokens * rate), duration(self.options.budget)
@@ -252,7 +264,8 @@ class ExtendJob(Stepwise[ExtendResult]):
 
     def _left_out(self, plan: Plan) -> Iterator[str]:
         """Yield what the budget leaves out, and what too few documents leave unsaid."""
-        rest = [spec for specs in self.specs.values() for spec in specs[plan.each :]]
+        taken = self.taken(plan.each)
+        rest = [each.spec for each in self.taken(EACH[1]) if each not in taken]
         unread = min(HALF, len(self.halves[1])) - plan.documents
         unasked = DEPTHS * (SAMPLES[-1] - plan.samples)
         amounts = {
@@ -289,29 +302,17 @@ class ExtendJob(Stepwise[ExtendResult]):
             plain = patch.export is not None
             verified = verify_export(folder, model, plain=plain)
             require(verified)
-        exports = {}
-        for engine in ENGINES:
-            made, target = export(folder, engine), folder / "exports" / engine
-            if not made.possible:
-                exports[engine] = made.reason and f"no: {made.reason}"
-            elif engine == "transformers5":
-                exports[engine] = "yes, as it is"
-            elif engine.startswith("transformers"):
-                exports[engine] = f"yes: hf-posenc export {folder} --to {engine}"
-            else:
-                for name in ("config.json", "export.json"):  # of an earlier run, maybe elsewhere
-                    (target / name).unlink(missing_ok=True)
-                write_export(made, target)
-                flags = f", with {' '.join(made.flags)}" if made.flags else ""
-                exports[engine] = f"yes: exports/{engine}{flags}"
-        line = str(verified).replace(str(folder), "The saved model", 1)
-        result.saved = {"folder": str(folder), "verified": line, "exports": exports}
+        result.saved = {
+            "folder": str(folder),
+            "verified": str(verified).replace(str(folder), "The saved model", 1),
+            "exports": {engine: _exported(folder, engine) for engine in ENGINES},
+        }
         write_atomically(folder / "README.md", result.card(plain, patch.methods))
 
     def training(self, choice: Choice, kinds: Mapping[str, str]) -> str:
         """Return the command that fine-tunes the model with the best table, or with yarn."""
         tables = [label for label in choice.ranked if kinds[label] == TABLE]
-        specs = {candidate.label: candidate.spec for candidate in self.whole.candidates}
+        specs = {candidate.label: candidate.spec for candidate in self.methods(TABLE)}
         spec = specs[tables[0]] if tables else f"yarn:target_length={self.lengths[1]}"
         command = ["accelerate", "launch", "scripts/finetune.py", "--patch", spec]
         command += ["--target_length", str(self.lengths[1])]
@@ -325,8 +326,20 @@ class ExtendJob(Stepwise[ExtendResult]):
         return shlex.join(command)
 
 
-def _label(spec: str) -> str:
-    return Candidate.parse(spec).label
+def _exported(folder: Path, engine: str) -> str:
+    """Export the saved model to an engine, and return the answer of the card; empty where nothing is known."""
+    made, target = export(folder, engine), folder / "exports" / engine
+    if not made.possible:
+        return made.reason and f"no: {made.reason}"
+    if engine == "transformers5":
+        return "yes, as it is"
+    if engine.startswith("transformers"):
+        return f"yes: hf-posenc export {folder} --to {engine}"
+    for name in ("config.json", "export.json"):  # of an earlier run, maybe elsewhere
+        (target / name).unlink(missing_ok=True)
+    write_export(made, target)
+    flags = f", with {' '.join(made.flags)}" if made.flags else ""
+    return f"yes: exports/{engine}{flags}"
 
 
 def _argument(model: Any, name: str | None) -> str:
@@ -399,30 +412,30 @@ def prepare(
     identity.check_tokenizer(tokenizer)
     advice = _advice(model, options, name)
     original, target = advice.carried.trained, advice.target
-    specs: dict[str, list[str]] = {TABLE: [], ATTENTION: []}
+    specs = {TABLE: list[str](), ATTENTION: list[str]()}
     for option in advice.unrefuted:
         specs[ATTENTION if option.attention else TABLE].append(str(option.spec))
-    specs = {kind: own[: EACH[1]] for kind, own in specs.items()}
-    if not any(specs.values()):
+    kinds = {spec: kind for kind, own in specs.items() for spec in own[: EACH[1]]}
+    if not kinds:
         raise PosencError(
             f"No method works as it is at {target:,} tokens on this model: `hf-posenc recommend {advice.name} "
             f"--target-length {target}` says why, and which work after fine-tuning."
         )
-    controls, remarks = [UNPATCHED], []
-    try:
-        Candidate.parse(SINKS).checked(model)
-        controls.append(SINKS)
-    except PosencError as error:
-        remarks.append(f"{SINKS} is no control here: {error}")
-    reading = ("limit", "max_doc_tokens", "prefill", "chunk", "bos")
-    given = {field: getattr(options, field) for field in reading}
-    measured = PerplexityOptions(
-        **{**given, "limit": options.limit or 2 * HALF},
-        methods=(TRUNCATION, *controls, *(spec for own in specs.values() for spec in own)),
-        lengths=(original, target),
-        protocols=("tail",),
+    controls = dict.fromkeys((TRUNCATION, *CONTROLS))
+    parsed = [(Candidate.parse(spec), spec in controls) for spec in (*controls, *kinds)]
+    candidates = [candidate for candidate, _ in tried(model, parsed, original)]
+    whole = prepared(
+        model,
+        tokenizer,
+        source,
+        replace(options, target_length=target, limit=options.limit or 2 * HALF),
+        original,
+        embedded_limit=2 * HALF,
+        kind=PerplexityRun,
+        candidates=candidates,
+        name=name,
+        command=command,
     )
-    whole = perplexity.prepare(model, tokenizer, source, measured, name=name, command=command)
     if len(whole.documents) < 4:
         raise PosencError(
             f"{len(whole.documents)} of the documents have {target:,} tokens; 4 are needed, two to choose a method and "
@@ -430,8 +443,9 @@ def prepare(
             "split: its halves are not independent. Give more --text, or a shorter --target-length."
         )
     _check_needles(tokenizer, whole.special.tolist(), original, target)
-    given = {"tokenizer": tokenizer, "options": options, "name": name}
-    return ExtendJob(whole=whole, specs=specs, controls=controls, remarks=remarks, **given)
+    labels = (candidate.label for candidate in candidates[len(controls) :])
+    named = dict(zip(labels, kinds.values(), strict=True))
+    return ExtendJob(whole=whole, tokenizer=tokenizer, options=options, name=name, kinds=named)
 
 
 def _check_needles(tokenizer: Any, special: Sequence[int], original: int, target: int) -> None:

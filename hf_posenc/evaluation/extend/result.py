@@ -21,9 +21,10 @@ from hf_posenc.evaluation.grid import (
     to_markdown,
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Cell, Interval, side_of_one, summarize
+from hf_posenc.evaluation.measuring.statistics import Cell, Interval, side_of_one
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
+from hf_posenc.evaluation.tuning.board import Board
 from hf_posenc.evaluation.tuning.results import recipe_file, with_range
 from hf_posenc.files import finite
 
@@ -66,25 +67,19 @@ def choose(choosing: PerplexityResult, kinds: Mapping[str, str], bound: float) -
     Equal to the best is a method whose paired interval contains 1, corrected for all pairs, and whose ratio is at most
     1 + `bound`: with few documents intervals are wide, and do not make a much worse method equal.
     """
-    original, target = choosing.settings.lengths
-    order: dict[str, tuple[float, float]] = {}
-    for label in kinds:
-        cell, short = (choosing.cell(label, "tail", length) for length in (target, original))
-        if cell is None or short is None or short.ratio is None:
-            continue
-        if math.isfinite(cell.perplexity) and math.isfinite(short.ratio):
-            past = short.ratio if short.ratio > 1 + bound else 0.0
-            order[label] = past, cell.perplexity
-    ranked = sorted(order, key=order.__getitem__)
+    board = Board.of(choosing, bound, 1, TRUNCATION)
+    documents = [document["name"] for document in choosing.documents]
+    ranked = board.rank(kinds, documents)
     if not ranked:
         return Choice()
-    pairs, equal = max(1, math.comb(len(ranked), 2)), [ranked[0]]
-    for cell in summarize(choosing.records, baseline=ranked[0], comparisons=pairs):
-        rival = cell.method in ranked[1:] and order[cell.method][0] == order[ranked[0]][0]
-        if rival and cell.length == target and cell.ratio is not None and cell.ratio <= 1 + bound:
-            equal += [cell.method] * (side_of_one(cell.ratio_interval, cell.documents) == 0)
-    winner = min(equal, key=lambda label: (kinds[label] != TABLE, order[label]))
-    return Choice(tuple(ranked), tuple(equal), winner)
+    best, board.comparisons = ranked[0], max(1, math.comb(len(ranked), 2))
+    rivals = [label for label in kinds if label in ranked[1:]]
+    past = {label: board.past(label, documents) for label in ranked}
+    rows = (board.row(label, documents, best) for label in rivals if past[label] == past[best])
+    near = (row for row in rows if row.ratio is not None and row.ratio <= 1 + bound)
+    equal = (best, *(row.label for row in near if not row.significant))
+    winner = min(equal, key=lambda label: (kinds[label] != TABLE, ranked.index(label)))
+    return Choice(tuple(ranked), equal, winner)
 
 
 @dataclass(frozen=True)
@@ -163,10 +158,11 @@ class ExtendResult(Result):
 
     def against(self, label: str, control: str, length: int) -> Cell | None:
         """Return the number of a method on the reporting half, with its paired ratio to a control."""
-        records = () if self.perplexity is None else self.perplexity.records
+        if self.perplexity is None:
+            return None
         # All demands must be met together, so that a single one needs no correction for their number.
-        cells = summarize(records, baseline=control, comparisons=1)
-        return next((c for c in cells if (c.method, c.length) == (label, length)), None)
+        documents = [document["name"] for document in self.perplexity.documents]
+        return Board.of(self.perplexity).cell(label, length, documents, control)
 
     def needles(self, label: str, far: bool) -> dict[tuple[float | None, int], Record]:
         """Return the answers in texts of the target length, by depth and sample.
@@ -223,25 +219,25 @@ class ExtendResult(Result):
         """Demand significantly more far needles than truncation finds, or not significantly fewer near ones."""
         assert self.winner is not None
         name = f"needles {'beyond' if far else 'within'} {self.lengths[0]:,} tokens"
-        own, others = (self.needles(label, far) for label in (self.winner, TRUNCATION))
-        both = own.keys() & others.keys()
+        parts = [self.needles(label, far) for label in (self.winner, TRUNCATION)]
+        both = parts[0].keys() & parts[1].keys()
         if not both:
             return Demand(name, False, "none could be measured")
-        hits = [
+        own, others = (
             {key for key in both if (part[key].correct if self.answers else part[key].rank == 1)}
-            for part in (own, others)
-        ]
-        more = len(hits[0]) - len(hits[1])
-        chance = mcnemar(len(hits[0] - hits[1]), len(hits[1] - hits[0]))
-        told_apart = chance < SIGNIFICANT
+            for part in parts
+        )
+        chance = mcnemar(len(own - others), len(others - own))
         shares = [
-            f"{len(found)} ({percent_range(wilson(len(found), len(both)))} %)" for found in hits
+            f"{len(found)} ({percent_range(wilson(len(found), len(both)))} %)"
+            for found in (own, others)
         ]
-        candidates = next(iter(own.values())).candidates
+        candidates = next(iter(parts[0].values())).candidates
         verb = "answers" if self.answers else f"ranks the key first of {candidates} in"
         numbers = f"{verb} {shares[0]} of {len(both)}, truncation {shares[1]}; p = {chance:.2g}"
-        met = (more > 0 and told_apart) if far else not (more < 0 and told_apart)
-        return Demand(name, met, numbers)
+        gain = (len(own) > len(others)) - (len(own) < len(others))
+        told = gain if chance < SIGNIFICANT else 0
+        return Demand(name, told > 0 if far else told >= 0, numbers)
 
     def lines(self) -> list[str]:
         """Return the verdict in five lines: what to do, long texts, needles, short texts, the choice."""
@@ -308,26 +304,25 @@ class ExtendResult(Result):
         parts = [(self.choosing, "by which the method was chosen", tuple(self.choice.ranked))]
         if self.perplexity is not None:
             parts.insert(0, (self.perplexity, "that did not choose it", ()))
+        heads = (f"at\n{target:,}", "by\ntruncation", f"at {original:,}, by\nunpatched")
         grids = []
         for part, which, ranked in parts:
             count = len(part.documents)
             title = f"Tail perplexity, {count} document{'s' * (count != 1)} {which}"
-            grid = Grid(
-                title,
-                caption=f"{title}; ratios to truncation, paired (all of a column hold together in 95 %).",
+            caption = (
+                f"{title}; ratios to truncation, paired (all of a column hold together in 95 %)."
             )
+            grid = Grid(title, caption=caption)
             grid.column("method", least=12)
-            grid.column("kind")
-            for head in (f"at\n{target:,}", "by\ntruncation", f"at {original:,}, by\nunpatched"):
-                grid.column(head, numeric=True)
+            for head in ("kind", *heads):
+                grid.column(head, numeric=head != "kind")
             labels = [entry.label for entry in part.candidates]
             for label in sorted(labels, key=lambda each: ((*ranked, each)).index(each)):
                 long, short = (part.cell(label, "tail", n) for n in (target, original))
-                mark = (
-                    "best" if label == self.winner else "control" if label not in self.kinds else ""
-                )
+                mark = "" if label in self.kinds else "control"
                 values = [_field(long, "perplexity"), _field(long, "ratio"), _field(short, "ratio")]
-                grid.row(label, self.kinds.get(label, "control"), *values, mark=mark)
+                kind = self.kinds.get(label, "control")
+                grid.row(label, kind, *values, mark="best" if label == self.winner else mark)
             grids.append(grid)
         return grids
 

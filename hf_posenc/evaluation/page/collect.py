@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -120,8 +119,6 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
         return "not a result of hf-posenc"
     try:
         result = KINDS[kind].from_dict(data)
-        if isinstance(result, BenchResult):
-            result = _comparable(result)
         for shown in (result.tables, result.notes, result.guide, result.problems):
             list(shown())
     except Exception as error:  # a value of another kind may fail anywhere
@@ -137,19 +134,6 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
             inside = Source(number, where, part, data[part], getattr(result, part), part=True)
             collection.sources.append(inside)
     return ""
-
-
-def _comparable(bench: BenchResult) -> BenchResult:
-    """Replace the published tables that this version has not, or not beside such a run, by the reasons."""
-    known, reasons = [], []
-    for name in bench.compare:
-        try:
-            dataclasses.replace(bench, compare=[name]).tables()
-        except PosencError as error:
-            reasons.append(str(error))
-        else:
-            known.append(name)
-    return dataclasses.replace(bench, compare=known, remarks=[*bench.remarks, *reasons])
 
 
 def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:

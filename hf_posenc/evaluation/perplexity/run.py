@@ -35,8 +35,6 @@ from hf_posenc.evaluation.perplexity.protocols import (
     special_tokens,
 )
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.published import comparable
-from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -383,8 +381,6 @@ def prepare(
     lengths = within_reach(model, candidates, settings.lengths, given=options.lengths is not None)
     if lengths != settings.lengths:
         settings, policy = settings_of(dataclasses.replace(options, lengths=lengths), original)
-    for table in options.compare:
-        comparable(get_table(table), settings)
     special = special_tokens(tokenizer, policy)
     needed = max(1, settings.shortest_document - len(special))
     windows = settings.windows_per_document or 1

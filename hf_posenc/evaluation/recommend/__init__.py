@@ -17,9 +17,8 @@ from torch import nn
 
 from hf_posenc.adapters import available_architectures
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Grid
-from hf_posenc.evaluation.published import TOLERANCE
+from hf_posenc.evaluation.recommend.evidence import TOLERANCE, verdict
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FAST_TURNS,
@@ -139,7 +138,7 @@ class Advice:
     @property
     def unrefuted(self) -> list[Option]:
         """The options that work as they are, and that no published table refutes at this factor."""
-        return [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+        return [o for o in self.best if verdict(o.evidence, self.factor) >= 0]
 
     @property
     def first(self) -> list[Option]:
@@ -150,17 +149,11 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
-        values = {
-            "kind": "advice",
-            "format": 1,
-            **dataclasses.asdict(self),
-            "needed": self.needed,
-            "factor": self.factor,
-            "commands": list(self.commands()),
-        }
-        for entry, option in zip(values["options"], self.options, strict=True):
-            entry.update(spec=option.spec, call=option.call)
-        return values
+        calls = [{"spec": option.spec, "call": option.call} for option in self.options]
+        values = dataclasses.asdict(self)
+        values["options"] = [v | c for v, c in zip(values["options"], calls, strict=True)]
+        about = {"needed": self.needed, "factor": self.factor, "commands": list(self.commands())}
+        return {"kind": "advice", "format": 1, **values, **about}
 
     def commands(self) -> tuple[str, ...]:
         """Return the commands to run next, on the user's own text."""
@@ -172,16 +165,15 @@ class Advice:
         if self.needed:
             specs += ["truncation", "attention_sinks", *own]
         patches, swept = (
-            " ".join(f"--patch {spec}" for spec in each)
+            "".join(f" --patch {spec}" for spec in each)
             for each in (specs, own if self.carried.scaled else ())
         )
         commands = (
-            f"perplexity {self.name} {text} --lengths {lengths} {patches}",
-            f"retrieval {self.name} --lengths {lengths} {patches}",
-            f"sweep {self.name} {text} --target-length {self.target} {swept}",
+            f"hf-posenc perplexity {self.name} {text} --lengths {lengths}{patches}",
+            f"hf-posenc retrieval {self.name} --lengths {lengths}{patches}",
+            f"hf-posenc sweep {self.name} {text} --target-length {self.target}{swept}",
         )
-        shown = commands if self.needed else commands[:1]
-        return tuple(f"hf-posenc {' '.join(command.split())}" for command in shown)
+        return commands if self.needed else commands[:1]
 
 
 def recommend(
@@ -293,31 +285,28 @@ def _tried(option: Option, model: nn.Module) -> Option:
     """
     if option.options is None:
         return option
+    refusals = []
     if option.attention and any(parameter.is_meta for parameter in model.parameters()):
         try:
             resolve_request(tables_of(model), option.method, **option.options)
+            return option
         except PosencError as refusal:
-            return _refused(option, refusal)
-        return option
-    forms = [option]
-    if "update" in get_method(option.method).knobs():
-        options = {**option.options, "update": "sequence"}
-        forms.append(dataclasses.replace(option, options=options, attention=False))
-    errors = []
-    for form in forms:
-        assert form.candidate is not None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the option states what a method needs
-                with form.candidate.applied(model, 1):
-                    return dataclasses.replace(form, trial=True)
-        except PosencError as error:
-            errors.append(error)
-    return _refused(option, errors[0])
-
-
-def _refused(option: Option, error: PosencError) -> Option:
-    reason = " ".join(str(error).split())
+            refusals.append(refusal)
+    else:
+        forms = [option]
+        if "update" in get_method(option.method).knobs():
+            options = {**option.options, "update": "sequence"}
+            forms.append(dataclasses.replace(option, options=options, attention=False))
+        for form in forms:
+            assert form.candidate is not None
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the option states what a method needs
+                    with form.candidate.applied(model, 1):
+                        return dataclasses.replace(form, trial=True)
+            except PosencError as refusal:
+                refusals.append(refusal)
+    reason = " ".join(str(refusals[0]).split())
     return dataclasses.replace(option, works=REFUSED, reason=reason, trial=False)
 
 
@@ -368,16 +357,15 @@ def answer(advice: Advice) -> Iterator[str]:
     """Yield the answer, in nine lines at most: the lengths, what works best, the call, and the commands to run next."""
     named = dict(facts(advice))
     yield named["checkpoint"]
-    for name in ("in a cache", "already scaled"):
-        if name in named:
-            yield f"{name}: {named[name]}"
+    yield from (
+        f"{name}: {named[name]}" for name in ("in a cache", "already scaled") if name in named
+    )
     if advice.needed:
         shown: dict[str, list[str]] = {}
         for (works, kind), options in _groups(advice).items():
             methods = ", ".join(option.method for option in options[:SHOWN])
             shown.setdefault(works, []).append(f"{kind} {methods}")
-        for works, kinds in list(shown.items())[:2]:
-            yield f"{works}: {'; '.join(kinds)}"
+        yield from (f"{works}: {'; '.join(kinds)}" for works, kinds in list(shown.items())[:2])
     yield from next_steps(advice)
 
 
@@ -391,8 +379,7 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     turns = (
         f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
         f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
-        "model has not met. "
-        f"Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
+        f"model has not met. Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
     )
     yield "turns", turns
     until, least = limits.similar_until, advice.least_base
@@ -413,14 +400,10 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     replaced = (
         f"replace=True starts from rope_theta and {original:,} tokens, x{target / original:.4g}"
     )
-    long = kind == "longrope"
-    scaled = "its long list, in texts of every length," if long else "the frequencies in force"
+    long = "its long list, in texts of every length," if kind == "longrope" else ""
     composed = (
-        f"compose=True scales {scaled} once more, from {reach:,} tokens, x{target / reach:.4g}"
-    )
-    scaling = (
-        f"{composed}: right for weights that were trained with them. {replaced}: right if the scaling was only written "
-        "into the config."
+        f"compose=True scales {long or 'the frequencies in force'} once more, from {reach:,} tokens, "
+        f"x{target / reach:.4g}"
     )
     if kind == "dynamic":
         scaling = (
@@ -432,23 +415,27 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
             "the config's length does not count its scaling, so the weights were not trained with it. "
             f"{replaced}. {composed}, untrained twice."
         )
+    else:
+        scaling = (
+            f"{composed}: right for weights that were trained with them. {replaced}: right if the scaling was only "
+            "written into the config."
+        )
     yield "already scaled", scaling
 
 
 def table(advice: Advice) -> Grid:
     """Return the classes of methods that work without training from scratch, with up to three methods of each kind."""
-    grid, groups = Grid.of(""), _groups(advice)
-    grid.title = (
-        f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
-    )
-    grid.column("works", least=max((len(works) for works, _ in groups), default=0))
-    grid.column("changes", least=max((len(kind) for _, kind in groups), default=0))
-    grid.column("method", least=max((len(option.method) for option in advice.options), default=0))
+    groups = _groups(advice)
+    title = f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
+    grid, names = Grid(title), [option.method for option in advice.options]
+    heads = {"works": [works for works, _ in groups], "changes": [kind for _, kind in groups]}
+    for head, shown in (heads | {"method": names}).items():
+        grid.column(head, least=max(map(len, shown), default=0))
     grid.column("why")
-    for heads, options in groups.items():
+    for group, options in groups.items():
         for number, option in enumerate(options[:SHOWN]):
             reason = option.reason + (" [*]" if _untried(option) else "")
-            grid.row(*(("", "") if number else heads), option.method, reason, rule=not number)
+            grid.row(*(("", "") if number else group), option.method, reason, rule=not number)
     return grid
 
 

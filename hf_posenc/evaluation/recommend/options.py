@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part
+from hf_posenc.evaluation.recommend.evidence import Evidence, evidence_of, summary, verdict
 from hf_posenc.methods import (
     ABF,
     DPE,
@@ -214,7 +214,7 @@ class Option:
     options: dict[str, Any] | None
     attention: bool
     trial: bool | None = None
-    evidence: tuple[published.Evidence, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
     met: float | None = None
     slowed: float = 1.0
 
@@ -284,8 +284,8 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
         angles = f"slow pairs leave the angles of training at {math.floor(met):,} tokens"
     if slowed != 1:
         near = f"fast pairs turn up to {slowed:.3g} times slower"
-    evidence = published.evidence_of(kind.name)
-    reason = f"{angles}, {near}; {published.summary(evidence, start.factor)}"
+    evidence = evidence_of(kind.name)
+    reason = f"{angles}, {near}; {summary(evidence, start.factor)}"
     options = {**options, **start.beside}
     return Option(kind.name, works, reason, options, moving, None, evidence, met, slowed)
 
@@ -353,9 +353,9 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     elif farthest > original:
         works, far = SHORT, f"{farthest:,.0f}"
         reason = f"reads distances of up to {far} tokens, trained on less than {original:,}"
-    evidence = published.evidence_of(kind.name)
+    evidence = evidence_of(kind.name)
     if works != WINDOW:
-        reason = f"{reason}; {published.summary(evidence, target / original)}"
+        reason = f"{reason}; {summary(evidence, target / original)}"
     options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
     return Option(kind.name, works, reason, options, attention=True, evidence=evidence)
 
@@ -383,7 +383,7 @@ def rank(options: list[Option], factor: float) -> list[Option]:
 
     def key(option: Option) -> tuple[int, int, bool, float, float]:
         held = max((one.held for one in option.evidence), default=0.0)
-        proof = published.verdict(option.evidence, factor)
+        proof = verdict(option.evidence, factor)
         return WORKS.index(option.works), -proof, option.attention, option.slowed, -held
 
     return sorted(options, key=key)

@@ -1,7 +1,7 @@
-"""Rungs of the ladder from a question to an answer: measurements that depend on those before them.
+"""The ladder from a question to an answer: advice (`recommend`), a race (`sweep`, `search`), a proof (`extend`).
 
-`sweep` and `search` race methods by tail perplexity at a target length, and `extend` proves one. All of them are
-courses of perplexity runs over the same records, so that none measures what another has measured.
+All rungs measure tail perplexity at the original and the target length over the same records, so that none measures
+what another has measured.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeVar
@@ -19,10 +18,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import TokenizedDocument, special_prefix
+from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import identity
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.candidates import Candidate, agreed
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
@@ -31,19 +30,12 @@ from hf_posenc.evaluation.measuring.execute import (
     silent,
     wait_for_all,
 )
-from hf_posenc.evaluation.measuring.statistics import (
-    FEW_DOCUMENTS,
-    Cell,
-    Failure,
-    Interval,
-    Record,
-    side_of_one,
-    summarize,
-)
+from hf_posenc.evaluation.measuring.statistics import Record
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, fingerprint_of
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.evaluation.tuning.board import Board
 
 ResultT = TypeVar("ResultT")
 RunT = TypeVar("RunT", bound=PerplexityRun)
@@ -76,20 +68,19 @@ class Course(contextlib.ExitStack):
 
     def values(self, run: Measurement[Any, Any]) -> dict[Key, Value]:
         """Measure what no process has measured yet; return the values of the items."""
-        fingerprint = fingerprint_of(run.decisive)
+        fingerprint, folder = fingerprint_of(run.decisive), self.folder
         if fingerprint not in self._stores:
-            self._stores[fingerprint] = (
-                Records()
-                if self.folder is None
-                else self.enter_context(run.open(self.folder, self.shard))
+            opened = (
+                Records() if folder is None else self.enter_context(run.open(folder, self.shard))
             )
+            self._stores[fingerprint] = opened
         store = self._stores[fingerprint]
-        run.fingerprint = None if self.folder is None else fingerprint
+        run.fingerprint = None if folder is None else fingerprint
         new = {item.key: item.cost for item in run.items if item.key not in self._costs}
-        before, total = sum(self._costs.values()), self.total
         mine = [item.key for item in self.shard.mine(run.items) if item.key in new]
         found = sum(new[key] for key in mine if store.get(key) is not None)
-        total = max(total, before + sum(new.values()))
+        before = sum(self._costs.values())
+        total = max(self.total, before + sum(new.values()))
 
         def report(label: str, tokens: int, _: int = 0) -> None:
             # the other processes do as much meanwhile
@@ -105,12 +96,23 @@ class Course(contextlib.ExitStack):
         return values
 
 
-class Stepwise(abc.ABC, Generic[ResultT]):
-    """A command whose measurements depend on each other."""
+@dataclass(kw_only=True)
+class Rung(abc.ABC, Generic[ResultT]):
+    """A rung whose model and documents are ready: measurements that depend on those before them.
+
+    `whole` has the original and the target length, and all documents; parts of it are measured.
+    """
 
     # no process ends before the others: nothing is ever missing
     missing: ClassVar[int] = 0
     total: ClassVar[int] = 0
+
+    whole: PerplexityRun
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the protocol `tail`."""
+        return self.whole.settings
 
     @abc.abstractmethod
     def conduct(self, course: Course) -> ResultT:
@@ -129,189 +131,13 @@ class Stepwise(abc.ABC, Generic[ResultT]):
         return None if shard.index else result
 
 
-# Comparisons.
-
-
-@dataclass(frozen=True)
-class Row:
-    """Row of the table: a method over so many documents, or the reason why it `failed`.
-
-    Attributes:
-        perplexity: At the target length, with its 95 % interval over documents; NaN if it failed.
-        ratio: Its perplexity at the target length by that of the best method, over the documents of this row. The
-            interval is one of the board's `comparisons`; there is none on too few documents, or if it left early.
-        short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
-            a regression of 2 %. `None` if one of them failed.
-        left: True if it left a sweep before the last round: no verdict, since a bad start made it leave.
-    """
-
-    label: str
-    control: bool
-    documents: int
-    perplexity: float
-    interval: Interval | None
-    ratio: float | None
-    ratio_interval: Interval | None
-    short: float | None
-    failed: str | None
-    left: bool = False
-
-    @property
-    def significant(self) -> bool:
-        """True if it differs significantly from the best method, all comparisons of the table considered."""
-        return side_of_one(self.ratio_interval, self.documents) != 0
-
-
-Measure = Callable[[Sequence[Candidate], Sequence[TokenizedDocument], Sequence[int]], Any]
-"""Measures candidates on documents at lengths; the result has `records` and `failures`."""
-
-
-@dataclass
-class Board:
-    """Comparisons of everything measured so far; methods have their labels, documents their names.
-
-    `max_regression` is the accepted growth of the perplexity of short texts, `comparisons` the number of those with the
-    best method that could have been made: their intervals hold together.
-    """
-
-    settings: Settings
-    max_regression: float | None = None
-    comparisons: int = 1
-    source: Measure | None = None
-    records: dict[tuple[str, int, str], Record] = field(default_factory=dict)
-    failures: dict[tuple[str, int], str] = field(default_factory=dict)
-
-    def add(self, records: Iterable[Record], failures: Iterable[Failure]) -> None:
-        """Add what was measured."""
-        for record in records:
-            self.records.setdefault((record.method, record.length, record.document), record)
-        for failure in failures:
-            self.failures.setdefault((failure.method, failure.length), failure.reason)
-
-    def measure(
-        self,
-        candidates: Sequence[Candidate],
-        documents: Sequence[TokenizedDocument],
-        lengths: Sequence[int],
-    ) -> None:
-        """Measure candidates, and add what was measured."""
-        assert self.source is not None
-        measured = self.source(candidates, documents, lengths)
-        self.add(measured.records, measured.failures)
-
-    def of(self, label: str, length: int, documents: Sequence[str]) -> list[Record]:
-        """Return the records of a method at a length on some documents, as far as there are any."""
-        found = (self.records.get((label, length, document)) for document in documents)
-        return [record for record in found if record is not None]
-
-    def failure(self, label: str, length: int, documents: Sequence[str]) -> str | None:
-        """Return the reason why there is no perplexity; `None` if there is one."""
-        records = self.of(label, length, documents)
-        if len(records) < len(documents):
-            return self.failures.get((label, length), "not measured")
-        return None if math.isfinite(_loss(records)) else "the loss is not a finite number"
-
-    def cell(
-        self,
-        label: str,
-        length: int,
-        documents: Sequence[str],
-        other: str | None = None,
-        comparisons: int = 1,
-    ) -> Cell | None:
-        """Return the perplexity of a method, and its paired ratio to another; `None` if it failed."""
-        if self.failure(label, length, documents) is not None:
-            return None
-        records = self.of(label, length, documents)
-        if other is not None and self.failure(other, length, documents) is None:
-            records += self.of(other, length, documents)
-        return summarize(records, baseline=other or "", comparisons=comparisons)[0]
-
-    def past(self, label: str, documents: Sequence[str]) -> float:
-        """Return 0 within the bound on short texts, else the ratio there; infinite if there is none."""
-        if self.max_regression is None:
-            return 0.0
-        short = self.cell(label, self.settings.lengths[0], documents, UNPATCHED)
-        if short is None or short.ratio is None:
-            return math.inf
-        return short.ratio if short.ratio > 1 + self.max_regression else 0.0
-
-    def score(self, label: str, documents: Sequence[str], short: Sequence[str]) -> float:
-        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound on `short`."""
-        target = self.settings.lengths[-1]
-        if self.failure(label, target, documents) is not None or self.past(label, short):
-            return math.inf
-        return _loss(self.of(label, target, documents))
-
-    def rank(self, labels: Sequence[str], documents: Sequence[str]) -> list[str]:
-        """Rank the methods that gave numbers on some documents, the best first.
-
-        Methods past the bound follow those within it, the nearest to the bound first: few documents then do not
-        exclude a method that more of them would admit.
-        """
-        target = self.settings.lengths[-1]
-        order = {
-            label: (self.past(label, documents), _loss(self.of(label, target, documents)))
-            for label in labels
-            if self.failure(label, target, documents) is None
-        }
-        return sorted(order, key=order.__getitem__)  # stable: the first named wins a tie
-
-    def row(
-        self,
-        label: str,
-        documents: Sequence[str],
-        best: str | None,
-        *,
-        control: bool,
-        short: Sequence[str] | None = None,
-        left: bool = False,
-    ) -> Row:
-        """Return the row of a method over some documents; `short` are others for the regression, `left` as in `Row`."""
-        original, target = self.settings.lengths
-        cell = self.cell(label, target, documents, best, self.comparisons)
-        near = self.cell(label, original, documents if short is None else short, UNPATCHED)
-        ratio = None if cell is None or label == best else cell.ratio
-        told = ratio is not None and not left and len(documents) >= FEW_DOCUMENTS
-        return Row(
-            label=label,
-            control=control,
-            documents=len(documents),
-            perplexity=math.nan if cell is None else cell.perplexity,
-            interval=None if cell is None else cell.interval,
-            ratio=ratio,
-            ratio_interval=cell.ratio_interval if cell is not None and told else None,
-            short=None if near is None or label == UNPATCHED else near.ratio,
-            failed=self.failure(label, target, documents),
-            left=left,
-        )
-
-
-def _loss(records: Sequence[Record]) -> float:
-    """Return total nats by total tokens; NaN without any."""
-    tokens = sum(record.tokens for record in records)
-    return math.fsum(record.nats for record in records) / tokens if tokens else math.nan
-
-
-# The race.
-
-
 @dataclass(kw_only=True)
-class Race(Stepwise[ResultT]):
-    """Sweep or search whose model and documents are ready.
-
-    `whole` has the original and the target length, and all documents; its candidates are those of each batch.
-    """
+class Race(Rung[ResultT]):
+    """Sweep or search; the candidates of `whole` are those of each batch."""
 
     result: ClassVar[type[Any]]
 
-    whole: PerplexityRun
     max_regression: float | None = None
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the protocol `tail`."""
-        return self.whole.settings
 
     @abc.abstractmethod
     def course(self, board: Board) -> tuple[Sequence[tuple[Candidate, bool]], dict[str, Any]]:
@@ -323,11 +149,9 @@ class Race(Stepwise[ResultT]):
         """
 
     def conduct(self, course: Course) -> ResultT:
-        def measure(*batch: Any) -> Any:
-            return course(self.whole.part(*batch))
-
         course.total = self.forwarded
-        board = Board(self.settings, self.max_regression, source=measure)
+        board = Board(self.settings, self.max_regression)
+        board.measured = lambda *batch: course(self.whole.part(*batch))
         result: ResultT = self.result.measured(self, *self.course(board), board)
         return result
 
@@ -347,7 +171,7 @@ class Race(Stepwise[ResultT]):
                     records.append(Record(*about, nats, 1, None, None, nats, 1.0))
             return SimpleNamespace(records=records, failures=())
 
-        _, own = self.course(Board(self.settings, self.max_regression, source=count))
+        _, own = self.course(Board(self.settings, self.max_regression, measured=count))
         return sum(costs.values()), own
 
     @property
@@ -360,6 +184,23 @@ class Race(Stepwise[ResultT]):
         """Return the cost in one sentence."""
 
 
+def tried(
+    model: nn.Module, candidates: Sequence[tuple[Candidate, bool]], original: int | None = None
+) -> list[tuple[Candidate, bool]]:
+    """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number."""
+    checked, errors = [], []
+    for candidate, control in candidates:
+        try:
+            checked.append(candidate.checked(model))
+        except PosencError as error:
+            checked.append(candidate)
+            errors += [] if control else [error]
+    controls = [control for _, control in candidates]
+    if errors and len(errors) == controls.count(False):
+        raise errors[0]
+    return list(zip(agreed(model, checked, original), controls, strict=True))
+
+
 def prepared(
     model: nn.Module,
     tokenizer: Any,
@@ -369,10 +210,11 @@ def prepared(
     *,
     embedded_limit: int,
     kind: type[RunT],
+    candidates: Sequence[Candidate] = (),
     name: str | None = None,
     command: str | None = None,
 ) -> RunT:
-    """Read documents of at least the target length; return the run of all of them, without candidates.
+    """Read documents of at least the target length; return the run of all of them.
 
     `original` is the original length in tokens, `embedded_limit` the default number of the held-out modules, `name` the
     model's in results, and `command` gives this result again. The default target is four times the original length.
@@ -405,11 +247,11 @@ def prepared(
         embedded_limit=embedded_limit,
         embedded_tokens=target * windows,
     )
-    metadata: Mapping[str, Any] = {
+    metadata = {
         "model": identity.describe_model(name, model, tokenizer, special, policy),
         "source": about,
         "original": original,
         "skipped": skipped,
         "command": command,
     }
-    return kind(model, documents, (), settings, special=special, metadata=metadata)
+    return kind(model, documents, candidates, settings, special=special, metadata=metadata)

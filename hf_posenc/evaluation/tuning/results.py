@@ -17,7 +17,8 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW, Fa
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
-from hf_posenc.evaluation.tuning import Board, Race, Row
+from hf_posenc.evaluation.tuning import Race
+from hf_posenc.evaluation.tuning.board import Board, Row
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
 
@@ -36,21 +37,22 @@ class TuningResult(PerplexityResult):
         controls: Labels of the methods that are measured on every document and cannot win.
         recipe: The best method as `load_patch` reads it; `None` if there is none.
         rows: The rows of the table.
-        chosen: The label of the best method; `None` if no method gave numbers within the bound.
+        winner: The label of the best method; `None` if no method gave numbers within the bound.
     """
 
-    title: ClassVar[str]
     version = 2
+    title: ClassVar[str]
+    stored: ClassVar[Sequence[str]] = ()
+    """Fields of the subclass in the JSON file."""
 
     race: dict[str, Any]
     controls: Sequence[str]
     recipe: dict[str, Any] | None = None
     rows: list[Row] = field(init=False)
-    chosen: str | None = field(init=False)
+    winner: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.board = Board(self.settings, self.race.get("max_regression"), self.comparisons)
-        self.board.add(self.records, self.failures)
+        self.board = Board.of(self, self.race.get("max_regression"), self.comparisons)
         self.rows = []
         read = self._compare()
         cells = (
@@ -64,55 +66,6 @@ class TuningResult(PerplexityResult):
     def _compare(self) -> dict[str, Sequence[str]]:
         """Choose the best method, and fill `rows`; return the documents of each method, by label."""
 
-    @classmethod
-    def measured(
-        cls: type[ResultT],
-        race: Race[Any],
-        candidates: Sequence[tuple[Candidate, bool]],
-        own: Mapping[str, Any],
-        board: Board,
-    ) -> ResultT:
-        """Return the result of a race with its recipe; the first of the candidates is the unpatched model."""
-        whole = race.whole
-        documents = [document.to_dict() for document in whole.documents]
-        labels = [candidate.label for candidate, _ in candidates]
-        names = [each["name"] for each in (*documents, *own.get("needles", ()))]
-        records = (record for record in board.records.values() if record.method in labels)
-        result = cls(
-            settings=race.settings,
-            candidates=[MethodEntry.of(candidate) for candidate, _ in candidates],
-            controls=[candidate.label for candidate, control in candidates if control],
-            documents=documents,
-            records=sorted(
-                records,
-                key=lambda r: (labels.index(r.method), r.length, names.index(r.document)),
-            ),
-            failures=[
-                Failure(label, "tail", length, reason)
-                for (label, length), reason in board.failures.items()
-                if label in labels
-            ],
-            head_replay=whole.scorer.head_replay,
-            environment=identity.environment(),
-            fingerprint=fingerprint_of(whole.decisive),
-            **{**whole.metadata, **own},
-        )
-        chosen = next((c for c, _ in candidates if c.label == result.chosen), None)
-        if chosen is not None:
-            about = str(result.model["name"]), *result._origin()
-            result.recipe = recipe(chosen, whole.model, cls.kind, *about)
-        return result
-
-    @property
-    def target(self) -> int:
-        """The target length, in tokens."""
-        return self.settings.lengths[-1]
-
-    @property
-    def kept(self) -> Row | None:
-        """A method to use instead of the best one, which did not beat it; `None` if the recipe is to be used."""
-        return None
-
     @abc.abstractmethod
     def _origin(self) -> tuple[str, str]:
         """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
@@ -125,6 +78,51 @@ class TuningResult(PerplexityResult):
     @abc.abstractmethod
     def comparisons(self) -> int:
         """Number of comparisons with the best method that could have been made; their intervals hold together."""
+
+    @classmethod
+    def measured(
+        cls: type[ResultT],
+        race: Race[Any],
+        candidates: Sequence[tuple[Candidate, bool]],
+        own: Mapping[str, Any],
+        board: Board,
+    ) -> ResultT:
+        """Return the result of a race with its recipe; the first of the candidates is the unpatched model."""
+        whole, by_label = race.whole, {candidate.label: candidate for candidate, _ in candidates}
+        documents = [document.to_dict() for document in whole.documents]
+        order = {name: index for index, name in enumerate(by_label)}
+        order |= {each["name"]: n for n, each in enumerate((*documents, *own.get("needles", ())))}
+        records = (record for record in board.records.values() if record.method in by_label)
+        result = cls(
+            settings=race.settings,
+            candidates=list(map(MethodEntry.of, by_label.values())),
+            controls=[candidate.label for candidate, control in candidates if control],
+            documents=documents,
+            records=sorted(records, key=lambda r: (order[r.method], r.length, order[r.document])),
+            failures=[
+                Failure(label, "tail", length, reason)
+                for (label, length), reason in board.failures.items()
+                if label in by_label
+            ],
+            head_replay=whole.scorer.head_replay,
+            environment=identity.environment(),
+            fingerprint=fingerprint_of(whole.decisive),
+            **{**whole.metadata, **own},
+        )
+        if result.winner is not None:
+            about = str(result.model["name"]), *result._origin()
+            result.recipe = recipe(by_label[result.winner], whole.model, cls.kind, *about)
+        return result
+
+    @property
+    def target(self) -> int:
+        """The target length, in tokens."""
+        return self.settings.lengths[-1]
+
+    @property
+    def kept(self) -> Row | None:
+        """A method to use instead of the best one, which did not beat it; `None` if the recipe is to be used."""
+        return None
 
     def row(self, label: str) -> Row:
         """Return the row of a method."""
@@ -157,18 +155,13 @@ class TuningResult(PerplexityResult):
     def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
         """Read what `to_dict` returned; everything that follows from the records is computed again."""
         values = _converted(values) if values["format"] == 1 else values
-        names = ("race", "controls", "source", "documents", "recipe", *cls._stored())
+        names = ("race", "controls", "source", "documents", "recipe", *cls.stored)
         return cls(
             **cls.description(values, {"skipped": Skipped, "failures": Failure}),
             settings=Settings.from_dict(values["settings"]),
             records=list(map(record_of, values["records"])),
             **{name: values[name] for name in names},
         )
-
-    @classmethod
-    def _stored(cls) -> Sequence[str]:
-        """The names of the subclass's fields in `to_dict`, if it has any."""
-        return ()
 
     def files(self) -> dict[str, str]:
         return super().files() | recipe_file(self.kind, self.recipe)
@@ -194,10 +187,9 @@ class TuningResult(PerplexityResult):
         original, target = self.settings.lengths
         grid = Grid(title or f"{self.title}, tail: {self.settings.definition('tail')}")
         grid.column("method", least=12)  # longer text is wrapped
-        grid.column("docu-\nments", numeric=True)
-        grid.column(f"{scored} at\n{target:,}", numeric=True)
-        grid.column(f"at {original:,}, by\nunpatched", numeric=True)
-        grid.column(f"by the\n{word}", numeric=True)
+        heads = ("docu-\nments", f"{scored} at\n{target:,}", f"at {original:,}, by\nunpatched")
+        for head in (*heads, f"by the\n{word}"):
+            grid.column(head, numeric=True)
         grid.column("", least=9)
         for row in rows:
             grid.row(
@@ -207,7 +199,7 @@ class TuningResult(PerplexityResult):
                 _percent(row.short),
                 "" if row.ratio is None else with_range(row.ratio, row.ratio_interval),
                 self.verdict(row, word),
-                mark="best" if row.label == self.chosen else "control" if row.control else "",
+                mark="best" if row.label == self.winner else "control" if row.control else "",
             )
         return grid
 
@@ -219,7 +211,7 @@ class TuningResult(PerplexityResult):
         bound = self.board.max_regression
         if row.failed is not None:
             return failure_field(row.failed)
-        if row.label == self.chosen:
+        if row.label == self.winner:
             return Field(word_of_best)
         if bound is not None and row.short is not None and row.short > 1 + bound:
             word = "past the bound"
@@ -229,10 +221,8 @@ class TuningResult(PerplexityResult):
             word = "left early"
         elif row.documents < FEW_DOCUMENTS:
             word = TOO_FEW
-        elif row.significant:
-            word = "worse" if row.ratio > 1 else "better"
         else:
-            word = "undecided"
+            word = ("worse" if row.ratio > 1 else "better") if row.significant else "undecided"
         return Field(word + (", control" if row.control else ""))
 
     # Sentences of the notes.

@@ -30,7 +30,7 @@ from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.plots.results import search_figure
 from hf_posenc.evaluation.retrieval.prompts import Kit, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import get_task
-from hf_posenc.evaluation.tuning import Board, Race, Row, prepared
+from hf_posenc.evaluation.tuning import Race, prepared, tried
 from hf_posenc.evaluation.tuning.algorithms import (
     ALGORITHMS,
     LABEL,
@@ -44,8 +44,8 @@ from hf_posenc.evaluation.tuning.algorithms import (
     evolve,
     starts,
 )
+from hf_posenc.evaluation.tuning.board import Board, Row
 from hf_posenc.evaluation.tuning.results import TuningResult
-from hf_posenc.evaluation.tuning.sweep import tried
 from hf_posenc.model.context import context_of
 from hf_posenc.model.discovery import read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
@@ -67,11 +67,10 @@ def rope_of(model: nn.Module, own: SearchSettings) -> RopeSpec:
             f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}). --replace drops its scaling and "
             "searches from its rope_theta and original length."
         )
-    contexts = (context_of(t, own.scaled_from, argument="--scaled-from") for t in tables)
-    specs = [
-        read_spec(table, context.original, compose=False)
-        for table, context in zip(tables, contexts, strict=True)
-    ]
+    specs = []
+    for table in tables:
+        context = context_of(table, own.scaled_from, argument="--scaled-from")
+        specs.append(read_spec(table, context.original, compose=False))
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(
             f"This model has rotary tables of different sizes ({', '.join(str(s.dim // 2) for s in specs)} pairs): one "
@@ -96,6 +95,7 @@ class SearchResult(TuningResult):
 
     kind = "search"
     title = "Search, held-out documents"
+    stored = ("steps", "searched", "needles")
 
     steps: Sequence[Step]
     searched: Sequence[int]
@@ -111,21 +111,22 @@ class SearchResult(TuningResult):
     def _compare(self) -> dict[str, Sequence[str]]:
         self.held_out = [n for n in range(len(self.documents)) if n not in self.searched]
         self.best = best_of(self.steps)
-        self.chosen = None if self.best is None else LABEL
+        self.winner = None if self.best is None else LABEL
         labels = [entry.label for entry in self.candidates]
-        held_out = [self.documents[index]["name"] for index in self.held_out]
+        held_out, needles = (
+            [texts[index]["name"] for index in self.held_out] if texts else []
+            for texts in (self.documents, self.needles)
+        )
 
         def rows(texts: Sequence[str]) -> list[Row]:
-            control, short = self.controls, held_out
             return [
-                self.board.row(label, texts, self.chosen, control=label in control, short=short)
+                self.board.row(
+                    label, texts, self.winner, control=label in self.controls, short=held_out
+                )
                 for label in labels
             ]
 
-        self.rows = rows(held_out)
-        self.needle_rows = []
-        if self.needles:
-            self.needle_rows = rows([self.needles[index]["name"] for index in self.held_out])
+        self.rows, self.needle_rows = rows(held_out), rows(needles) if needles else []
         self.judged = self.needle_rows or self.rows
         return dict.fromkeys(labels, held_out)
 
@@ -135,10 +136,7 @@ class SearchResult(TuningResult):
         return (len(self.candidates) - 1) * (2 if self.needles else 1)
 
     def best_start(self) -> Row | None:
-        """Return the published method among the starts with the lowest perplexity of what was searched for.
-
-        It is the perplexity on the held-out documents.
-        """
+        """Return the best of the published starts, by the perplexity of what was searched for in held-out documents."""
         names = {step.kind for step in self.steps if step.kind in STARTS}
         rows = [r for r in self.judged if self.entry(r.label).method in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
@@ -165,10 +163,6 @@ class SearchResult(TuningResult):
     def from_dict(cls, values: Mapping[str, Any]) -> SearchResult:
         steps = list(map(Step.from_dict, values["steps"]))
         return super().from_dict({"needles": (), **values, "steps": steps})
-
-    @classmethod
-    def _stored(cls) -> Sequence[str]:
-        return "steps", "searched", "needles"
 
     def tables(self) -> list[Grid]:
         """Return the tails of the held-out documents, and the needles in them if the search was for needles."""
@@ -413,9 +407,7 @@ def prepare_search(
     whole = prepared(model, tokenizer, source, options, original, **about)
     needles: Sequence[Needle] = ()
     if own.objective == "needle":
-        documents, special = whole.documents, whole.special.tolist()
-        searched = split(len(documents), own.search_documents)
-        target = whole.settings.lengths[-1]
-        needles = needles_in(documents, searched, tokenizer, special, target, own.seed)
-    bound = options.max_regression
-    return SearchJob(whole=whole, own=own, needles=needles, max_regression=bound)
+        searched = split(len(whole.documents), own.search_documents)
+        how = whole.special.tolist(), whole.settings.lengths[-1], own.seed
+        needles = needles_in(whole.documents, searched, tokenizer, *how)
+    return SearchJob(whole=whole, own=own, needles=needles, max_regression=options.max_regression)

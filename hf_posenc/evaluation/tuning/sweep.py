@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import number
-from hf_posenc.evaluation.measuring.candidates import Candidate, agreed, crossed, original_length
+from hf_posenc.evaluation.measuring.candidates import Candidate, crossed, original_length
 from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.plots.results import sweep_figure
-from hf_posenc.evaluation.tuning import Board, Race, Row, prepared
+from hf_posenc.evaluation.tuning import Race, prepared, tried
+from hf_posenc.evaluation.tuning.board import Board, Row
 from hf_posenc.evaluation.tuning.results import TuningResult
 
 if TYPE_CHECKING:
@@ -31,25 +31,8 @@ LEAST = 2
 """Least number of methods in the last round, so that the best one is compared on every document."""
 
 
-def tried(
-    model: nn.Module, candidates: Sequence[tuple[Candidate, bool]], original: int | None = None
-) -> list[tuple[Candidate, bool]]:
-    """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number."""
-    checked, errors = [], []
-    for candidate, control in candidates:
-        try:
-            checked.append(candidate.checked(model))
-        except PosencError as error:
-            checked.append(candidate)
-            errors += [] if control else [error]
-    controls = [control for _, control in candidates]
-    if errors and len(errors) == controls.count(False):
-        raise errors[0]
-    return list(zip(agreed(model, checked, original), controls, strict=True))
-
-
 @dataclass(frozen=True)
-class Rung:
+class Round:
     """One round on the first `documents`."""
 
     documents: int
@@ -57,7 +40,7 @@ class Rung:
     kept: tuple[str, ...]  # those of the next round, the best first; in the last all with numbers
 
 
-def rung_sizes(documents: int, first: int) -> list[int]:
+def round_sizes(documents: int, first: int) -> list[int]:
     """Return the number of documents of each round: `first`, then twice as many each time, finally all."""
     sizes = [first]
     while sizes[-1] < documents:
@@ -70,25 +53,25 @@ def kept_of(entered: int) -> int:
     return min(entered, max(LEAST, -(-entered // 2)))
 
 
-def run_rungs(
+def run_rounds(
     racers: Sequence[str],
     sizes: Sequence[int],
     rank: Callable[[Sequence[str], int], list[str]],
     measure: Callable[[Sequence[str], int], None] = lambda entered, documents: None,
-) -> list[Rung]:
+) -> list[Round]:
     """Run all rounds, up to one that no method survives: a deterministic function of the measurements.
 
     `measure` measures whatever is missing of some methods on so many documents; `rank` ranks them by their losses on
     these, and leaves out those without numbers.
     """
-    rungs: list[Rung] = []
+    rungs: list[Round] = []
     entered = tuple(racers)
     for index, size in enumerate(sizes):
         measure(entered, size)
         ranked = rank(entered, size)
         last = index + 1 == len(sizes)
         kept = tuple(ranked if last else ranked[: kept_of(len(entered))])
-        rungs.append(Rung(size, entered, kept))
+        rungs.append(Round(size, entered, kept))
         entered = tuple(label for label in racers if label in kept)
         if not entered:
             break
@@ -107,7 +90,7 @@ class SweepResult(TuningResult):
     kind = "sweep"
     title = "Sweep"
 
-    rungs: list[Rung] = field(init=False)
+    rungs: list[Round] = field(init=False)
 
     def __repr__(self) -> str:
         count = len(self.candidates), len(self.documents)
@@ -116,15 +99,15 @@ class SweepResult(TuningResult):
     def _compare(self) -> dict[str, Sequence[str]]:
         board, names = self.board, [document["name"] for document in self.documents]
         racers = [each.label for each in self.candidates if each.label not in self.controls]
-        sizes = rung_sizes(len(names), self.race["first_documents"])
+        sizes = round_sizes(len(names), self.race["first_documents"])
 
         def rank(labels: Sequence[str], size: int) -> list[str]:
             return board.rank(labels, names[:size])
 
-        self.rungs = run_rungs(racers, sizes, rank)
+        self.rungs = run_rounds(racers, sizes, rank)
         last = self.rungs[-1]
         within = last.kept and not board.past(last.kept[0], names[: last.documents])
-        self.chosen = last.kept[0] if within else None
+        self.winner = last.kept[0] if within else None
         read = dict.fromkeys(self.controls, last.documents)
         for rung in reversed(self.rungs):
             entered = [label for label in rung.entered if label not in read]
@@ -132,14 +115,9 @@ class SweepResult(TuningResult):
         for label, size in read.items():
             control = label in self.controls
             left = not control and label not in last.entered
-            row = board.row(label, names[:size], self.chosen, control=control, left=left)
+            row = board.row(label, names[:size], self.winner, control=control, left=left)
             self.rows.append(row)
         return {label: names[:size] for label, size in read.items()}
-
-    @property
-    def winner(self) -> str | None:
-        """The label of the winner; `None` if no method gave numbers within the bound."""
-        return self.chosen
 
     @property
     def comparisons(self) -> int:
@@ -229,8 +207,8 @@ class SweepJob(Race[SweepResult]):
             batch = [*controls, *(racers[label] for label in entered)]
             board.measure(batch, documents[:size], lengths)
 
-        sizes = rung_sizes(len(names), self.first_documents)
-        run_rungs(list(racers), sizes, lambda labels, n: board.rank(labels, names[:n]), measure)
+        sizes = round_sizes(len(names), self.first_documents)
+        run_rounds(list(racers), sizes, lambda labels, n: board.rank(labels, names[:n]), measure)
         race = {"max_regression": self.max_regression, "first_documents": self.first_documents}
         return self.candidates, {"race": race}
 

@@ -119,14 +119,13 @@ def test_the_numbers_are_medians_and_ratios_of_the_same_round() -> None:
         {"none": timed(2.0), "yarn": timed(4.0, 20)},
     ]
     result = SpeedResult(1000, "cpu", 1, None, ["none", "yarn"], rounds)
-    yarn = result.cell("yarn")
+    yarn = result.row("yarn")
     assert yarn.tokens_per_second == 1000 / 4
-    assert (yarn.lowest, yarn.highest) == (1000 / 8, 1000 / 2)
-    assert yarn.ratio == 0.5  # of 0.5, 1.25 and 0.5
-    assert result.cell("none").tokens_per_second == 500
+    assert yarn.speedup == 0.5  # of 0.5, 1.25 and 0.5
+    assert result.row("none").tokens_per_second == 500
     assert yarn.peak_bytes == 30
     other = [{"none": timed(1.0), "yarn": timed(0.5)}, *rounds[1:]]
-    ratios = SpeedResult(1000, "cpu", 1, None, ["none", "yarn"], other).cell("yarn").ratio
+    ratios = SpeedResult(1000, "cpu", 1, None, ["none", "yarn"], other).row("yarn").speedup
     assert ratios == 1.25  # of 2, 1.25 and 0.5, where the medians would say 0.5
     assert SpeedResult.from_dict(result.to_dict()).to_dict() == result.to_dict()
 
@@ -146,9 +145,9 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
     result = collected(run, store)
     assert result is not None
     assert len(calls) == 1
-    assert result.cell("yarn (auto)").failed == "RuntimeError: no kernel"
-    assert result.cell("yarn (auto)").tokens_per_second is None
-    assert result.cell("none").failed is None
+    assert result.row("yarn (auto)").failed == "RuntimeError: no kernel"
+    assert result.row("yarn (auto)").tokens_per_second is None
+    assert result.row("none").failed is None
 
 
 def test_a_round_is_stored_whole_and_other_methods_make_another_run(tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_on_a_gpu_the_peak_is_that_of_pytorch_and_the_forward_is_in_the_time() -
     assert result is not None
     assert result.threads is None
     assert torch.cuda.get_device_name() in result.device
-    for cell in result.cells:
+    for cell in map(result.row, result.methods):
         assert cell.peak_bytes is not None
         assert 0 < cell.peak_bytes <= torch.cuda.get_device_properties(0).total_memory
         assert cell.tokens_per_second is not None

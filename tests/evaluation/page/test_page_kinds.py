@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.evaluation import published
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.page import collect
@@ -124,19 +123,6 @@ def test_a_benchmark_is_its_table_and_its_results(tmp_path: Path) -> None:
     assert runs["1", "model"].text == "tiny"
     assert "Said." in made.root.text
     assert len(made.root.all("pre")) == 1
-
-
-def test_published_tables_stand_beside_a_benchmark_or_the_reason_why_not(tmp_path: Path) -> None:
-    tables = [published.get(name) for name in published.available()]
-    chosen = next(t for t in tables if t.protocol.name == "prefix" and t.metric == "perplexity")
-    made = page(write(tmp_path / "a", bench(compare=[chosen.id, "no such table"]), "bench"))
-    assert f"{chosen.id} ({chosen.paper}, {chosen.table}) is not comparable" in made.root.text
-    assert "Unknown published table 'no such table'" in made.root.text
-    lengths = [int(length) for length in chosen.columns[:2]]
-    ours = result({"none": (9.0, 8.0)}, lengths=lengths, protocols=("prefix",))
-    made = page(write(tmp_path / "b", bench(compare=[chosen.id], perplexity=ours), "bench"))
-    cells = made.table(f"Perplexity, prefix, beside {chosen.paper}")
-    assert {name for name, _ in cells} >= {"this run", chosen.rows[0].model}
 
 
 def test_a_sweep_shows_its_own_table_and_notes_and_the_recipe(tmp_path: Path) -> None:

@@ -1,149 +1,96 @@
-"""The published tables, and which of them may stand beside a run."""
+"""The published tables, and the digest of them that comes with the package."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import re
-from importlib import resources
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from rich.console import Console
+from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS
+from hf_posenc.evaluation.recommend.evidence import (
+    TOLERANCE,
+    Evidence,
+    evidence_of,
+    summary,
+    verdict,
+)
+from hf_posenc.methods import get_method
+from scripts.results import EVIDENCE, TRANSCRIBED, evidence, read
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import published
-from hf_posenc.evaluation.grid import to_rich
-from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS, Settings
-from hf_posenc.evaluation.published import beside, comparable, differences, remarks
-
-
-def run_of(settings: Settings) -> Any:
-    """Stands for a run with one method, whose perplexity at a length is the length in thousands."""
-
-    def cell(method: str, protocol: str, length: int) -> Any:
-        assert (method, protocol) == ("none", settings.protocols[-1])
-        return SimpleNamespace(perplexity=length / 1000)
-
-    candidates = [SimpleNamespace(label="none")]
-    return SimpleNamespace(settings=settings, candidates=candidates, cell=cell)
+TABLES: dict[str, Any] = {table["id"]: table for table in read(TRANSCRIBED)["tables"]}
 
 
-def printed(table: Any) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=200).print(to_rich(table))
-    return stream.getvalue()
+def printed(id: str, method: str, column: int) -> Any:
+    """A number as printed, of the first row with this method."""
+    row = next(row for row in TABLES[id]["rows"] if row["method"] == method)
+    return row["values"][TABLES[id]["columns"].index(column)]
 
 
-def test_all_tables_are_read() -> None:
-    text = resources.files(published).joinpath("published.json").read_text(encoding="utf-8")
-    raw = json.loads(text)["tables"]
-    assert list(published.available()) == [entry["id"] for entry in raw]
-    assert len(raw) == len(set(published.available())) > 40
-    for entry in raw:
-        table = published.get(entry["id"])
-        assert [list(row.values) for row in table.rows] == [row["values"] for row in entry["rows"]]
-
-
-@pytest.mark.parametrize("name", published.available())
-def test_a_table_is_whole(name: str) -> None:
-    table = published.get(name)
-    assert table.metric in ("perplexity", "loss", "accuracy", "tokens")
-    assert table.protocol.name in (None, *PROTOCOLS, "passkey", "niah", "ruler")
-    assert table.protocol.aggregate in (None, *AGGREGATES)
-    assert (table.protocol.stride is not None) == (table.protocol.name in ("sliding", "stream"))
-    assert (table.protocol.tail_tokens is not None) == (table.protocol.name == "tail")
-    assert str(table.source)
-    assert table.rows
-    for row in table.rows:
-        assert len(row.values) == len(table.columns)
-        for value in row.values:
-            assert value is None or isinstance(value, int | float | str)
+def test_the_tables_are_whole() -> None:
+    assert len(TABLES) == len(read(TRANSCRIBED)["tables"]) > 40
+    for table in TABLES.values():
+        protocol, columns = table["protocol"], table["columns"]
+        assert table["metric"] in ("perplexity", "loss", "accuracy", "tokens")
+        assert protocol["name"] in (None, *PROTOCOLS, "passkey", "niah", "ruler")
+        assert protocol.get("aggregate") in (None, *AGGREGATES)
+        assert ("stride" in protocol) == (protocol["name"] in ("sliding", "stream"))
+        assert ("tail_tokens" in protocol) == (protocol["name"] == "tail")
+        assert table["source"].keys() & {"arxiv", "url", "repo"}
+        assert {len(row["values"]) for row in table["rows"]} == {len(columns)}
+        for value in (value for row in table["rows"] for value in row["values"]):
             if isinstance(value, str):
                 assert re.fullmatch(r">1e\d|OOM|\d+k", value)
-    if table.column_kind == published.LENGTHS:
-        lengths = [column for column in table.columns if isinstance(column, int)]
-        assert len(lengths) == len(table.columns)
-        assert lengths == sorted(set(lengths))
+            assert value is None or isinstance(value, int | float | str)
+        if table["column_kind"] == "context length":
+            assert columns == sorted({int(column) for column in columns})
 
 
 def test_numbers_as_printed() -> None:
-    table = published.get("dca-t1-pg19")
-    row = next(row for row in table.rows if row.method == "ReRoPE")
-    assert table.value(row, 8192) == 7.75
-    assert table.value(row, 16384) == "OOM"
-    assert table.value(row, 1000) is None
-    assert published.get("yarn-t1").value(published.get("yarn-t1").rows[2], 10240) == 6.04
+    assert printed("dca-t1-pg19", "ReRoPE", 8192) == 7.75
+    assert printed("dca-t1-pg19", "ReRoPE", 16384) == "OOM"
+    assert TABLES["yarn-t1"]["rows"][2]["values"][-1] == 6.04
+    for column, perplexity in ((4096, 5.61), (16384, 550.0)):
+        assert printed("pose-t6-govreport", "NTK, no fine-tuning (16k)", column) == perplexity
 
 
-def test_a_name_that_is_close() -> None:
-    with pytest.raises(PosencError, match="'yarn-t1'"):
-        published.get("yarn-t-1")
+def held_and_broke(id: str, model: str, method: str) -> list[float | None]:
+    """The multiples of the trained length, where the unpatched model is best, up to which a row stays within 25 %."""
+    table = TABLES[id]
+
+    def points(label: str) -> dict[Any, float]:
+        rows = (r for r in table["rows"] if (r["model"], r["method"]) == (model, label))
+        values = zip(table["columns"], next(rows)["values"], strict=True)
+        known = {c: v for c, v in values if v not in (None, "OOM")}  # memory proves nothing
+        numbers = {c: math.inf if isinstance(v, str) else v for c, v in known.items()}
+        return {c: math.exp(v) if table["metric"] == "loss" else v for c, v in numbers.items()}
+
+    plain, held = points("none"), 0.0
+    trained = max(length for length in plain if plain[length] == min(plain.values()))
+    for length, value in points(method).items():
+        if length >= trained and value > TOLERANCE * plain[trained]:
+            return [held, length / trained]
+        held = length / trained if length >= trained else held
+    return [held, None]
 
 
-STREAM = Settings((4096, 8192), ("stream",), stride=256)
+def test_the_digest_is_what_the_tables_say() -> None:
+    assert EVIDENCE.read_text(encoding="utf-8") == evidence()
+    rows = read(TRANSCRIBED)["untrained"]
+    assert rows == {
+        get_method(method).name: [[*row[:3], *held_and_broke(*row[:3])] for row in own]
+        for method, own in rows.items()
+    }
+    found = [(one.held, one.broke) for one in evidence_of("ntk")]
+    assert found == [(4, 8), (4, 8), (4, None), (4, None)]  # 5.8 / 4.74, then 550 / 4.74
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "said"),
-    [
-        ("dca-t1-pg19", STREAM, None),
-        ("yarn-t1", Settings((4096,), ("prefix", "tail")), None),
-        ("yarn-t4-govreport", Settings((32768,), ("sliding",), aggregate="windows"), None),
-        ("pi-t1-pg19", Settings((2048, 4096), ("sliding",)), None),
-        ("rerope-readme", Settings((8192,), ("tail",), tail_tokens=4096), None),
-        ("alibi-t5", Settings((512,), ("disjoint",)), None),
-        ("dca-t1-pg19", Settings((4096,)), "protocol: stream, here prefix, tail"),
-        ("dca-t1-pg19", Settings((4096,), ("stream",), stride=512), "stride: 256, here 512"),
-        ("dca-t1-pg19", Settings((5000,), ("stream",)), "lengths: 4,096, 8,192"),
-        ("yarn-t4-govreport", Settings((32768,), ("sliding",)), "aggregate: windows, here tokens"),
-        ("longrope-t5-proofpile", Settings((4096,), ("sliding",)), "aggregate: unstated"),
-        ("kerple-t3-github", Settings((512,)), "protocol: unstated"),
-        ("rerope-readme", Settings((4096,)), "tail tokens: 4,096, here 1,024"),
-        ("pi-t3-steps", Settings((4096,), ("sliding",)), "columns: fine-tuning steps"),
-        ("ruler-readme", Settings((4096,)), "metric: accuracy"),
-        (
-            "pi-t1-pg19",
-            Settings((4096,), ("sliding",), windows_per_document=4),
-            "windows per document: all, here 4",
-        ),
-    ],
-)
-def test_a_table_of_the_same_protocol_is_comparable_and_a_difference_is_named(
-    name: str, settings: Settings, said: str | None
-) -> None:
-    table = published.get(name)
-    if said is None:
-        assert differences(table, settings) == []
-        comparable(table, settings)
-        return
-    with pytest.raises(PosencError, match=re.escape(said)) as error:
-        comparable(table, settings)
-    with pytest.raises(PosencError, match=re.escape(said)):
-        beside(table, run_of(settings))
-    if "unstated" in said or "metric" in said or "columns" in said:
-        assert "To measure as it does" not in str(error.value)
-
-
-def test_the_way_to_a_comparison_leads_there() -> None:
-    with pytest.raises(PosencError, match="--protocol stream --stride 256, at lengths 4,096"):
-        comparable(published.get("dca-t1-pg19"), Settings((4096,)))
-
-
-def test_beside_a_run() -> None:
-    shown = printed(beside(published.get("dca-t1-pg19"), run_of(STREAM)))
-    lines = [line.split() for line in shown.splitlines()]
-    assert ["this", "run", "none", "4.096", "8.192"] in lines
-    assert ["Llama-2-7b", "none", "7.87", ">1e2"] in lines
-    assert ["Llama-2-7b", "ReRoPE", "7.94", "7.75"] in lines
-    assert "16,384" not in shown  # this run has no such length
-    assert "NOT" not in shown
-    assert "arXiv" in " ".join(remarks(published.get("yarn-t1")))
-
-
-def test_losses_are_shown_as_perplexities() -> None:
-    settings = Settings((8192,), ("tail",), tail_tokens=4096)
-    shown = printed(beside(published.get("rerope-readme"), run_of(settings)))
-    assert f"{math.exp(1.4267):.4g}" in shown
+def test_a_verdict_is_for_a_multiple_of_the_trained_length() -> None:
+    ntk = evidence_of("ntk")
+    assert [verdict(ntk, factor) for factor in (4, 8, 6)] == [1, -1, 0]
+    assert verdict((), 2) == 0
+    one = Evidence("a-t1", "Llama", 4.0, None)
+    assert summary([one], 2) == "published, untrained: held at x4 (Llama, a-t1)"
+    assert summary([one], 5).endswith("(Llama, a-t1), x5 is beyond what was measured")
+    assert "held at x4" in summary(ntk, 2)
+    assert "not at x8 (LLaMA-7B, pose-t6-govreport)" in summary(ntk, 2)
+    assert summary((), 2) == "published, untrained: nothing"

@@ -23,7 +23,7 @@ from hf_posenc.evaluation.measuring.candidates import CONTROLS, crossed
 from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import Item, PerplexityRun
-from hf_posenc.evaluation.tuning import Board
+from hf_posenc.evaluation.tuning import tried
 from hf_posenc.evaluation.tuning.algorithms import (
     Genome,
     Space,
@@ -33,6 +33,7 @@ from hf_posenc.evaluation.tuning.algorithms import (
     evolve,
     starts,
 )
+from hf_posenc.evaluation.tuning.board import Board
 from hf_posenc.evaluation.tuning.search import (
     Needle,
     SearchJob,
@@ -42,7 +43,6 @@ from hf_posenc.evaluation.tuning.search import (
     rope_of,
     split,
 )
-from hf_posenc.evaluation.tuning.sweep import tried
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
 from tests.support.sweep_cases import (
@@ -411,7 +411,7 @@ def planted(
             records.append(loss(candidate.label, length, text.name, nats(options, text, length)))
         return SimpleNamespace(records=records, failures=())
 
-    board = Board(job.settings, job.max_regression, source=measure)
+    board = Board(job.settings, job.max_regression, measured=measure)
     return SearchResult.measured(job, *job.course(board), board), asked
 
 
@@ -451,16 +451,10 @@ def needles(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Searc
     return finished(needle_job(model), folder), folder
 
 
-def test_the_best_is_never_worse_than_the_starts(found: SearchResult) -> None:
-    assert found.best is not None
-    assert len(found.steps) == 24
-    assert [step.kind for step in found.steps[:3]] == ["pi", "ntk", "yarn"]
-    assert found.best.score == min(step.score for step in found.steps)
-
-
 def test_scores_and_rows_are_what_full_logits_give(model: Any, found: SearchResult) -> None:
-    assert found.searched == [0, 2]
-    assert found.held_out == [1, 3, 4]
+    assert (found.searched, found.held_out) == ([0, 2], [1, 3, 4])
+    assert [step.kind for step in found.steps[:3]] == ["pi", "ntk", "yarn"]
+    assert found.best == min(found.steps, key=lambda step: step.score)
     for step in (found.steps[0], found.steps[-1], found.best):
         assert step is not None
         twin = zoo.twin(model)
@@ -613,7 +607,7 @@ def test_a_result_of_needles_is_about_their_perplexity(needles: tuple[SearchResu
     assert f"{row.perplexity:.5g}" in about["description"]
     assert row.documents == 2
     names = [result.needles[index]["name"] for index in (1, 3)]
-    nats = sum(record.nats for record in result.board.of("search", 640, names))
+    nats = sum(record.nats for record in result.board.records_of("search", 640, names))
     assert row.perplexity == pytest.approx(math.exp(nats / 16))
     values = result.to_dict()
     assert values["race"]["objective"] == "needle"
