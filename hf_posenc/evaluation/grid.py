@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import importlib.util
 import io
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +17,7 @@ from dataclasses import field as default
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_posenc.errors import PosencError, naming_extras, one_line, unknown
+from hf_posenc.errors import naming_extras
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import to_csv, to_json, write_atomically
 
@@ -376,10 +374,6 @@ class Result(abc.ABC):
     def figures(self) -> dict[str, Figure]:
         """Draw the figures, by the names of their files. Needs matplotlib."""
 
-    def scalars(self) -> Iterator[tuple[str, int, float]]:
-        """Yield the numbers that trackers plot: name, length in tokens, value."""
-        return iter(())
-
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of `frame` and of the CSV file."""
         return ()
@@ -431,62 +425,3 @@ class Result(abc.ABC):
 
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)
-
-
-# Trackers. Not accelerate's, which join the processes of a launch: those of a measurement never wait for one another.
-
-TRACKERS = ("tensorboard", "wandb")
-"""The trackers, by transformers' names of them, which are those of their packages."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise for a tracker that is unknown or not installed."""
-    for name in names:
-        if name not in TRACKERS:
-            raise unknown("tracker", name, TRACKERS)
-        if importlib.util.find_spec(name) is None:
-            raise PosencError(f"--report-to {name} needs its package: pip install {name}.")
-
-
-def track(result: Result, name: str, folder: Path) -> None:
-    """Log the numbers and tables of a result to a tracker, which writes to `folder/runs` or by its own settings.
-
-    Raises:
-        PosencError: The tracker is unknown, not installed, or fails: no login, no network, a full disk.
-    """
-    check_trackers([name])
-    scalars = sorted(result.scalars(), key=lambda scalar: scalar[1])
-    grids = {
-        grid.title or f"table {number}": grid for number, grid in enumerate(result.tables(), 1)
-    }
-    log = _to_tensorboard if name == "tensorboard" else _to_wandb
-    try:
-        log(result.kind, scalars, grids, folder)
-    except Exception as error:  # each tracker has errors of its own
-        raise PosencError(f"--report-to {name} failed: {one_line(error)}") from error
-
-
-Scalars = Sequence[tuple[str, int, float]]
-
-
-def _to_tensorboard(kind: str, scalars: Scalars, grids: Mapping[str, Grid], folder: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder / "runs" / kind)) as writer:
-        for tag, step, value in scalars:
-            writer.add_scalar(tag, value, step)
-        for title, grid in grids.items():
-            writer.add_text(title, to_markdown(grid))
-
-
-def _to_wandb(kind: str, scalars: Scalars, grids: Mapping[str, Grid], _: Path) -> None:
-    import wandb
-
-    with wandb.init(project="hf_posenc", job_type=kind) as run:
-        for step, same in itertools.groupby(scalars, key=lambda scalar: scalar[1]):
-            run.log({tag: value for tag, _, value in same}, step=step)
-        for title, grid in grids.items():
-            heads: list[str | int] = [column.head.replace("\n", " ") for column in grid.columns]
-            texts = ([field.text for field in row.fields] for row in grid.rows)
-            rows = [[*own, *[""] * (len(heads) - len(own))] for own in texts]
-            run.summary[title] = wandb.Table(columns=heads, data=rows)

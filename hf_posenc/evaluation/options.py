@@ -128,11 +128,6 @@ class RunOptions:
 
     output: Path = output_option("Folder of the results.", Path("out"))
     plot: bool | None = output_option("Draw the plot. Default: where matplotlib is installed.")
-    report_to: Sequence[str] = output_option(
-        "tensorboard or wandb: log the numbers by length, and the tables; may be given several times.",
-        (),
-        metavar="NAME",
-    )
     shard: str | None = output_option(
         "This process is the I-th of N that share the work, all with the same --output. Default: read from the "
         "environment of torchrun, accelerate or a Slurm array.",

@@ -239,7 +239,6 @@ class RetrievalResult(MethodsResult[Cell]):
     condition = "task"
     version = 1
     columns = COLUMNS
-    tracked = ("accuracy", "first")
     nothing = "too short for the task"
     intervals = (("accuracy", "interval"), ("first", "first_interval"))
 
