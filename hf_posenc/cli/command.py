@@ -51,10 +51,12 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         fields: dict[str, dict[str, Any]] = {name: {} for name in classes}
         for name, field in options:
             flag: Flag = field.metadata["flag"]
-            value = values.pop(flag.name or field.name)
+            value = values.pop(own := flag.name or field.name)
             if value is None or value == []:
                 continue  # the field's own default
-            fields[name][field.name] = value if flag.parse is None else flag.parse(value)
+            if flag.parse is not None:
+                value = flag.parse(value, f"--{own.replace('_', '-')} {value}")
+            fields[name][field.name] = value
         given = {name: kind(**fields[name]) for name, kind in classes.items()}
         with terminal(given.pop(TERMINAL)):
             function(**values, **given)

@@ -114,14 +114,12 @@ def err() -> Console:
 
 def print_items(*items: str | Grid, style: str | None = None, wrap: bool = True) -> None:
     """Print results in words: texts as they are, and tables."""
-    from hf_posenc.evaluation.grid import to_rich
-
     console = out()
     for item in items:
         if isinstance(item, str):
             console.print(item, markup=False, style=style, soft_wrap=not wrap)
         else:
-            console.print(to_rich(item))
+            console.print(item)
 
 
 def print_heading(name: str, about: str, *, wrap: bool = True) -> None:

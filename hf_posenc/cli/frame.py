@@ -65,7 +65,7 @@ class Frame:
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
 
-        self._dry_run = options.dry_run
+        self._dry_run, self._measures = options.dry_run, False
         self.shard, self.output = current_shard(options.shard), options.output
         if options.plot and not available():
             raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
@@ -132,16 +132,25 @@ class Frame:
         if self._dry_run:
             print_cost()
             return None
-        from hf_posenc.evaluation.measuring.execute import RESUMPTION, Resumption
+        from hf_posenc.evaluation.measuring.execute import RESUMED
 
-        token = RESUMPTION.set(resumption := Resumption(_report_resumed))
+        found: list[int] = []  # by every part of the job, until one of them measures something
+
+        def resumed(stored: int, left: int) -> None:
+            if not self._measures:
+                found.append(stored)
+                if left:
+                    self._measures = True
+                    _report_resumed(sum(found), left)
+
+        token = RESUMED.set(resumed)
         try:
             with self._progress() as progress:
                 result = job.run(self.output, self.shard, progress, _report_waiting)
         finally:
-            RESUMPTION.reset(token)
-        if not resumption.reported:
-            _report_resumed(resumption.found, 0)
+            RESUMED.reset(token)
+        if not self._measures:
+            _report_resumed(sum(found), 0)
         if result is None and job.missing and not self.shard.launched:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
             print_note(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from hf_posenc.cli.console import err, out, print_heading, print_items, print_js
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.cli.loading import build_empty, embedded_model, live_model, load_config, parse_patch
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import Checked, parse_dtype, parse_target, plain_option
+from hf_posenc.evaluation.flags import Checked, parse_dtype, plain_option
 from hf_posenc.evaluation.options import CheckpointOptions
 from hf_posenc.lengths import read_length
 
@@ -384,13 +383,13 @@ class RecommendOptions(Checked):
         "The length to reach, in tokens, e.g. 32768 or 32k.",
         dataclasses.MISSING,
         metavar="N",
-        parse=parse_target,
+        parse=read_length,
         kind=str,
     )
     original: int | None = plain_option(
         "The length that the model was trained at, in tokens, e.g. 4k, where its config names another.",
         metavar="N",
-        parse=functools.partial(read_length, name="--original"),
+        parse=read_length,
     )
     dtype: str = plain_option(
         "Number format of the cache: bfloat16, float16, float32.",

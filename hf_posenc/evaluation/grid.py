@@ -1,4 +1,4 @@
-"""Tables as data, their renderings for terminals, notebooks, Markdown and trackers, and results that consist of them.
+"""Tables as data, their renderings for terminals, notebooks and Markdown, and results that consist of them.
 
 A `Grid` has columns, rows of fields and marks such as `"best"`. Whoever measures builds grids, and every renderer takes
 grids and nothing else. The HTML page renders them by its own template (`page/grid.html`).
@@ -7,7 +7,6 @@ grids and nothing else. The HTML page renders them by its own template (`page/gr
 from __future__ import annotations
 
 import abc
-import dataclasses
 import io
 import math
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hf_posenc.errors import naming_extras
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
@@ -43,8 +42,7 @@ MARKS = {
 """Every mark of a span or of a row, and its style in a terminal; HTML has a class of the same name."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Text with one mark: a key of `MARKS`, a class of the HTML page, or `""`; and the exact number behind the text.
 
     A line feed begins a new line of the field.
@@ -83,16 +81,6 @@ class Field:
         """The whole text, with line feeds."""
         return "".join(span.text for span in self.spans)
 
-    @property
-    def lines(self) -> list[list[Span]]:
-        """The lines, each with its spans."""
-        lines: list[list[Span]] = [[]]
-        for span in self.spans:
-            first, *others = (dataclasses.replace(span, text=t) for t in span.text.split("\n"))
-            lines[-1] += [first] if first.text else []
-            lines += [[other] for other in others]
-        return lines
-
 
 @dataclass(frozen=True)
 class Column:
@@ -107,8 +95,7 @@ class Column:
     least: int | None = None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a grid: its fields, its mark, and whether a rule precedes it."""
 
     fields: list[Field]
@@ -120,10 +107,8 @@ class Row:
 class Grid:
     """A table; its first column names the rows.
 
-    Attributes:
-        title: A short name, shown above the table in a terminal.
-        caption: The explanation above the table in HTML; by default the title.
-        kind: The class of the table in HTML: `"heat"` for a heat map.
+    The title is shown above it in a terminal, the caption (by default the title) in HTML, where `kind` is the class of
+    the table: `"heat"` for a heat map.
     """
 
     title: str = ""
@@ -145,6 +130,14 @@ class Grid:
         """Add a row. Fields may be plain text; missing fields at its end stay empty."""
         made = [field if isinstance(field, Field) else Field(field) for field in fields]
         self.rows.append(Row(made, mark, rule))
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Render it for a terminal: a table, or lines under each row's name where it would break words and numbers."""
+        table = _table(self)
+        least = table.__rich_measure__(console, options.update(max_width=sys.maxsize)).minimum
+        return iter([table]) if least <= options.max_width else _lines(self)
 
 
 # Fields and numbers that several kinds of results share.
@@ -207,25 +200,6 @@ PROSE, PROSE_WIDTH = 40, 24
 """A field with more characters than the first is prose, and its column is at least as wide as the second."""
 
 
-@dataclass(frozen=True)
-class _Terminal:
-    """A grid in a terminal: a table, or lines under each row's name where a table would break words and numbers."""
-
-    grid: Grid
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
-        table = _table(self.grid)
-        least = table.__rich_measure__(console, options.update(max_width=sys.maxsize)).minimum
-        return iter([table]) if least <= options.max_width else _lines(self.grid)
-
-
-def to_rich(grid: Grid) -> RenderableType:
-    """Render a grid for a terminal of any width."""
-    return _Terminal(grid)
-
-
 def _texts(row: Row) -> list[Text]:
     return [
         Text.assemble(*((span.text, MARKS.get(span.mark, "")) for span in field.spans))
@@ -286,9 +260,11 @@ def _lines(grid: Grid) -> Iterator[RenderableType]:
 def to_markdown(grid: Grid) -> str:
     """Render a grid as Markdown, without its title; of the marks only bold type is kept."""
     heads = ["<br>".join(map(escaped, column.head.split("\n"))) for column in grid.columns]
-    rows = [list(map(_markdown_field, row.fields)) for row in grid.rows]
-    filled = [[*row, *[""] * (len(heads) - len(row))] for row in rows]
-    return markdown_table(heads, filled, numeric=[column.numeric for column in grid.columns])
+    rows = [
+        [*map(_markdown_field, row.fields), *[""] * (len(heads) - len(row.fields))]
+        for row in grid.rows
+    ]
+    return markdown_table(heads, rows, numeric=[column.numeric for column in grid.columns])
 
 
 def _markdown_field(field: Field) -> str:
@@ -323,10 +299,8 @@ def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -
     # In a notebook rich would display what it records, and the result would be shown twice.
     quiet: Any = {"file": io.StringIO(), "record": True, "force_jupyter": False}
     console = Console(width=width, highlight=False, **quiet)
-    for grid in grids:
-        console.print(to_rich(grid))
-    for line in lines:
-        console.print(line, markup=False)
+    for item in (*grids, *lines):
+        console.print(item, markup=False)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 

@@ -2,7 +2,6 @@
 
 Every class is a dataclass. A field made by `option` carries its name, help text and parser on the command line;
 `hf_posenc.cli.command` expands such classes into the options of a command. Fields without it exist in Python only.
-The help texts describe the fields; an `Attributes:` section adds what differs in Python.
 Nothing heavy is imported here, since `--help` reads this module.
 """
 
@@ -22,17 +21,15 @@ from hf_posenc.evaluation.flags import (
     model_option,
     option,
     output_option,
-    parse_budget,
     parse_dtype,
     parse_lengths,
     parse_names,
     parse_scales,
-    parse_target,
     parse_tasks,
     plain_option,
     read_duration,
 )
-from hf_posenc.lengths import even_depths
+from hf_posenc.lengths import even_depths, read_length
 
 # The second and the third are the controls: the end of the text alone, and a window behind the first tokens.
 PERPLEXITY_METHODS = (
@@ -149,10 +146,6 @@ class CommonOptions(Checked):
     )
 
 
-_TASK_NAMES = (
-    "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3, "
-    "nolima_tools and nolima_world; or all"
-)
 _METHODS: dict[str, Any] = {
     "name": "patch",
     "metavar": "METHOD",
@@ -161,7 +154,6 @@ _METHODS: dict[str, Any] = {
     "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
     "length / original length, anew at every length.",
 }
-_SEED: dict[str, Any] = {"help": "Seed of everything that is drawn.", "least": 0, "rank": 1}
 _LENGTHS: dict[str, Any] = {
     "rank": -1,
     "metavar": "L,L,...",
@@ -169,6 +161,18 @@ _LENGTHS: dict[str, Any] = {
     "help": "Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step). Default: the original "
     "length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.",
 }
+_TARGET: dict[str, Any] = {
+    "metavar": "N",
+    "parse": read_length,
+    "help": "The length to do well at, in tokens, e.g. 16k. Default: four times the original length.",
+}
+_TASKS: dict[str, Any] = {
+    "metavar": "NAMES",
+    "parse": parse_tasks,
+    "help": "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3, "
+    "nolima_tools and nolima_world; or all.",
+}
+_SEED: dict[str, Any] = {"help": "Seed of everything that is drawn.", "least": 0, "rank": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,13 +246,7 @@ class ProtocolOptions(ReadingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityOptions(ProtocolOptions):
-    """Options of `hf-posenc perplexity` and `measure_perplexity`.
-
-    Attributes:
-        methods: As `--patch` takes them: `"none"`, `"yarn"`, `"yarn:scale=8"`, `"pi:scale=4+log_n"`, ...; the first is
-            the baseline. Default: the unpatched model alone.
-        lengths: Context lengths in tokens, ascending.
-    """
+    """Options of `hf-posenc perplexity` and `measure_perplexity`; the first of the methods is the baseline."""
 
     methods: Sequence[str] | None = option(**_METHODS)
     lengths: Sequence[int] | None = option(**_LENGTHS)
@@ -294,9 +292,6 @@ class RetrievalOptions(CommonOptions):
     """Options of `hf-posenc retrieval` and `measure_retrieval`.
 
     Attributes:
-        methods: As in `PerplexityOptions`.
-        lengths: Tokens of prompt and answer.
-        tasks: Names from `retrieval.TASKS`.
         depths: Depths of the needle from 0 (front) to 1 (back), ascending; a number: so many at equal distances.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
     """
@@ -304,10 +299,8 @@ class RetrievalOptions(CommonOptions):
     methods: Sequence[str] | None = option(**_METHODS)
     lengths: Sequence[int] | None = option(**_LENGTHS)
     tasks: Sequence[str] | None = option(
-        f"{_TASK_NAMES}.",
         shown="passkey, niah_single_1 and niah_multikey_2, the first two for the embedded model",
-        metavar="NAMES",
-        parse=parse_tasks,
+        **_TASKS,
     )
     depths: Sequence[float] = option(
         "Depths of the needle, evenly from the front to the back of the prompt.",
@@ -331,12 +324,7 @@ class RetrievalOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(ProtocolOptions):
-    """Options of `hf-posenc bench` and `bench`; `None` stands for the suite's own.
-
-    Attributes:
-        methods: As in `PerplexityOptions`.
-        tasks: Retrieval tasks; empty: no retrieval.
-    """
+    """Options of `hf-posenc bench` and `bench`; `None` stands for the suite's own."""
 
     suite: str = option(
         "Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths) or "
@@ -346,24 +334,17 @@ class BenchOptions(ProtocolOptions):
     )
     methods: Sequence[str] | None = option(**_METHODS)
     lengths: Sequence[int] | None = option(
-        "Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).",
-        metavar="L,L,...",
-        parse=parse_lengths,
-        rank=-1,
+        **_LENGTHS | {"help": _LENGTHS["help"].partition(" Default")[0]},
         shown="the suite's, as multiples of the trained length",
     )
     target_length: int | None = option(
-        "The longest of the suite's lengths, in tokens, e.g. 32k.",
-        metavar="N",
-        parse=parse_target,
+        **_TARGET | {"help": "The longest of the suite's lengths, in tokens, e.g. 32k."},
         shown="2, 4 or 16 times the trained length",
         rank=-1,
     )
     tasks: Sequence[str] | None = option(
-        f"{_TASK_NAMES}, or none.",
+        **_TASKS | {"help": _TASKS["help"].replace("; or all", "; all, or none")},
         shown="the suite's",
-        metavar="NAMES",
-        parse=parse_tasks,
     )
     seed: int = option(default=0, **_SEED)
     rounds: int | None = option(
@@ -373,7 +354,7 @@ class BenchOptions(ProtocolOptions):
     budget: float | None = option(
         "With --suite gpu: begin no measurement after this time, e.g. 8m; the most telling come first.",
         metavar="TIME",
-        parse=parse_budget,
+        parse=read_duration,
     )
 
     def __post_init__(self) -> None:
@@ -388,11 +369,7 @@ class BenchOptions(ProtocolOptions):
 class TailOptions(ReadingOptions):
     """Options that `hf-posenc sweep` and `hf-posenc search` share: the objective."""
 
-    target_length: int | None = option(
-        "The length to do well at, in tokens, e.g. 16k. Default: four times the original length.",
-        metavar="N",
-        parse=parse_target,
-    )
+    target_length: int | None = option(**_TARGET)
     max_regression: float | None = option(
         "Accepted growth of the perplexity of short texts, e.g. 0.02 for 2 %. Default: any.",
         metavar="FRACTION",
@@ -492,22 +469,14 @@ class SearchSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendOptions(ReadingOptions):
-    """Options of `hf-posenc extend` and `extend`.
+    """Options of `hf-posenc extend` and `extend`."""
 
-    Attributes:
-        budget: Time for the measurements, in seconds or as text such as `"30m"`.
-    """
-
-    target_length: int | None = option(
-        "The length to extend to, in tokens, e.g. 16k. Default: four times the original length.",
-        metavar="N",
-        parse=parse_target,
-    )
+    target_length: int | None = option(**_TARGET)
     budget: float = option(
         "Time for the measurements, e.g. 90s, 30m or 2h. Documents, methods and prompts are fitted to it.",
         1800.0,
         metavar="TIME",
-        parse=parse_budget,
+        parse=read_duration,
         value=None,
         shown="30m",
     )
@@ -517,10 +486,6 @@ class ExtendOptions(ReadingOptions):
         metavar="FRACTION",
         least=0,
     )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", read_duration(self.budget, "budget"))
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

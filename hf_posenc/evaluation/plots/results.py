@@ -126,7 +126,7 @@ def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target
             x, dashes = row.perplexity, (0, (4, 3))
             panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
             above = (0, 2 + 9 * index)  # names above each other, however near
-            plots.name_mark(panel, row.label, x, above, color=colour, ha="center", va="bottom")
+            plots.name_mark(panel, row.label, (x, 1), above, color=colour, ha="center", va="bottom")
         plots.round_ticks(panel.xaxis)
         panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn

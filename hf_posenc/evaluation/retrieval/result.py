@@ -164,10 +164,8 @@ def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
 
 
 def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) -> Cell:
-    count = len(records)
-    right = sum(record.correct for record in records)
+    count, right = len(records), sum(record.correct for record in records)
     ranks = [(r.rank, r.candidates) for r in records if r.rank is not None and r.candidates]
-    distances = [record.distance for record in records if record.distance is not None]
     first = sum(rank == 1 for rank, _ in ranks)
     return Cell(
         *key,
@@ -181,7 +179,7 @@ def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) ->
         rank=_mean([rank for rank, _ in ranks]),
         beaten=_mean([(total - rank) / (total - 1) for rank, total in ranks]),
         nats=_mean([record.nats for record in records if record.nats is not None]),
-        distance=max(distances, default=None),
+        distance=max((r.distance for r in records if r.distance is not None), default=None),
     )
 
 
@@ -195,13 +193,9 @@ def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
     That is the largest distance between needle and question up to which every measured distance has the accuracy
     `success`; 0 where the shortest has not; `None` without distances.
     """
-    reached: int | None = None
     near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
-    for distance, accuracy in near_first:
-        if accuracy < success:
-            return reached or 0
-        reached = distance
-    return reached
+    reached = [d for d, _ in itertools.takewhile(lambda cell: cell[1] >= success, near_first)]
+    return max(reached, default=0) if near_first else None
 
 
 def passing(
@@ -272,27 +266,25 @@ class RetrievalResult(MethodsResult[Cell]):
 
     def to_dict(self) -> dict[str, Any]:
         tasks = {name: get_task(name).definition for name in self.conditions}
+        scores = []  # the papers' numbers
+        for entry, task in itertools.product(self.candidates, self.settings.tasks):
+            context, accuracy = self.passing(entry.label, task)
+            own: dict[str, Any] = {"method": entry.label, "task": task}
+            own["k_max"] = {str(n): self.k_max(entry.label, task, n) for n in self.settings.lengths}
+            scores.append({**own, "passing_context": context, "passing_accuracy": accuracy})
         values = self.described(
             {"tasks": tasks, "decode": DECODES[self.settings.decode]},
             haystack=self.haystack,
             left_out=self.left_out,
             summary=self.cells,
             by_depth=self.depth_cells,
-            scores=list(self._scores()),
+            scores=scores,
             failures=self.failures,
             records=self.records,
         )
         for entry in values["methods"]:
             del entry["prefix_from_one_forward"]  # perplexity's
         return values
-
-    def _scores(self) -> Iterator[dict[str, Any]]:
-        """Yield the papers' numbers for every method and task."""
-        for entry, task in itertools.product(self.candidates, self.settings.tasks):
-            context, accuracy = self.passing(entry.label, task)
-            lengths = {str(n): self.k_max(entry.label, task, n) for n in self.settings.lengths}
-            scores = {"k_max": lengths, "passing_context": context, "passing_accuracy": accuracy}
-            yield {"method": entry.label, "task": task, **scores}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
@@ -332,12 +324,13 @@ class RetrievalResult(MethodsResult[Cell]):
 
     def shares(self, task: str, method: str, value: str) -> list[list[float]]:
         """Return a heat map: a row for each depth, from the front, a share for each length; NaN where there is none."""
-        key, lengths = (method, task), self.settings.lengths
-        cells = {(c.depth, c.length): c for c in self.depth_cells if (c.method, c.task) == key}
-        depths = self.settings.depths if get_task(task).has_depth else (None,)
+        cells = {(c.method, c.task, c.depth, c.length): c for c in self.depth_cells}
         return [
-            [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
-            for depth in depths
+            [
+                nan_if_none(getattr(cells.get((method, task, depth, length)), value, None))
+                for length in self.settings.lengths
+            ]
+            for depth in (self.settings.depths if get_task(task).has_depth else (None,))
         ]
 
     def missing(self, task: str, method: str, length: int) -> str:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -300,39 +300,38 @@ class RetrievalSettings:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.depths, int):
-            object.__setattr__(self, "depths", even_depths(self.depths))
         for name in ("lengths", "tasks", "depths"):
-            values, numbers = plain(getattr(self, name)), name != "tasks"
-            if not isinstance(values, Iterable):
-                raise PosencError(f"{name} is a list, not {values!r}.")
-            values = tuple(values)
-            if numbers and not all(isinstance(n, int | float) and n == n for n in values):
-                raise PosencError(f"{name} is a list of numbers, not {list(values)!r:.80}.")
-            if not values or list(values) != (sorted if numbers else list)(dict.fromkeys(values)):
-                order = ", in ascending order" if numbers else ""
-                raise PosencError(
-                    f"Give at least one of the {name}, each once{order}, not {list(values)}."
+            given, of_numbers = plain(getattr(self, name)), name != "tasks"
+            given = even_depths(given) if name == "depths" else given
+            try:
+                # A needle is drawn by its depth's text: 0 and 0.0 would be two.
+                values = tuple(map(float, given)) if name == "depths" else tuple(given)
+                sound = bool(values) and values == tuple(
+                    sorted(set(values)) if of_numbers else dict.fromkeys(values)
                 )
-            # A needle is drawn by its depth's text: 0 and 0.0 would be two.
-            values = tuple(map(float, values)) if name == "depths" else values
+            except (TypeError, ValueError):
+                sound = False
+            if not sound:
+                order = " of numbers, in ascending order" if of_numbers else ""
+                raise PosencError(f"{name} is a list{order}, each once, not {given!r:.80}.")
             object.__setattr__(self, name, values)
         for task in self.tasks:
             get_task(task)
-        if self.depths[0] < 0 or self.depths[-1] > 1:
-            raise PosencError(
-                f"Depths go from 0 to 1, not from {self.depths[0]:g} to {self.depths[-1]:g}."
-            )
+        if not 0 <= self.depths[0] <= self.depths[-1] <= 1:
+            raise PosencError(f"Depths go from 0 to 1, not {list(self.depths)!r:.80}.")
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
-        for name, least in (("samples", 1), ("distractors", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
-        if self.distractors > MOST_DISTRACTORS:
-            raise PosencError(
-                f"distractors is at most {MOST_DISTRACTORS:,}, not {self.distractors:,}."
-            )
         prompts = self.samples * len(self.depths)
+        limits = {
+            "samples": (1, MOST_PROMPTS),
+            "distractors": (0, MOST_DISTRACTORS),
+            "seed": (0, math.inf),
+        }
+        for name, (least, most) in limits.items():
+            if not least <= getattr(self, name) <= most:
+                raise PosencError(
+                    f"{name} is a number from {least} to {most:,}, not {getattr(self, name):,}."
+                )
         if prompts > MOST_PROMPTS:
             raise PosencError(
                 f"{self.samples:,} samples at {len(self.depths)} depths are {prompts:,} prompts of a task and length, "
@@ -346,9 +345,7 @@ class RetrievalSettings:
 
     def samples_of(self, name: str, length: int) -> list[Sample]:
         """Return the samples of a task at a length."""
-        depths: Sequence[float | None] = self.depths
-        if not get_task(name).has_depth:
-            depths = (None,)
+        depths: Sequence[float | None] = self.depths if get_task(name).has_depth else (None,)
         numbers = range(self.samples * len(self.depths) // len(depths))
         pairs = itertools.product(depths, numbers)
         return [Sample(self.seed, name, length, *pair) for pair in pairs]
@@ -358,7 +355,7 @@ def settings_of(options: Any, lengths: Sequence[int]) -> RetrievalSettings:
     """Return the settings of a run with these `RetrievalOptions`, at these lengths."""
     names = ("depths", "samples", "distractors", "decode", "seed", "chunk")
     return RetrievalSettings(
-        lengths=tuple(sorted(set(lengths))),
-        tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
+        tuple(sorted(set(lengths))),
+        DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
         **{name: getattr(options, name) for name in names},
     )

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
-from hf_posenc.evaluation.grid import to_rich
 from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS, Settings
 from hf_posenc.evaluation.published import beside, comparable, differences, remarks
 
@@ -33,7 +32,7 @@ def run_of(settings: Settings) -> Any:
 
 def printed(table: Any) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=200).print(to_rich(table))
+    Console(file=stream, width=200).print(table)
     return stream.getvalue()
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.grid import percent, to_rich
+from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.result import (
     Failure,
@@ -86,7 +86,7 @@ def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> Retrieva
 
 def printed(measured: RetrievalResult, place: int) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(to_rich(measured.tables()[place]))
+    console.print(measured.tables()[place])
     return console.export_text()
 
 
