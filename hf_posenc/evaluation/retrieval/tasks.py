@@ -1,6 +1,7 @@
 """Retrieval tasks: each is a function from a sample to the pieces of its prompt; the settings of a run.
 
-A new task is such a function, its words and definition in `words.json`, and a row of `TASKS`.
+A new task is such a function, its words and definition in `words.json`, and a row of `TASKS`. What the tasks take from
+their papers, and what differs, is in docs/retrieval.md.
 """
 
 from __future__ import annotations
@@ -83,13 +84,7 @@ class Task:
 
 
 def passkey(sample: Sample, kit: Kit) -> Scene:
-    """Return a number of five digits in noise.
-
-    The text is that of Mohtashami and Jaggi (arXiv 2305.16300), used word for word by Position Interpolation (arXiv
-    2306.15595, figure 3), YaRN (arXiv 2309.00071, `eval/passkey.py`), LongLoRA and DCA (`passkey/test_passkey.py`).
-    The number has five digits as in Position Interpolation; the scripts draw it from 1 to 50,000. Prompt and
-    answer have exactly L tokens, where the scripts count characters of filler.
-    """
+    """Return a number of five digits in noise, in the words of Mohtashami and Jaggi (arXiv 2305.16300)."""
     draws, wrong = Draws(*sample.needle), Draws("distractors", *sample.needle)
     key = kit.absent(lambda: draws.digits(5))
     others = kit.others(lambda: wrong.digits(5), key)
@@ -105,15 +100,7 @@ def passkey(sample: Sample, kit: Kit) -> Scene:
 def needle_in_haystack(
     sample: Sample, kit: Kit, *, kind: str = "number", among_needles: bool = False
 ) -> Scene:
-    """Return one needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
-
-    Taken from there: the template for a single needle, the needle's sentence, the kinds of haystack (lines of five
-    sentences; other needles), keys (an adjective and a noun, or a UUID) and values (seven digits, or a UUID), one key,
-    value and query each (`scripts/synthetic.yaml`), 128 new tokens, `string_match_all`.
-
-    Different here: prompt and answer have exactly L tokens (RULER fills up to L with whole lines, 128 new tokens
-    included); the needle is put at its depth instead of a random line; the lists of words are our own.
-    """
+    """Return one needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654)."""
 
     def key_of(draws: Draws) -> str:
         if kind == "uuid":
@@ -155,16 +142,7 @@ def needle_in_haystack(
 
 
 def variable_tracking(sample: Sample, kit: Kit) -> Scene:
-    """Return the variables that have a value, through a chain of assignments.
-
-    After `scripts/data/synthetic/variable_tracking.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
-    template, one chain of four hops (`scripts/synthetic.yaml`), names of five capital letters, a value of five digits,
-    noise in lines of five sentences, one worked example in front of every prompt (five lines of noise, names of three
-    letters, new names every time), 30 new tokens, `string_match_all`.
-
-    Different here: prompt and answer have exactly L tokens; the statements have no space at their end; their positions
-    are drawn as fractions of the filler, the same at every length.
-    """
+    """Return the variables that have a value, through a chain of assignments, after RULER's `variable_tracking.py`."""
     hops = 4
 
     def names_of(draws: Draws, letters: int, taken: Sequence[str] = ()) -> list[str]:
@@ -197,14 +175,9 @@ def variable_tracking(sample: Sample, kit: Kit) -> Scene:
 def frequent_words(sample: Sample, kit: Kit) -> Scene:
     """Return a text of made-up words, of which the three most frequent are asked for, most frequent first.
 
-    After `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
-    template, coded words of six small letters, a vocabulary of L / 50 words. The k-th most frequent word comes
-    `N k^-alpha / zeta(alpha)` times (rounded down) with alpha = 2, all in random order. The most frequent one is `...`,
-    which the question tells the reader to ignore; the next three are the answer. 50 new tokens, `string_match_all`.
-
-    Different here: prompt and answer have exactly L tokens, padded with `...`; at least ten words, so that short
-    prompts have some besides the answer; N is such that the words of the answer and the next one have different counts
-    (RULER's may tie).
+    After RULER's `freq_words_extraction.py`. The k-th most frequent word comes `N k^-alpha / zeta(alpha)` times
+    (rounded down) with alpha = 2, all in random order. The most frequent one is `...`, which the question tells the
+    reader to ignore; the next three are the answer. N is such that these and the next one have different counts.
     """
     asked, dots = 3, "..."
     common = 30  # distractors are made of the most frequent words behind those of the answer

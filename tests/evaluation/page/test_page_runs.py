@@ -148,21 +148,6 @@ def test_a_result_that_lost_a_part_is_named_and_left_out(tmp_path: Path, lost: s
         collect([tmp_path / "b"])
 
 
-def test_a_benchmark_of_a_damaged_part_is_named(tmp_path: Path) -> None:
-    about: dict[str, Any] = {
-        "kind": "bench",
-        "retrieval": None,
-        "speed": None,
-        "suite": "",
-        "compare": [],
-    }
-    broken = result()
-    del broken["records"]
-    write(tmp_path / "b", {**about, "perplexity": broken, "remarks": []}, "bench")
-    with pytest.raises(PosencError, match=r"bench\.json: damaged.*: it lacks records\."):
-        collect([tmp_path / "b"])
-
-
 def test_a_file_may_be_given_and_the_page_is_the_same_every_time(tmp_path: Path) -> None:
     write(tmp_path / "a", result())
     file = tmp_path / "renamed.json"
