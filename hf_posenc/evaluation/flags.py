@@ -147,9 +147,11 @@ def parse_lengths(value: Any, name: str = "--lengths") -> tuple[int, ...]:
     """
     if not isinstance(value, str):
         given = value if isinstance(value, Iterable) else [value]
-        if isinstance(value, bytes) or not (lengths := [read_length(n, name) for n in given]):
-            raise PosencError(f"{name} is a list of whole numbers, or None, not {value!r:.80}.")
-        return tuple(lengths)
+        if isinstance(value, bytes):  # an iterable of numbers
+            raise PosencError(f"{name} is a list of whole numbers, not {value!r:.80}.")
+        if not (lengths := tuple(read_length(length, name) for length in given)):
+            raise PosencError(f"{name} is empty: give at least one, or None for the default.")
+        return lengths
     found: set[int] = set()
     for part in value.split(","):
         pieces = part.split(":")

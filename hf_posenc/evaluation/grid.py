@@ -54,22 +54,12 @@ class Span(NamedTuple):
 
 
 class Field:
-    """One field of a grid: spans of text.
-
-    `hint` explains it, such as a failure, in a tooltip of HTML; `shade` is the percentage of the heat map's colour.
-    """
+    """One field of a grid: spans of text. `hint` explains it, such as a failure, in a tooltip of HTML."""
 
     def __init__(
-        self,
-        text: str = "",
-        mark: str = "",
-        value: float | None = None,
-        *,
-        hint: str = "",
-        shade: int | None = None,
+        self, text: str = "", mark: str = "", value: float | None = None, *, hint: str = ""
     ) -> None:
-        self.spans = [Span(text, mark, value)]
-        self.hint, self.shade = hint, shade
+        self.spans, self.hint = [Span(text, mark, value)], hint
 
     def append(self, text: str, mark: str = "") -> Field:
         """Add a span and return the field."""
@@ -107,20 +97,18 @@ class Row(NamedTuple):
 class Grid:
     """A table; its first column names the rows.
 
-    The title is shown above it in a terminal, the caption (by default the title) in HTML, where `kind` is the class of
-    the table: `"heat"` for a heat map.
+    The title is shown above it in a terminal, the caption (by default the title) in HTML.
     """
 
     title: str = ""
     columns: list[Column] = default(default_factory=list)
     rows: list[Row] = default(default_factory=list)
     caption: str = ""
-    kind: str = ""
 
     @classmethod
-    def of(cls, title: str, *heads: str, caption: str = "", kind: str = "") -> Grid:
+    def of(cls, title: str, *heads: str, caption: str = "") -> Grid:
         """Make a grid without rows from the headings of its columns."""
-        return cls(title, [Column(head) for head in heads], [], caption, kind)
+        return cls(title, [Column(head) for head in heads], [], caption)
 
     def column(self, head: str, *, numeric: bool = False, **options: Any) -> None:
         """Add a column; see `Column`."""

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -18,15 +18,16 @@ from hf_posenc.evaluation.page import compare
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.compare import ratio_text
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.retrieval.result import VALUES, RetrievalResult
-from hf_posenc.evaluation.retrieval.tasks import get_task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 JOINED = ("perplexity", "retrieval")
 """Kinds whose results of one model on the same texts share a section."""
+_MAP = "by depth of the needle in the prompt, from its front to its end, and by the tokens of the prompt."
 CAPTIONS = {
+    "retrieval": f"Answers right, {_MAP}",
+    "retrieval_ranks": f"Distractors less probable than the answer (by chance 50 %), {_MAP}",
     "sweep": "Every method with its interval over documents; vertical lines: the controls.",
     "search": "Left: the path of the search. Right: the factors found, beside those it began with.",
 }
@@ -36,13 +37,11 @@ Drawing = tuple[Markup, str, str]
 
 @dataclass
 class Part:
-    """A part of a section: tables, figures, and heat maps below a text."""
+    """A part of a section: tables, and figures below them."""
 
+    grids: Sequence[Grid]
+    figures: Sequence[Drawing] = ()
     heading: str = ""
-    grids: list[Grid] = field(default_factory=list)
-    figures: list[Drawing] = field(default_factory=list)
-    about_maps: str = ""
-    maps: list[Grid] = field(default_factory=list)
 
 
 @dataclass
@@ -91,37 +90,37 @@ def _single(source: Source, figures: bool) -> Section:
         verdicts = ["times and memory, which do not measure quality."]
     else:  # a sweep or a search: what follows the note on its course is about the best method
         notes, verdicts = notes[:1], [" ".join(notes[1:])]
-    drawn = result.figures() if figures and kind in CAPTIONS else {}
-    part = Part(
-        grids=result.tables(),
-        figures=[
-            _drawn(each, f"{name}-{source.number}", CAPTIONS[kind]) for name, each in drawn.items()
-        ],
-    )
     recipe = getattr(result, "recipe", None)
     return Section(
         f"{kind}-{source.number}",
         f"{title} (run {source.number})",
         verdicts,
         notes,
-        [part],
+        [_own(result, str(source.number), figures)],
         recipe=json.dumps(recipe, indent=2) if recipe else "",
+    )
+
+
+def _own(result: Any, number: str, figures: bool) -> Part:
+    """Return a result's own tables, and those of its figures that have a caption."""
+    drawn = result.figures() if figures and CAPTIONS.keys() & {result.kind} else {}
+    return Part(
+        result.tables(),
+        [_drawn(figure, f"{name}-{number}", CAPTIONS[name]) for name, figure in drawn.items()],
     )
 
 
 def _section(group: compare.Group, kind: str, number: int, figures: bool) -> Section:
     """Return the section of some runs of one model on the same texts; numbered if there are several of its kind."""
-    result, verdicts, parts = group.result, list[str](), list[Part]()
-    id = f"{kind}-{number or 1}"
-    for condition, grid in zip(result.conditions, result.tables(), strict=True):
-        if kind == "perplexity":
-            verdicts.append(compare.perplexity_verdict(result, condition))
-            drawn = list(_figures(result, condition, f"{id}-{condition}")) if figures else []
-            parts.append(Part(condition, [grid, *_ratios(result, condition)], drawn))
-        else:
-            parts.append(Part(condition, [grid], [], *_heat_maps(result, condition)))
+    result, id = group.result, f"{kind}-{number or 1}"
     if kind == "retrieval":
-        verdicts.append(compare.retrieval_verdict(group))
+        verdicts, parts = [compare.retrieval_verdict(group)], [_own(result, id, figures)]
+    else:
+        verdicts = [compare.perplexity_verdict(result, name) for name in result.conditions]
+        parts = []
+        for name, grid in zip(result.conditions, result.tables(), strict=True):
+            drawn = list(_figures(result, name, f"{id}-{name}")) if figures else []
+            parts.append(Part([grid, *_ratios(result, name)], drawn, name))
     runs = ", ".join(str(run.number) for run in group.runs)
     notes = [f"Run {runs}.", *result.notes(), *result.guide()]
     if len(group.runs) > 1:
@@ -212,37 +211,7 @@ def _figures(result: PerplexityResult, protocol: str, key: str) -> Iterator[Draw
         yield _drawn(plots.position_figure(result), f"{key}-position", caption)
 
 
-# Heat maps are tables with shaded fields, so that colour alone carries no information.
-
-
-def _heat_maps(result: RetrievalResult, task: str) -> tuple[str, list[Grid]]:
-    """Return a text about the heat maps, and one map for each method of a task with depths.
-
-    They show the ranks of the answers if no answer is right.
-    """
-    settings, right = result.settings, [cell.accuracy for cell in result.cells if cell.task == task]
-    value = "beaten" if settings.ranks and not any(right) else "accuracy"
-    maps = []
-    for entry in result.candidates if get_task(task).has_depth else ():
-        label, heads = entry.label, (f"{length:,}" for length in settings.lengths)
-        title = f"{label} in {task}, by depth and length"
-        grid = Grid.of(title, "depth", *heads, caption=label, kind="heat")
-        for depth, row in zip(settings.depths, result.shares(task, label, value), strict=True):
-            shares = ((share, round(100 * share)) if share == share else None for share in row)
-            fields = [
-                Field(f"{100 * each[0]:.0f}", "", each[0], shade=each[1]) if each else Field("-")
-                for each in shares
-            ]
-            grid.row(f"{depth:.0%}", *fields)
-        maps.append(grid)
-    about = (
-        f"In percent: {' '.join(VALUES[value].split())}. Rows: depth of the needle, from the front (0 %) to the end "
-        "(100 %); columns: tokens of the prompt."
-    )
-    return about, maps
-
-
-# Figures: SVG whose text stays text. The page's style sheet replaces the colours.
+# Figures: SVG whose text stays text. The page's style sheet replaces the colours, except those of a heat map.
 
 
 def _drawn(figure: Figure, key: str, caption: str) -> Drawing:
@@ -250,8 +219,10 @@ def _drawn(figure: Figure, key: str, caption: str) -> Drawing:
     import matplotlib as mpl
 
     file, metadata = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    how: dict[str, Any] = {"format": "svg", "bbox_inches": "tight", "metadata": metadata}
+    maps = any(axes.get_images() for axes in figure.axes)
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": key}):
-        figure.savefig(file, format="svg", bbox_inches="tight", transparent=True, metadata=metadata)
+        figure.savefig(file, transparent=not maps, **how)
     svg = file.getvalue()
     svg = re.sub(r' id="[\w.]+_\d{1,4}"', "", svg[svg.index("<svg") :])  # groups', which repeat
     lines: list[Any] = [line for axes in figure.axes for line in axes.get_lines()]
@@ -260,4 +231,4 @@ def _drawn(figure: Figure, key: str, caption: str) -> Drawing:
         for label, x, y in ((str(n.get_label()), n.get_xdata(), n.get_ydata()) for n in lines)
         if len(x) and not label.startswith("_")
     ]
-    return Markup(svg), caption, f"{'; '.join(described)}."
+    return Markup(svg), caption, "; ".join(described)

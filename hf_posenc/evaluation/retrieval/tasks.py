@@ -274,20 +274,23 @@ class RetrievalSettings:
 
     def __post_init__(self) -> None:
         for name in ("lengths", "tasks", "depths"):
-            given, of_numbers = plain(getattr(self, name)), name != "tasks"
-            given = even_depths(given) if name == "depths" else given
+            given: Any = plain(getattr(self, name))
             try:
-                # A needle is drawn by its depth's text: 0 and 0.0 would be two.
-                values = tuple(map(float, given)) if name == "depths" else tuple(given)
-                sound = bool(values) and values == tuple(
-                    sorted(set(values)) if of_numbers else dict.fromkeys(values)
-                )
+                if (
+                    name == "depths"
+                ):  # a needle is drawn by its depth's text: 0 and 0.0 would be two
+                    given = map(float, even_depths(given))
+                given = list(given)
+                once = list(dict.fromkeys(given)) if name == "tasks" else sorted(set(given))
+                sound = bool(given) and given == once
             except (TypeError, ValueError):
                 sound = False
             if not sound:
-                order = " of numbers, in ascending order" if of_numbers else ""
-                raise PosencError(f"{name} is a list{order}, each once, not {given!r:.80}.")
-            object.__setattr__(self, name, values)
+                order = "" if name == "tasks" else ", in ascending order"
+                raise PosencError(
+                    f"Give at least one of the {name}, each once{order}, not {given!r:.80}."
+                )
+            object.__setattr__(self, name, tuple(given))
         for task in self.tasks:
             get_task(task)
         if not 0 <= self.depths[0] <= self.depths[-1] <= 1:

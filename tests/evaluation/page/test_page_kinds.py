@@ -56,9 +56,9 @@ def retrieval(
     return {**made.to_dict(), **more}
 
 
-def test_retrieval_has_a_table_and_heat_maps_with_the_numbers_of_the_result(tmp_path: Path) -> None:
+def test_retrieval_has_its_table_and_its_heat_maps(tmp_path: Path) -> None:
     data = retrieval({"none": (0.0, 0.5, 1.0), "yarn": (1.0, 1.0, 1.0)})
-    made = page(write(tmp_path / "a", data, "retrieval"))
+    made = page(write(tmp_path / "a", data, "retrieval"), figures=True)
     cells = made.table("Retrieval, passkey")
     for cell in data["summary"]:
         shown = cells[cell["method"], f"{cell['length']:,}x{cell['length'] // 256}"]
@@ -67,25 +67,14 @@ def test_retrieval_has_a_table_and_heat_maps_with_the_numbers_of_the_result(tmp_
     assert cells["yarn", "512x2"].text.startswith("OOM")
     assert "passkey needs at least 2,000 tokens" in made.root.text
     assert cells["yarn", "passes80%"].text == "256"
-    heat = made.table("none")
-    assert {head for _, head in heat} == {"256", "512", "1,024"}
-    assert heat["50%", "1,024"].text == "-"
-    for cell in data["by_depth"]:
-        if cell["method"] == "none":
-            field = heat[f"{cell['depth']:.0%}", f"{cell['length']}"]
-            assert exact(field) == [cell["accuracy"]]
-            assert field.attributes["style"] == f"--part: {100 * cell['accuracy']:.0f}%"
+    maps = made.root.all("figure", class_="map")
+    assert ["Answers right" in each.attributes["aria-label"] for each in maps] == [True, False]
+    texts = [{text.text for text in each.all("text")} for each in maps]
+    assert texts[0] >= {"none", "yarn", "0", "50", "100", "OOM", "too short"}
+    assert texts[1] >= {"80"}  # third of eleven: 8 of 10 distractors are less probable
+    assert all(image.attributes["xlink:href"].startswith("data:") for image in maps[0].all("image"))
     assert "hf-posenc retrieval --task passkey" in made.root.text
     assert "out of memory" in made.root.text
-
-
-def test_where_nothing_is_right_the_map_shows_ranks(tmp_path: Path) -> None:
-    data = retrieval({"none": (0.0, 0.0, 0.0)})
-    made = page(write(tmp_path / "a", data, "retrieval"))
-    beaten = [c["beaten"] for c in data["by_depth"]]
-    assert set(beaten) == {0.8}  # third of eleven: 8 of 10 distractors
-    assert {tuple(exact(field)) for field in made.table("none").values()} == {(0.8,), ()}
-    assert "distractors less probable than the answer" in made.root.text
 
 
 def test_other_prompts_are_another_section(tmp_path: Path) -> None:
