@@ -187,29 +187,6 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
-    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), in tokens, of cells by depth.
-
-    That is the largest distance between needle and question up to which every measured distance has the accuracy
-    `success`; 0 where the shortest has not; `None` without distances.
-    """
-    near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
-    reached = [d for d, _ in itertools.takewhile(lambda cell: cell[1] >= success, near_first)]
-    return max(reached, default=0) if near_first else None
-
-
-def passing(
-    cells: Iterable[Cell], success: float = YARN_SUCCESS
-) -> tuple[int | None, float | None]:
-    """Return YaRN's passkey context and passkey accuracy (arXiv 2309.00071, table 5), `None` for both without any.
-
-    These are the longest context with at least the accuracy `success`, in tokens, and the mean accuracy up to it.
-    """
-    measured = [(cell.length, cell.accuracy) for cell in cells]
-    longest = max((length for length, accuracy in measured if accuracy >= success), default=None)
-    return longest, _mean([a for length, a in measured if longest and length <= longest])
-
-
 @dataclass(repr=False, kw_only=True)
 class RetrievalResult(MethodsResult[Cell]):
     """Answers measured by `hf-posenc retrieval`.
@@ -256,13 +233,26 @@ class RetrievalResult(MethodsResult[Cell]):
         """Return whether the task has no prompt of this length."""
         return any((entry.task, entry.length) == (task, length) for entry in self.left_out)
 
-    def k_max(self, method: str, task: str, length: int) -> int | None:
-        """Return Position Interpolation's effective context at a length; see the function `k_max`."""
-        return k_max(self.by_depth(method, task, length))
+    def k_max(self, method: str, task: str, length: int, success: float = PI_SUCCESS) -> int | None:
+        """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), in tokens.
+
+        That is the largest distance between needle and question up to which every measured distance has the accuracy
+        `success`; 0 where the shortest has not; `None` without distances.
+        """
+        cells = self.by_depth(method, task, length)
+        near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
+        reached = [d for d, _ in itertools.takewhile(lambda cell: cell[1] >= success, near_first)]
+        return max(reached, default=0) if near_first else None
 
     def passing(self, method: str, task: str) -> tuple[int | None, float | None]:
-        """Return YaRN's passkey context and accuracy; see the function `passing`."""
-        return passing([c for c in self.cells if (c.method, c.task) == (method, task)])
+        """Return YaRN's passkey context and passkey accuracy (arXiv 2309.00071, table 5), `None` for both without any.
+
+        That is the longest context of at least the accuracy `YARN_SUCCESS`, in tokens, and the mean accuracy up to it.
+        """
+        cells = [cell for cell in self.cells if (cell.method, cell.task) == (method, task)]
+        passed = [cell.length for cell in cells if cell.accuracy >= YARN_SUCCESS]
+        longest = max(passed, default=0)
+        return longest or None, _mean([cell.accuracy for cell in cells if cell.length <= longest])
 
     def to_dict(self) -> dict[str, Any]:
         tasks = {name: get_task(name).definition for name in self.conditions}

@@ -20,9 +20,7 @@ from hf_posenc.evaluation.retrieval.result import (
     LeftOut,
     Record,
     RetrievalResult,
-    k_max,
     mcnemar,
-    passing,
     summarize,
     wilson,
 )
@@ -190,24 +188,27 @@ def test_a_cell_is_of_the_samples_that_have_a_rank() -> None:
 
 def test_the_papers_numbers_at_their_limits() -> None:
     """A share of exactly 20 % or 80 % is enough; behind the first distance that fails, none counts."""
-    cells = [
-        dataclasses.replace(cell, length=length, distance=distance, accuracy=accuracy)
-        for cell in summarize(answers(1), by_depth=False)
-        for length, distance, accuracy in (
-            (64, 9, 0.8),
-            (128, 30, 0.2),
-            (256, 70, 0.1),
-            (512, 99, 1),
-        )
+    measured, (cell,) = result(), summarize(answers(1), by_depth=False)
+    shares = {(64, 9): 0.8, (128, 30): 0.2, (256, 70): 0.1, (512, 99): 1.0}
+    measured.depth_cells = [
+        dataclasses.replace(cell, distance=distance, accuracy=share)
+        for (_, distance), share in reversed(shares.items())
     ]
-    assert k_max(cells) == 30
-    assert k_max(cells[::-1], success=0.8) == 9
-    assert k_max(cells, success=0.9) == 0
-    assert k_max([dataclasses.replace(cells[0], distance=None)]) is None
-    assert passing(cells[:3]) == (64, 0.8)
-    assert passing(cells)[0] == 512
-    assert passing(cells)[1] == pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4)
-    assert passing(cells[1:3]) == (None, None)
+    found = [measured.k_max("m", "passkey", 64, success) for success in (0.2, 0.8, 0.9)]
+    assert found == [30, 9, 0]
+    measured.depth_cells = [dataclasses.replace(cell, distance=None)]
+    assert measured.k_max("m", "passkey", 64) is None
+    by_length = [
+        dataclasses.replace(cell, length=length, accuracy=share)
+        for (length, _), share in shares.items()
+    ]
+    for cells, expected in (
+        (by_length[:3], (64, 0.8)),
+        (by_length, (512, pytest.approx((0.8 + 0.2 + 0.1 + 1) / 4))),
+        (by_length[1:3], (None, None)),
+    ):
+        measured.cells = cells
+        assert measured.passing("m", "passkey") == expected
     assert summarize([], by_depth=True) == []
 
 
