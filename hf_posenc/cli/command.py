@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 from hf_posenc.cli.console import TerminalOptions, terminal
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import PANELS, Flag
+from hf_posenc.evaluation.flags import PANELS, Flag, help_texts
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 ARGUMENTS = "hf_posenc.arguments"
@@ -44,7 +44,10 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])
         for p in inspect.signature(function).parameters.values()
         if p.name not in classes
-    ] + [_parameter(field, _hints(classes[name])[field.name]) for name, field in listed]
+    ] + [
+        _parameter(field, _hints(classes[name])[field.name], help_texts(classes[name])[field.name])
+        for name, field in listed
+    ]
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -77,7 +80,7 @@ def _place(flag: Flag) -> tuple[int, int]:
     return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
     flag: Flag = field.metadata["flag"]
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)
@@ -88,13 +91,13 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     if many:
         kind, default = list[str] | None, None
     if flag.argument:
-        info = typer.Argument(metavar=metavar, help=flag.help)
+        info = typer.Argument(metavar=metavar, help=text)
     else:
         names = (f"--{name.replace('_', '-')}",) if default is False else ()
         info = typer.Option(
             *names,
             metavar=metavar,
-            help=flag.help,
+            help=text,
             min=(1 if flag.least is None else flag.least) if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,

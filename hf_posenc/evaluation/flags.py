@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import re
@@ -32,7 +33,7 @@ PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A field's form on the command line.
+    """A field's form on the command line; its help text is in the docstring of its class (`help_texts`).
 
     Attributes:
         name: Name of the parameter; `None`: the field's own.
@@ -47,7 +48,6 @@ class Flag:
         rank: Options of a panel are listed by rank, then by field.
     """
 
-    help: str
     panel: str | None = MEASURED
     name: str | None = None
     metavar: str | None = None
@@ -61,9 +61,20 @@ class Flag:
     rank: int = 0
 
 
-def option(help: str, default: Any = None, **flag: Any) -> Any:
+def option(default: Any = None, **flag: Any) -> Any:
     """Return a dataclass field that is also an option of the command line; see `Flag`."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **flag)})
+    return dataclasses.field(default=default, metadata={"flag": Flag(**flag)})
+
+
+@functools.cache
+def help_texts(kind: type) -> dict[str, str]:
+    """Return what the docstring of a class, and those that it inherits from, have about each field."""
+    texts: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        _, _, attributes = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts
 
 
 plain_option = functools.partial(option, panel=None)
@@ -234,7 +245,7 @@ class Checked:
             value = getattr(self, field.name)
             kind, _, optional = str(field.type).partition(" | ")
             if value is not None or not optional:
-                flag = field.metadata.get("flag") or Flag(help="")
+                flag = field.metadata.get("flag") or Flag()
                 object.__setattr__(self, field.name, _checked(field.name, value, kind, flag))
 
 
