@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.evaluation.grid import number
@@ -40,6 +40,21 @@ class Group:
     result: Any
 
 
+@dataclass
+class Line:
+    """One method of some runs with the same numbers of it: its records and failures, and its curve by position."""
+
+    entry: MethodEntry
+    measured: list[Any]
+    curve: Any
+    runs: list[int] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The method's label with its runs in brackets."""
+        return f"{self.entry.label} [{', '.join(map(str, self.runs))}]"
+
+
 def groups(sources: Sequence[Source], kind: str) -> list[Group]:
     """Join the results of a kind whose numbers have one meaning, in the order of their first appearance."""
     found: dict[str, list[Source]] = {}
@@ -62,9 +77,8 @@ def _meaning(result: Any) -> str:
         kept["longest length"] = settings["lengths"][-1]
     texts = [document.get("tokens_sha256") for document in getattr(result, "documents", ())]
     tokens = model.get("tokenizer", {}).get("sha256"), model.get("bos", {}).get("token_ids")
-    identity = [model.get(name) for name in _OF_MODEL] + (
-        [] if model.get("weights_sha256") else [model.get("name")]
-    )
+    identity = [model.get(name) for name in _OF_MODEL]
+    identity.append(None if model.get("weights_sha256") else model.get("name"))
     haystack = getattr(result, "haystack", None)
     return json.dumps([kept, sorted(protocols), texts, haystack, *tokens, *identity])
 
@@ -75,7 +89,7 @@ def _joined(runs: list[Source]) -> Any:
     A method with the same numbers in several runs is one row. Documents are named by their numbers, whatever their
     folders.
     """
-    rows: dict[tuple[str, str], tuple[MethodEntry, list[Any], Any, list[int]]] = {}
+    found: dict[tuple[str, str], Line] = {}
     for run in runs:
         documents = getattr(run.result, "documents", ())
         numbers = {document["name"]: str(number) for number, document in enumerate(documents)}
@@ -86,24 +100,12 @@ def _joined(runs: list[Source]) -> Any:
             measured[each.method].append(each)
         curves = getattr(run.result, "curves", {})
         for entry in run.result.candidates:
-            own = measured[entry.label]
-            row = entry, own, curves.get(entry.label), list[int]()
-            rows.setdefault((entry.label, repr(own)), row)[-1].append(run.number)
-    lines = [
-        (
-            dataclasses.replace(entry, label=f"{entry.label} [{', '.join(map(str, numbers))}]"),
-            own,
-            curve,
-        )
-        for entry, own, curve, numbers in sorted(
-            rows.values(), key=lambda row: row[0].method is not None
-        )
-    ]
+            own = Line(entry, measured[entry.label], curves.get(entry.label))
+            found.setdefault((entry.label, repr(own.measured)), own).runs.append(run.number)
+    lines = sorted(found.values(), key=lambda line: line.entry.method is not None)
     results = [run.result for run in runs]
     first, originals = results[0], {result.original for result in results}
-    entries = [
-        dataclasses.replace(each, method=entry.label) for entry, own, _ in lines for each in own
-    ]
+    entries = [dataclasses.replace(e, method=line.label) for line in lines for e in line.measured]
     settings: dict[str, Any] = {
         "lengths": tuple(sorted({length for r in results for length in r.settings.lengths})),
         f"{first.condition}s": tuple(dict.fromkeys(c for r in results for c in r.conditions)),
@@ -113,13 +115,13 @@ def _joined(runs: list[Source]) -> Any:
         settings["min_tokens"] = None  # another longest length may be above it
         buckets = {(result.settings.lengths[-1], result.settings.buckets) for result in results}
         same = lines if len(buckets) == 1 else []
-        details["curves"] = {entry.label: curve for entry, _, curve in same if curve}
+        details["curves"] = {line.label: line.curve for line in same if line.curve}
     else:
         details["left_out"] = list(dict.fromkeys(entry for r in results for entry in r.left_out))
     return dataclasses.replace(
         first,
         settings=dataclasses.replace(first.settings, **settings),
-        candidates=[entry for entry, _, _ in lines],
+        candidates=[dataclasses.replace(line.entry, label=line.label) for line in lines],
         records=[each for each in entries if not hasattr(each, "reason")],
         failures=[each for each in entries if hasattr(each, "reason")],
         original=originals.pop() if len(originals) == 1 else None,
@@ -144,9 +146,12 @@ def against(
         for record in result.records
         if (record.method, record.length, record.protocol) == (*key, protocol)
     ]
-    how = {"aggregate": result.settings.aggregate, "base": result.settings.base}
     cells = statistics.summarize(
-        records, **how, baseline="", comparisons=len(result.candidates) - 1
+        records,
+        aggregate=result.settings.aggregate,
+        base=result.settings.base,
+        baseline="",
+        comparisons=len(result.candidates) - 1,
     )
     cell = next((cell for cell in cells if cell.method), None)
     return None if cell is None or cell.ratio is None or not math.isfinite(cell.ratio) else cell

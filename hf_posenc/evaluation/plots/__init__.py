@@ -248,7 +248,8 @@ def figure(result: Any, protocols: Sequence[str] | None = None) -> Figure:
                 ranges = [(c.length, *c.interval) for c in cells if c.interval is not None]
                 if len(ranges) > 1 and len(result.candidates) <= MAX_BANDS:
                     band: dict[str, Any] = {"alpha": 0.12, "linewidth": 0, "zorder": 2}
-                    panel.fill_between(*zip(*ranges, strict=True), color=look["color"], **band)
+                    x, low, high = zip(*ranges, strict=True)
+                    panel.fill_between(x, low, high, color=look["color"], **band)
             mark_trained(panel, result.original)
         panels[0].set_ylabel("perplexity")
         value_axis(panels[0])

@@ -228,8 +228,8 @@ def prepare(
     candidates, original = checked_candidates(model, options.methods)
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
-    lengths = sorted(options.lengths or default_lengths(original))
-    lengths = within_reach(model, candidates, lengths, given=bool(options.lengths))
+    requested = sorted(options.lengths or default_lengths(original))
+    lengths = within_reach(model, candidates, requested, given=bool(options.lengths))
     described: dict[str, Any] = {"kind": "noise"}
     if haystack is not None:
         digest = hashlib.sha256(haystack.encode("utf-8", "surrogatepass")).hexdigest()
