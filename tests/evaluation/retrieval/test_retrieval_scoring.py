@@ -339,6 +339,14 @@ def test_generating_finds_what_teacher_forcing_finds(window: int) -> None:
         assert right == scorer_of(model)(prompt).correct == (window > 100)
 
 
+def test_generated_texts_are_judged_as_the_papers_do() -> None:
+    passkey, vt = TASKS["passkey"], TASKS["vt"]
+    assert passkey.hit("is 12345. Remember", ["12345"]) == 1.0  # YaRN: the first number
+    assert passkey.hit("777 or 12345", ["12345"]) == passkey.hit("none", ["12345"]) == 0.0
+    references = ["ABCDE", "FGHIJ", "KLMNO", "PQRST"]
+    assert vt.hit("abcde and FGHIJ", references) == 0.5  # string_match_all
+
+
 @pytest.mark.parametrize("decode", ["teacher-forced", "generate"])
 def test_truncation_reads_the_end_of_the_prompt(decode: str) -> None:
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
