@@ -59,17 +59,6 @@ def whole(run: RetrievalRun, folder: Path) -> RetrievalResult:
     return result
 
 
-def test_a_model_that_copies_has_100_percent_and_one_that_forgets_0(tmp_path: Path) -> None:
-    for window, accuracy in ((10**9, 1.0), (30, 0.0)):
-        result = whole(run_of(Copier(window)), tmp_path / str(window))
-        assert {cell.accuracy for cell in result.cells} == {accuracy}
-        assert {cell.first for cell in result.cells} == {accuracy}
-        assert {cell.beaten for cell in result.depth_cells} == {accuracy}
-        assert {cell.chance for cell in result.cells} == {0.25}
-        assert {cell.samples for cell in result.cells} == {10}
-        assert len(result.depth_cells) == len(LENGTHS) * 5
-
-
 def test_a_window_gives_the_papers_numbers(tmp_path: Path) -> None:
     """The heat map is a staircase, and both numbers follow from the distances."""
     window = 500
