@@ -165,6 +165,12 @@ def test_the_answer_stands_only_where_it_was_put(task: str, haystack: str | None
             assert reference not in (haystack or "")
 
 
+def test_keys_that_are_in_the_users_own_text_are_not_drawn() -> None:
+    draws = iter(["12345", "12345", "99999"])
+    kit = kit_of("bytes", prose(200) + " 12345\n")
+    assert kit.absent(lambda: next(draws)) == "99999"
+
+
 @pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
 def test_other_needles_are_the_distractors(task: str) -> None:
     prompt = make(task, 4000, depth=0.4)
