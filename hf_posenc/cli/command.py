@@ -40,12 +40,13 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         if "flag" in field.metadata
     ]
     listed = sorted(options, key=lambda option: _place(option[1].metadata["flag"]))
+    texts = {name: help_texts(kind) for name, kind in classes.items()}  # none under python -OO
     parameters = [
         p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])
         for p in inspect.signature(function).parameters.values()
         if p.name not in classes
     ] + [
-        _parameter(field, _hints(classes[name])[field.name], help_texts(classes[name])[field.name])
+        _parameter(field, _hints(classes[name])[field.name], texts[name].get(field.name, ""))
         for name, field in listed
     ]
 
