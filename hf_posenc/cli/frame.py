@@ -65,7 +65,7 @@ class Frame:
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
 
-        self._dry_run, self._measures = options.dry_run, False
+        self._dry_run = options.dry_run
         self.shard, self.output = current_shard(options.shard), options.output
         if options.plot and not available():
             raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
@@ -134,14 +134,14 @@ class Frame:
             return None
         from hf_posenc.evaluation.measuring.execute import RESUMED
 
-        found: list[int] = []  # by every part of the job, until one of them measures something
+        found = left = 0  # of the parts of the job, until one of them has something to measure
 
-        def resumed(stored: int, left: int) -> None:
-            if not self._measures:
-                found.append(stored)
-                if left:
-                    self._measures = True
-                    _report_resumed(sum(found), left)
+        def resumed(stored: int, todo: int) -> None:
+            nonlocal found, left
+            if not left:
+                found, left = found + stored, todo
+                if todo:
+                    _report_resumed(found, todo)
 
         token = RESUMED.set(resumed)
         try:
@@ -149,8 +149,8 @@ class Frame:
                 result = job.run(self.output, self.shard, progress, _report_waiting)
         finally:
             RESUMED.reset(token)
-        if not self._measures:
-            _report_resumed(sum(found), 0)
+        if not left:
+            _report_resumed(found, 0)
         if result is None and job.missing and not self.shard.launched:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
             print_note(
