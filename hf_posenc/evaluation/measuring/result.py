@@ -37,17 +37,11 @@ class MethodEntry:
     @classmethod
     def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
         """Return the entry of a candidate; `shared` is `prefix_from_one_forward`."""
-        return cls(
-            candidate.label,
-            candidate.spec,
-            candidate.method,
-            [{"method": part.method, "options": dict(part.options)} for part in candidate.parts],
-            dict(candidate.beside),
-            candidate.scale,
-            candidate.auto_scale,
-            candidate.original,
-            shared,
-        )
+        names = ("label", "spec", "method", "scale", "auto_scale", "original")
+        same: dict[str, Any] = {name: getattr(candidate, name) for name in names}
+        parts = [{"method": part.method, "options": dict(part.options)} for part in candidate.parts]
+        beside = dict(candidate.beside)
+        return cls(**same, parts=parts, beside=beside, prefix_from_one_forward=shared)
 
     def scale_at(self, length: int) -> float | None:
         """Return the scale in force at a length."""
