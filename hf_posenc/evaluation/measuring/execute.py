@@ -155,17 +155,14 @@ class Measurement(Generic[ItemT, ResultT]):
         `waiting` is called once with the number of missing items when a launched process has waited long. Without a
         folder nothing is written.
         """
-        if folder is None:
-            execute(self, records := Records(), shard, progress)
-            return collected(self, records)
-        with self.open(folder, shard) as store:
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(self.open(folder, shard)) if folder else Records()
             execute(self, store, shard, progress)
             self.missing = wait_for_all(self, store, shard, waiting)
-            if shard.launched and shard.index:  # the first one returns the result
-                return None
-            if self.missing and self.until is None:
-                return None
-            write_timings(self, store, folder / "timings.json")
+            if (shard.launched and shard.index) or (self.missing and self.until is None):
+                return None  # the first one returns the result
+            if folder:
+                write_timings(self, store, folder / "timings.json")
             return collected(self, store)
 
 
