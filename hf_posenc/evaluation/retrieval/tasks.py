@@ -298,21 +298,17 @@ class RetrievalSettings:
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
         prompts = self.samples * len(self.depths)
-        limits = {
-            "samples": (1, MOST_PROMPTS),
-            "distractors": (0, MOST_DISTRACTORS),
-            "seed": (0, math.inf),
-        }
-        for name, (least, most) in limits.items():
-            if not least <= getattr(self, name) <= most:
-                raise PosencError(
-                    f"{name} is a number from {least} to {most:,}, not {getattr(self, name):,}."
-                )
         if prompts > MOST_PROMPTS:
             raise PosencError(
                 f"{self.samples:,} samples at {len(self.depths)} depths are {prompts:,} prompts of a task and length, "
                 f"and at most {MOST_PROMPTS:,} are measured."
             )
+        for name, least, most in (
+            ("samples", 1, MOST_PROMPTS),
+            ("distractors", 0, MOST_DISTRACTORS),
+        ):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise PosencError(f"{name} is a number from {least} to {most:,}, not {value:,}.")
 
     @property
     def ranks(self) -> bool:
