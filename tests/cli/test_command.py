@@ -66,9 +66,9 @@ def test_a_help_text_is_that_of_the_nearest_class() -> None:
 
 
 def test_every_option_has_a_help_text() -> None:
-    for command in typer.main.get_group(main_app).commands.values():  # type: ignore[attr-defined]
+    for command in typer.main.get_group(main_app).commands.values():
         for parameter in command.params:
-            assert parameter.help, (command.name, parameter.name)
+            assert getattr(parameter, "help", ""), (command.name, parameter.name)
 
 
 def invoke(*arguments: str) -> tuple[Any, list[Any]]:
