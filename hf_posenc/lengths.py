@@ -44,8 +44,10 @@ def read_length(value: Any, name: str) -> int:
     return length
 
 
-def even_depths(count: int) -> tuple[float, ...]:
-    """Return so many depths from 0 to 1 at equal distances; a single one lies in the middle."""
+def even_depths(count: Any, name: str = "--depths") -> Any:
+    """Return so many depths from 0 to 1 at equal distances, a single one in the middle; a list of depths as it is."""
+    if not isinstance(count, int):
+        return count
     if count > MOST_LENGTHS:
-        raise PosencError(f"--depths {count}: at most {MOST_LENGTHS:,} depths are measured.")
+        raise PosencError(f"{name}: at most {MOST_LENGTHS:,} depths are measured.")
     return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)

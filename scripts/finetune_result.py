@@ -10,7 +10,6 @@ from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
 from hf_posenc.errors import PosencError, one_line
-from hf_posenc.evaluation.grid import Grid, to_rich
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.log import TrainingLog
@@ -84,7 +83,7 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
     if scores is not None:
         shown = before_and_after(scores)
         for part in (*shown.tables(), *shown.notes(), *shown.guide(), conclusion(shown)):
-            console.print(to_rich(part) if isinstance(part, Grid) else part)
+            console.print(part)
     console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)
 
 

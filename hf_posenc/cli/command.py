@@ -17,11 +17,11 @@ from typer.core import TyperCommand
 
 from hf_posenc.cli.console import TerminalOptions, terminal
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import PANELS, Flag
+from hf_posenc.evaluation.flags import PANELS, Flag, help_texts
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 ARGUMENTS = "hf_posenc.arguments"
-_WITH_A_VALUE = ("--output", "--shard", "--token-cache", "--report-to")
+_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
 _SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
 TERMINAL = "terminal"
 
@@ -40,21 +40,27 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         if "flag" in field.metadata
     ]
     listed = sorted(options, key=lambda option: _place(option[1].metadata["flag"]))
+    texts = {name: help_texts(kind) for name, kind in classes.items()}  # none under python -OO
     parameters = [
         p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])
         for p in inspect.signature(function).parameters.values()
         if p.name not in classes
-    ] + [_parameter(field, _hints(classes[name])[field.name]) for name, field in listed]
+    ] + [
+        _parameter(field, _hints(classes[name])[field.name], texts[name].get(field.name, ""))
+        for name, field in listed
+    ]
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
         fields: dict[str, dict[str, Any]] = {name: {} for name in classes}
         for name, field in options:
             flag: Flag = field.metadata["flag"]
-            value = values.pop(flag.name or field.name)
+            value = values.pop(own := flag.name or field.name)
             if value is None or value == []:
                 continue  # the field's own default
-            fields[name][field.name] = value if flag.parse is None else flag.parse(value)
+            if flag.parse is not None:
+                value = flag.parse(value, f"--{own.replace('_', '-')} {value}")
+            fields[name][field.name] = value
         given = {name: kind(**fields[name]) for name, kind in classes.items()}
         with terminal(given.pop(TERMINAL)):
             function(**values, **given)
@@ -75,7 +81,7 @@ def _place(flag: Flag) -> tuple[int, int]:
     return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
     flag: Flag = field.metadata["flag"]
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)
@@ -86,13 +92,13 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     if many:
         kind, default = list[str] | None, None
     if flag.argument:
-        info = typer.Argument(metavar=metavar, help=flag.help)
+        info = typer.Argument(metavar=metavar, help=text)
     else:
         names = (f"--{name.replace('_', '-')}",) if default is False else ()
         info = typer.Option(
             *names,
             metavar=metavar,
-            help=flag.help,
+            help=text,
             min=(1 if flag.least is None else flag.least) if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,

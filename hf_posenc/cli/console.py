@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TerminalOptions:
-    """Options that every command has."""
+    """Options that every command has.
 
-    json: bool = output_option(
-        "Print the result as JSON, and nothing else on stdout.", False, rank=2
-    )
-    quiet: bool = output_option("Print no progress, notes or warnings.", False, rank=2)
-    verbose: bool = output_option("Print transformers' messages and tracebacks too.", False, rank=2)
+    Attributes:
+        json: Print the result as JSON, and nothing else on stdout.
+        quiet: Print no progress, notes or warnings.
+        verbose: Print transformers' messages and tracebacks too.
+    """
+
+    json: bool = output_option(False, rank=2)
+    quiet: bool = output_option(False, rank=2)
+    verbose: bool = output_option(False, rank=2)
 
 
 class _Terminal:
@@ -114,14 +118,12 @@ def err() -> Console:
 
 def print_items(*items: str | Grid, style: str | None = None, wrap: bool = True) -> None:
     """Print results in words: texts as they are, and tables."""
-    from hf_posenc.evaluation.grid import to_rich
-
     console = out()
     for item in items:
         if isinstance(item, str):
             console.print(item, markup=False, style=style, soft_wrap=not wrap)
         else:
-            console.print(to_rich(item))
+            console.print(item)
 
 
 def print_heading(name: str, about: str, *, wrap: bool = True) -> None:

@@ -25,37 +25,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Checked):
-    """Options of `hf-posenc export`."""
+    """Options of `hf-posenc export`.
 
-    model: str = plain_option(
-        "A saved model, patched or not, or an adapter.",
-        dataclasses.MISSING,
-        metavar="DIR",
-        argument=True,
-    )
-    to: str = plain_option(
-        "transformers4, transformers5, vllm, sglang or llama.cpp.",
-        dataclasses.MISSING,
-        metavar="ENGINE",
-        choices=ENGINES,
-    )
-    patch: str | None = plain_option(
-        "Patch an unpatched model, e.g. yarn:scale=8.", metavar="METHOD"
-    )
-    methods: bool = plain_option("Which methods the engine can have; write nothing.", False)
-    gguf: Path | None = plain_option(
-        "With --to llama.cpp: check the file of convert_hf_to_gguf, and write a right one into --output if needed.",
-        metavar="FILE",
-    )
-    weights: str = output_option(
-        "The other files: link, copy or none.", "link", metavar="HOW", choices=WEIGHTS
-    )
-    output: Path | None = output_option("Folder of the export. Default: DIR-ENGINE, here.")
-    verify: bool = output_option("Load it without hf_posenc and compare (transformers).", False)
-    dry_run: bool = output_option("Show the form, the flags and the error; write nothing.", False)
-    packages: Path | None = output_option(
-        "With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made them."
-    )
+    Attributes:
+        model: A saved model, patched or not, or an adapter.
+        to: transformers4, transformers5, vllm, sglang or llama.cpp.
+        patch: Patch an unpatched model, e.g. yarn:scale=8.
+        methods: Which methods the engine can have; write nothing.
+        gguf: With --to llama.cpp: check the file of convert_hf_to_gguf, and write a right one into --output if needed.
+        weights: The other files: link, copy or none.
+        output: Folder of the export. Default: DIR-ENGINE, here.
+        verify: Load it without hf_posenc and compare (transformers).
+        dry_run: Show the form, the flags and the error; write nothing.
+        packages: With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made
+            them.
+    """
+
+    model: str = plain_option(dataclasses.MISSING, metavar="DIR", argument=True)
+    to: str = plain_option(dataclasses.MISSING, metavar="ENGINE", choices=ENGINES)
+    patch: str | None = plain_option(metavar="METHOD")
+    methods: bool = plain_option(False)
+    gguf: Path | None = plain_option(metavar="FILE")
+    weights: str = output_option("link", metavar="HOW", choices=WEIGHTS)
+    output: Path | None = output_option()
+    verify: bool = output_option(False)
+    dry_run: bool = output_option(False)
+    packages: Path | None = output_option()
 
 
 def export(options: ExportOptions) -> None:

@@ -62,12 +62,10 @@ class Frame:
     def __init__(
         self, context: typer.Context, options: RunOptions, methods: Sequence[str] = ()
     ) -> None:
-        from hf_posenc.evaluation.grid import check_trackers
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
 
-        check_trackers(options.report_to)
-        self.trackers, self._dry_run = options.report_to, options.dry_run
+        self._dry_run = options.dry_run
         self.shard, self.output = current_shard(options.shard), options.output
         if options.plot and not available():
             raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
@@ -134,16 +132,25 @@ class Frame:
         if self._dry_run:
             print_cost()
             return None
-        from hf_posenc.evaluation.measuring.execute import RESUMPTION, Resumption
+        from hf_posenc.evaluation.measuring.execute import RESUMED
 
-        token = RESUMPTION.set(resumption := Resumption(_report_resumed))
+        found = left = 0  # of the parts of the job, until one of them has something to measure
+
+        def resumed(stored: int, todo: int) -> None:
+            nonlocal found, left
+            if not left:
+                found, left = found + stored, todo
+                if todo:
+                    _report_resumed(found, todo)
+
+        token = RESUMED.set(resumed)
         try:
             with self._progress() as progress:
                 result = job.run(self.output, self.shard, progress, _report_waiting)
         finally:
-            RESUMPTION.reset(token)
-        if not resumption.reported:
-            _report_resumed(resumption.found, 0)
+            RESUMED.reset(token)
+        if not left:
+            _report_resumed(found, 0)
         if result is None and job.missing and not self.shard.launched:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
             print_note(
@@ -179,7 +186,6 @@ class Frame:
 
     def present(self, result: Result, model: Mapping[str, Any]) -> None:
         """Write the files of a result; print it under its model."""
-        from hf_posenc.evaluation.grid import track
         from hf_posenc.evaluation.plots import available
 
         kept = _keep_other_run(result, self.output)
@@ -194,8 +200,6 @@ class Frame:
         print_note(f"Wrote {', '.join(names)} to {self.output}")
         if kept is not None:
             print_note(f"The {result.kind}.json of another run, which was there, is kept in {kept}")
-        for name in self.trackers:
-            track(result, name, self.output)
         if not available():
             print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
 

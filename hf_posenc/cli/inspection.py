@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from hf_posenc.cli.console import err, out, print_heading, print_items, print_js
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.cli.loading import build_empty, embedded_model, live_model, load_config, parse_patch
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import Checked, parse_dtype, parse_target, plain_option
+from hf_posenc.evaluation.flags import Checked, parse_dtype, plain_option
 from hf_posenc.evaluation.options import CheckpointOptions
 from hf_posenc.lengths import read_length
 
@@ -173,20 +172,18 @@ def _advice_on(config: Any, scaling: Scaling) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Options of `hf-posenc inspect` beside those of the checkpoint."""
+    """Options of `hf-posenc inspect` beside those of the checkpoint.
 
-    flags: Sequence[str] | None = plain_option(
-        "The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: show "
-        "the scaling that they put in force.",
-        metavar="[-- FLAGS]...",
-        argument=True,
-    )
-    patch: str | None = plain_option(
-        "Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n."
-    )
-    no_weights: bool = plain_option(
-        "Read the config alone: the rotary tables, and no other source.", False
-    )
+    Attributes:
+        flags: The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: show the scaling
+            that they put in force.
+        patch: Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n.
+        no_weights: Read the config alone: the rotary tables, and no other source.
+    """
+
+    flags: Sequence[str] | None = plain_option(metavar="[-- FLAGS]...", argument=True)
+    patch: str | None = plain_option()
+    no_weights: bool = plain_option(False)
 
 
 def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
@@ -378,28 +375,23 @@ def _print_distances(method: RotaryBands, original: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(Checked):
-    """Options of `hf-posenc recommend`."""
+    """Options of `hf-posenc recommend`.
 
-    target_length: int = plain_option(
-        "The length to reach, in tokens, e.g. 32768 or 32k.",
-        dataclasses.MISSING,
-        metavar="N",
-        parse=parse_target,
-        kind=str,
-    )
-    original: int | None = plain_option(
-        "The length that the model was trained at, in tokens, e.g. 4k, where its config names another.",
-        metavar="N",
-        parse=functools.partial(read_length, name="--original"),
-    )
+    Attributes:
+        target_length: The length to reach, in tokens, e.g. 32768 or 32k.
+        original: The length that the model was trained at, in tokens, e.g. 4k, where its config names another.
+        dtype: Number format of the cache: bfloat16, float16, float32.
+        all: Print every method with its reason, and the limits.
+        weights: Load the weights, and try every method on the model too.
+    """
+
+    target_length: int = plain_option(dataclasses.MISSING, metavar="N", parse=read_length, kind=str)
+    original: int | None = plain_option(metavar="N", parse=read_length)
     dtype: str = plain_option(
-        "Number format of the cache: bfloat16, float16, float32.",
-        "bfloat16",
-        parse=parse_dtype,
-        choices=("bfloat16", "float16", "float32"),
+        "bfloat16", parse=parse_dtype, choices=("bfloat16", "float16", "float32")
     )
-    all: bool = plain_option("Print every method with its reason, and the limits.", False)
-    weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
+    all: bool = plain_option(False)
+    weights: bool = plain_option(False)
 
 
 def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:

@@ -116,7 +116,7 @@ def retrieval(
         )
     text = _read(haystack) if haystack else None
     frame = Frame(context, run, RETRIEVAL_METHODS)
-    from hf_posenc.evaluation.retrieval import prepare
+    from hf_posenc.evaluation.retrieval.run import prepare
 
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
     result = frame.measure(job, lambda: print_cost(job, frame.device))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.extend.result import ExtendResult as ExtendResult
     from hf_posenc.evaluation.perplexity import measure_perplexity as measure_perplexity
     from hf_posenc.evaluation.perplexity.result import PerplexityResult as PerplexityResult
-    from hf_posenc.evaluation.retrieval import measure_retrieval as measure_retrieval
     from hf_posenc.evaluation.retrieval.result import RetrievalResult as RetrievalResult
+    from hf_posenc.evaluation.retrieval.run import measure_retrieval as measure_retrieval
     from hf_posenc.evaluation.scoring.head_replay import TokenScorer as TokenScorer
     from hf_posenc.evaluation.tuning.search import SearchResult as SearchResult
     from hf_posenc.evaluation.tuning.sweep import SweepResult as SweepResult
@@ -37,7 +37,7 @@ _HOMES = {
     "SweepResult": "tuning.sweep",
     "TokenScorer": "scoring.head_replay",
     "measure_perplexity": "perplexity",
-    "measure_retrieval": "retrieval",
+    "measure_retrieval": "retrieval.run",
     "read_dataset": "documents",
     "read_paths": "documents",
 }

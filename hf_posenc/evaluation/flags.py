@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import re
@@ -32,7 +33,7 @@ PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A field's form on the command line.
+    """A field's form on the command line; its help text is in the docstring of its class (`help_texts`).
 
     Attributes:
         name: Name of the parameter; `None`: the field's own.
@@ -40,30 +41,40 @@ class Flag:
         least: Smallest number accepted; of whole numbers 1 unless given.
         choices: Values accepted.
         shown: Text shown as the default; `False` hides it.
-        parse: Turns the given value into the field's.
+        parse: Turns what is given, under a name for messages, into the field's value.
         kind: Type of the given value; `None`: the field's own, or text where there is a parser.
         value: Default on the command line; `...`: the field's own. A switch that is off has no `--no-` form.
         argument: A positional argument.
         rank: Options of a panel are listed by rank, then by field.
     """
 
-    help: str
     panel: str | None = MEASURED
     name: str | None = None
     metavar: str | None = None
     least: int | None = None
     choices: Sequence[str] = ()
     shown: bool | str = True
-    parse: Callable[[Any], Any] | None = None
+    parse: Callable[[Any, str], Any] | None = None
     kind: Any = None
     value: Any = ...
     argument: bool = False
     rank: int = 0
 
 
-def option(help: str, default: Any = None, **flag: Any) -> Any:
+def option(default: Any = None, **flag: Any) -> Any:
     """Return a dataclass field that is also an option of the command line; see `Flag`."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **flag)})
+    return dataclasses.field(default=default, metadata={"flag": Flag(**flag)})
+
+
+@functools.cache
+def help_texts(kind: type) -> dict[str, str]:
+    """Return what the docstring of a class, and those that it inherits from, have about each field."""
+    texts: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        _, _, attributes = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts
 
 
 plain_option = functools.partial(option, panel=None)
@@ -117,15 +128,15 @@ def output_folder(output: Path | str | None, progress: Any) -> Path | None:
     return Path(output)
 
 
-# Parsers of values.
+# Parsers of values: each takes what is given, and its name in messages, such as `--lengths 1k,2k`.
 
 
-def parse_names(text: str) -> tuple[str, ...]:
+def parse_names(text: str, _: str = "") -> tuple[str, ...]:
     """Return the names in a text, separated by commas."""
     return tuple(part.strip() for part in text.split(","))
 
 
-def parse_tasks(text: str) -> tuple[str, ...]:
+def parse_tasks(text: str, _: str = "") -> tuple[str, ...]:
     """Return the retrieval tasks in a text: names, `all`, or `none`."""
     from hf_posenc.evaluation.retrieval.tasks import TASKS
 
@@ -134,28 +145,66 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     return tuple(task for name in names for task in (others if name == "all" else [name]))
 
 
-def parse_target(text: str) -> int:
-    """Return the length given to `--target-length`, such as `512` or `4k`."""
-    return read_length(text, f"--target-length {text}")
+def parse_dtype(text: str, _: str = "") -> str:
+    """Return PyTorch's name of a number format; `bf16`, `fp16`, `half` and `fp32` are understood."""
+    name = text.strip().lower().removeprefix("torch.")
+    return "float16" if name == "half" else re.sub(r"^(b?)fp?(\d\d)$", r"\1float\2", name)
 
 
-def parse_budget(text: str) -> float:
-    """Return the seconds given to `--budget`."""
-    return read_duration(text, "--budget")
+def parse_lengths(value: Any, name: str = "--lengths") -> tuple[int, ...]:
+    """Return the lengths in `512,4k,1M` or `2k:128k:2k` (first, last, step), ascending, or those of a list.
+
+    k is 1,024, M its square.
+    """
+    if not isinstance(value, str):
+        given = value if isinstance(value, Iterable) else [value]
+        if isinstance(value, bytes):  # an iterable of numbers
+            raise PosencError(f"{name} is a list of whole numbers, not {value!r:.80}.")
+        if not (lengths := tuple(read_length(length, name) for length in given)):
+            raise PosencError(f"{name} is empty: give at least one, or None for the default.")
+        return lengths
+    found: set[int] = set()
+    for part in value.split(","):
+        pieces = part.split(":")
+        if any(len(piece.split()) > 1 for piece in pieces):
+            raise PosencError(f"{name}: separate lengths by commas, as in 512,1024,4k.")
+        numbers = [read_length(piece, name) for piece in pieces]
+        if len(numbers) not in (1, 3):
+            raise PosencError(f"{name}: {part!r} is no range; give first:last:step.")
+        first, last, step = numbers if len(numbers) == 3 else (*numbers, *numbers, 1)
+        steps = range(first, last + 1, step)
+        if not steps:
+            raise PosencError(f"{name}: {part!r} ends before it begins.")
+        if len(steps) > MOST_LENGTHS:
+            raise PosencError(
+                f"{name}: {part!r} is {len(steps):,} lengths, and at most {MOST_LENGTHS:,} are measured. Give "
+                "a larger step."
+            )
+        found.update(steps)
+    return tuple(sorted(found))
+
+
+def parse_scales(value: Any, name: str = "--scales") -> tuple[float, ...]:
+    """Return the scales in `2,4,8`, or those of a list: different numbers above 1."""
+    scales: tuple[float, ...] = ()
+    with contextlib.suppress(TypeError, ValueError):
+        scales = tuple(map(float, value.split(",") if isinstance(value, str) else value))
+    if not scales or not all(1 < scale < math.inf for scale in scales):
+        raise PosencError(f"{name}: give numbers above 1, such as 2,4,8.")
+    if len(set(scales)) < len(scales):
+        raise PosencError(f"{name}: a scale is given twice.")
+    return scales
 
 
 def read_duration(value: Any, name: str) -> float:
     """Return a time in seconds: a number of them, or text such as `90s`, `30m` or `1h30m`."""
     seconds = 0.0
     if isinstance(value, str):
-        match = re.fullmatch(
-            r"(?:([\d.]{1,9})h)?(?:([\d.]{1,9})m)?(?:([\d.]{1,9})s)?", value.strip()
-        )
+        number = r"([\d.]{1,9})"
+        match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", value.strip())
         with contextlib.suppress(ValueError):  # 1.2.3
-            parts = match.groups() if match else ()
-            seconds = sum(
-                float(p) * unit for p, unit in zip(parts, (3600, 60, 1), strict=False) if p
-            )
+            parts = zip(match.groups("0") if match else (), (3600, 60, 1), strict=False)
+            seconds = sum(float(part) * unit for part, unit in parts)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     if not 0 < seconds < math.inf:
@@ -174,66 +223,20 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
 
-def parse_dtype(text: str) -> str:
-    """Return PyTorch's name of a number format; `bf16`, `fp16`, `half` and `fp32` are understood."""
-    name = text.strip().lower().removeprefix("torch.")
-    return "float16" if name == "half" else re.sub(r"^(b?)fp?(\d\d)$", r"\1float\2", name)
-
-
-def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
-    """Return the lengths in `512,4k,1M` or `2k:128k:2k` (first, last, step), ascending; k is 1,024, M its square."""
-    lengths: set[int] = set()
-    given = f"{option} {text}"
-    for part in text.split(","):
-        pieces = part.split(":")
-        if any(len(piece.split()) > 1 for piece in pieces):
-            raise PosencError(f"{given}: separate lengths by commas, as in 512,1024,4k.")
-        numbers = [read_length(piece, given) for piece in pieces]
-        if len(numbers) == 1:
-            lengths.add(numbers[0])
-        elif len(numbers) == 3:
-            steps = range(numbers[0], numbers[1] + 1, numbers[2])
-            if not steps:
-                raise PosencError(f"{given}: {part!r} ends before it begins.")
-            if len(steps) > MOST_LENGTHS:
-                raise PosencError(
-                    f"{given}: {part!r} is {len(steps):,} lengths, and at most {MOST_LENGTHS:,} are measured. Give a "
-                    "larger step."
-                )
-            lengths.update(steps)
-        else:
-            raise PosencError(f"{given}: {part!r} is no range; give first:last:step.")
-    return tuple(sorted(lengths))
-
-
-def parse_scales(text: str) -> tuple[float, ...]:
-    """Return the scales in `2,4,8`: different numbers above 1."""
-    try:
-        scales = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        scales = ()
-    if not scales or not all(1 < scale < math.inf for scale in scales):
-        raise PosencError(f"--scales {text}: give numbers above 1, such as 2,4,8.")
-    if len(set(scales)) < len(scales):
-        raise PosencError(f"--scales {text}: a scale is given twice.")
-    return scales
-
-
 def read_whole(value: Any, name: str, least: int = 1) -> int:
     """Return a whole number of any library as Python's own; raise for what the command line would not take either."""
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
+    number = least - 1
+    with contextlib.suppress(TypeError):
+        number = number if isinstance(value, bool) else operator.index(value)
     if number < least:
         raise PosencError(f"{name} is a whole number of at least {least}, not {value!r}.")
     return number
 
 
 class Checked:
-    """A frozen dataclass of options whose values are checked by the fields' types and flags.
+    """A frozen dataclass of options whose values are parsed and checked by the fields' types and flags.
 
-    Numbers become Python's own. A Python caller may give lengths as text, such as `"32k"`.
+    Numbers become Python's own. A Python caller may give as text what the command line takes, such as `"32k"`.
     """
 
     def __post_init__(self) -> None:
@@ -242,18 +245,16 @@ class Checked:
             value = getattr(self, field.name)
             kind, _, optional = str(field.type).partition(" | ")
             if value is not None or not optional:
-                flag = field.metadata.get("flag") or Flag(help="")
+                flag = field.metadata.get("flag") or Flag()
                 object.__setattr__(self, field.name, _checked(field.name, value, kind, flag))
 
 
 def _checked(name: str, value: Any, kind: str, flag: Flag) -> Any:
     """Return the value of a field, as it is stored."""
-    if name == "lengths":
-        return _read_lengths(value)
-    if name == "target_length":
-        return read_length(value, name)
+    if flag.parse is not None and (isinstance(value, str) or "str" not in kind):
+        value = flag.parse(value, f"{name} {value}" if isinstance(value, str) else name)
     if kind == "int":
-        return read_whole(value, name, 1 if flag.least is None else int(flag.least))
+        return read_whole(value, name, 1 if flag.least is None else flag.least)
     if kind == "Sequence[int]":
         return tuple(read_whole(each, name) for each in value)
     if kind == "Sequence[str]":
@@ -273,26 +274,10 @@ def _checked(name: str, value: Any, kind: str, flag: Flag) -> Any:
     return value
 
 
-def _read_lengths(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str):
-        return parse_lengths(value, "lengths")
-    if isinstance(value, bytes):  # an iterable of numbers
-        raise PosencError(f"lengths is a list of whole numbers, not {value!r:.80}.")
-    values = value if isinstance(value, Iterable) else [value]
-    lengths = tuple(read_length(length, "lengths") for length in values)
-    if not lengths:
-        raise PosencError("lengths is empty: give at least one, or None for the default.")
-    return lengths
-
-
 def _check_texts(values: Any, name: str) -> Any:
-    if isinstance(values, str):
-        given = f"one text: write {name}=[{values!r:.80}]"
-    elif isinstance(values, Iterable) and all(isinstance(value, str) for value in values):
+    text = isinstance(values, str)
+    if not text and isinstance(values, Iterable) and all(isinstance(n, str) for n in values):
         return values
-    else:
-        given = f"{values!r:.80}"
-    as_given = " as --patch takes them, such as 'none' and 'yarn:scale=8'"
-    raise PosencError(
-        f"{name} is a list of texts{as_given if name == 'methods' else ''}, not {given}."
-    )
+    form = " as --patch takes them, such as 'none' and 'yarn:scale=8'" if name == "methods" else ""
+    given = f"one text: write {name}=[{values!r:.80}]" if text else f"{values!r:.80}"
+    raise PosencError(f"{name} is a list of texts{form}, not {given}.")

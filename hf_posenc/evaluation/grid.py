@@ -1,4 +1,4 @@
-"""Tables as data, their renderings for terminals, notebooks, Markdown and trackers, and results that consist of them.
+"""Tables as data, their renderings for terminals, notebooks and Markdown, and results that consist of them.
 
 A `Grid` has columns, rows of fields and marks such as `"best"`. Whoever measures builds grids, and every renderer takes
 grids and nothing else. The HTML page renders them by its own template (`page/grid.html`).
@@ -7,19 +7,16 @@ grids and nothing else. The HTML page renders them by its own template (`page/gr
 from __future__ import annotations
 
 import abc
-import dataclasses
-import importlib.util
 import io
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from hf_posenc.errors import PosencError, naming_extras, one_line, unknown
+from hf_posenc.errors import naming_extras
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import to_csv, to_json, write_atomically
 
@@ -45,8 +42,7 @@ MARKS = {
 """Every mark of a span or of a row, and its style in a terminal; HTML has a class of the same name."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Text with one mark: a key of `MARKS`, a class of the HTML page, or `""`; and the exact number behind the text.
 
     A line feed begins a new line of the field.
@@ -58,22 +54,12 @@ class Span:
 
 
 class Field:
-    """One field of a grid: spans of text.
-
-    `hint` explains it, such as a failure, in a tooltip of HTML; `shade` is the percentage of the heat map's colour.
-    """
+    """One field of a grid: spans of text. `hint` explains it, such as a failure, in a tooltip of HTML."""
 
     def __init__(
-        self,
-        text: str = "",
-        mark: str = "",
-        value: float | None = None,
-        *,
-        hint: str = "",
-        shade: int | None = None,
+        self, text: str = "", mark: str = "", value: float | None = None, *, hint: str = ""
     ) -> None:
-        self.spans = [Span(text, mark, value)]
-        self.hint, self.shade = hint, shade
+        self.spans, self.hint = [Span(text, mark, value)], hint
 
     def append(self, text: str, mark: str = "") -> Field:
         """Add a span and return the field."""
@@ -84,16 +70,6 @@ class Field:
     def text(self) -> str:
         """The whole text, with line feeds."""
         return "".join(span.text for span in self.spans)
-
-    @property
-    def lines(self) -> list[list[Span]]:
-        """The lines, each with its spans."""
-        lines: list[list[Span]] = [[]]
-        for span in self.spans:
-            first, *others = (dataclasses.replace(span, text=t) for t in span.text.split("\n"))
-            lines[-1] += [first] if first.text else []
-            lines += [[other] for other in others]
-        return lines
 
 
 @dataclass(frozen=True)
@@ -109,8 +85,7 @@ class Column:
     least: int | None = None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a grid: its fields, its mark, and whether a rule precedes it."""
 
     fields: list[Field]
@@ -122,22 +97,18 @@ class Row:
 class Grid:
     """A table; its first column names the rows.
 
-    Attributes:
-        title: A short name, shown above the table in a terminal.
-        caption: The explanation above the table in HTML; by default the title.
-        kind: The class of the table in HTML: `"heat"` for a heat map.
+    The title is shown above it in a terminal, the caption (by default the title) in HTML.
     """
 
     title: str = ""
     columns: list[Column] = default(default_factory=list)
     rows: list[Row] = default(default_factory=list)
     caption: str = ""
-    kind: str = ""
 
     @classmethod
-    def of(cls, title: str, *heads: str, caption: str = "", kind: str = "") -> Grid:
+    def of(cls, title: str, *heads: str, caption: str = "") -> Grid:
         """Make a grid without rows from the headings of its columns."""
-        return cls(title, [Column(head) for head in heads], [], caption, kind)
+        return cls(title, [Column(head) for head in heads], [], caption)
 
     def column(self, head: str, *, numeric: bool = False, **options: Any) -> None:
         """Add a column; see `Column`."""
@@ -147,6 +118,14 @@ class Grid:
         """Add a row. Fields may be plain text; missing fields at its end stay empty."""
         made = [field if isinstance(field, Field) else Field(field) for field in fields]
         self.rows.append(Row(made, mark, rule))
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Render it for a terminal: a table, or lines under each row's name where it would break words and numbers."""
+        table = _table(self)
+        least = table.__rich_measure__(console, options.update(max_width=sys.maxsize)).minimum
+        return iter([table]) if least <= options.max_width else _lines(self)
 
 
 # Fields and numbers that several kinds of results share.
@@ -209,25 +188,6 @@ PROSE, PROSE_WIDTH = 40, 24
 """A field with more characters than the first is prose, and its column is at least as wide as the second."""
 
 
-@dataclass(frozen=True)
-class _Terminal:
-    """A grid in a terminal: a table, or lines under each row's name where a table would break words and numbers."""
-
-    grid: Grid
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
-        table = _table(self.grid)
-        least = table.__rich_measure__(console, options.update(max_width=sys.maxsize)).minimum
-        return iter([table]) if least <= options.max_width else _lines(self.grid)
-
-
-def to_rich(grid: Grid) -> RenderableType:
-    """Render a grid for a terminal of any width."""
-    return _Terminal(grid)
-
-
 def _texts(row: Row) -> list[Text]:
     return [
         Text.assemble(*((span.text, MARKS.get(span.mark, "")) for span in field.spans))
@@ -288,9 +248,11 @@ def _lines(grid: Grid) -> Iterator[RenderableType]:
 def to_markdown(grid: Grid) -> str:
     """Render a grid as Markdown, without its title; of the marks only bold type is kept."""
     heads = ["<br>".join(map(escaped, column.head.split("\n"))) for column in grid.columns]
-    rows = [list(map(_markdown_field, row.fields)) for row in grid.rows]
-    filled = [[*row, *[""] * (len(heads) - len(row))] for row in rows]
-    return markdown_table(heads, filled, numeric=[column.numeric for column in grid.columns])
+    rows = [
+        [*map(_markdown_field, row.fields), *[""] * (len(heads) - len(row.fields))]
+        for row in grid.rows
+    ]
+    return markdown_table(heads, rows, numeric=[column.numeric for column in grid.columns])
 
 
 def _markdown_field(field: Field) -> str:
@@ -325,10 +287,8 @@ def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -
     # In a notebook rich would display what it records, and the result would be shown twice.
     quiet: Any = {"file": io.StringIO(), "record": True, "force_jupyter": False}
     console = Console(width=width, highlight=False, **quiet)
-    for grid in grids:
-        console.print(to_rich(grid))
-    for line in lines:
-        console.print(line, markup=False)
+    for item in (*grids, *lines):
+        console.print(item, markup=False)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
@@ -375,10 +335,6 @@ class Result(abc.ABC):
     @abc.abstractmethod
     def figures(self) -> dict[str, Figure]:
         """Draw the figures, by the names of their files. Needs matplotlib."""
-
-    def scalars(self) -> Iterator[tuple[str, int, float]]:
-        """Yield the numbers that trackers plot: name, length in tokens, value."""
-        return iter(())
 
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of `frame` and of the CSV file."""
@@ -431,62 +387,3 @@ class Result(abc.ABC):
 
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)
-
-
-# Trackers. Not accelerate's, which join the processes of a launch: those of a measurement never wait for one another.
-
-TRACKERS = ("tensorboard", "wandb")
-"""The trackers, by transformers' names of them, which are those of their packages."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise for a tracker that is unknown or not installed."""
-    for name in names:
-        if name not in TRACKERS:
-            raise unknown("tracker", name, TRACKERS)
-        if importlib.util.find_spec(name) is None:
-            raise PosencError(f"--report-to {name} needs its package: pip install {name}.")
-
-
-def track(result: Result, name: str, folder: Path) -> None:
-    """Log the numbers and tables of a result to a tracker, which writes to `folder/runs` or by its own settings.
-
-    Raises:
-        PosencError: The tracker is unknown, not installed, or fails: no login, no network, a full disk.
-    """
-    check_trackers([name])
-    scalars = sorted(result.scalars(), key=lambda scalar: scalar[1])
-    grids = {
-        grid.title or f"table {number}": grid for number, grid in enumerate(result.tables(), 1)
-    }
-    log = _to_tensorboard if name == "tensorboard" else _to_wandb
-    try:
-        log(result.kind, scalars, grids, folder)
-    except Exception as error:  # each tracker has errors of its own
-        raise PosencError(f"--report-to {name} failed: {one_line(error)}") from error
-
-
-Scalars = Sequence[tuple[str, int, float]]
-
-
-def _to_tensorboard(kind: str, scalars: Scalars, grids: Mapping[str, Grid], folder: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder / "runs" / kind)) as writer:
-        for tag, step, value in scalars:
-            writer.add_scalar(tag, value, step)
-        for title, grid in grids.items():
-            writer.add_text(title, to_markdown(grid))
-
-
-def _to_wandb(kind: str, scalars: Scalars, grids: Mapping[str, Grid], _: Path) -> None:
-    import wandb
-
-    with wandb.init(project="hf_posenc", job_type=kind) as run:
-        for step, same in itertools.groupby(scalars, key=lambda scalar: scalar[1]):
-            run.log({tag: value for tag, _, value in same}, step=step)
-        for title, grid in grids.items():
-            heads: list[str | int] = [column.head.replace("\n", " ") for column in grid.columns]
-            texts = ([field.text for field in row.fields] for row in grid.rows)
-            rows = [[*own, *[""] * (len(heads) - len(own))] for own in texts]
-            run.summary[title] = wandb.Table(columns=heads, data=rows)

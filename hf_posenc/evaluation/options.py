@@ -1,9 +1,8 @@
 """Options of the measurements, shared by `hf-posenc X` and the Python function X.
 
-Every class is a dataclass. A field made by `option` carries its name, help text and parser on the command line;
-`hf_posenc.cli.command` expands such classes into the options of a command. Fields without it exist in Python only.
-The help texts describe the fields; an `Attributes:` section adds what differs in Python.
-Nothing heavy is imported here, since `--help` reads this module.
+Every class is a dataclass. A field made by `option` carries its name and parser on the command line; its line under
+`Attributes:` is the help text. `hf_posenc.cli.command` expands such classes into the options of a command. Fields
+without `option` exist in Python only. Nothing heavy is imported here, since `--help` reads this module.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import (
@@ -22,17 +20,15 @@ from hf_posenc.evaluation.flags import (
     model_option,
     option,
     output_option,
-    parse_budget,
     parse_dtype,
     parse_lengths,
     parse_names,
     parse_scales,
-    parse_target,
     parse_tasks,
     plain_option,
     read_duration,
 )
-from hf_posenc.lengths import even_depths
+from hf_posenc.lengths import even_depths, read_length
 
 # The second and the third are the controls: the end of the text alone, and a window behind the first tokens.
 PERPLEXITY_METHODS = (
@@ -56,139 +52,134 @@ BOS_POLICIES = ("auto", "always", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
-    """Source of the documents."""
+    """Source of the documents.
+
+    Attributes:
+        text: Files of text (UTF-8, also .gz and .zst), JSON lines, parquet, folders or glob patterns; may be given
+            several times, or with several values.
+        dataset: A dataset of the datasets library: hub name or folder.
+        config: The dataset's configuration.
+        split: The dataset's split.
+        column: The column of text.
+        streaming: Read the dataset row by row, without downloading it.
+        tokenized: The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.
+        token_dtype: Number format of a .bin file of token ids: uint16, uint32, int32, int64.
+        token_cache: Keep the documents' tokens in this folder; several processes and later runs then tokenize only
+            once.
+    """
 
     text: Sequence[str] | None = document_option(
-        "Files of text (UTF-8, also .gz and .zst), JSON lines, parquet, folders or glob patterns; may be given "
-        "several times, or with several values.",
-        metavar="PATH",
-        shown="the held-out modules of this Python's standard library",
+        metavar="PATH", shown="the held-out modules of this Python's standard library"
     )
-    dataset: str | None = document_option("A dataset of the datasets library: hub name or folder.")
-    config: str | None = document_option("The dataset's configuration.")
-    split: str = document_option("The dataset's split.", "test")
-    column: str = document_option("The column of text.", "text")
-    streaming: bool = document_option("Read the dataset row by row, without downloading it.", True)
-    tokenized: str | None = document_option(
-        "The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized."
-    )
-    token_dtype: str = document_option(
-        "Number format of a .bin file of token ids: uint16, uint32, int32, int64.", "uint16"
-    )
-    token_cache: Path | None = document_option(
-        "Keep the documents' tokens in this folder; several processes and later runs then tokenize only once."
-    )
+    dataset: str | None = document_option()
+    config: str | None = document_option()
+    split: str = document_option("test")
+    column: str = document_option("text")
+    streaming: bool = document_option(True)
+    tokenized: str | None = document_option()
+    token_dtype: str = document_option("uint16")
+    token_cache: Path | None = document_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Checked):
-    """A checkpoint."""
+    """A checkpoint.
 
-    model: str | None = model_option(
-        "A folder, a GGUF file or a hub name. Default: the embedded model.",
-        metavar="[MODEL]",
-        argument=True,
-    )
-    revision: str | None = model_option(
-        "Branch, tag or commit of a model on the hub.", metavar="REV", rank=1
-    )
-    trust_remote_code: bool = model_option(
-        "Run the Python code that comes with a model or tokenizer, with all your rights: read it first.",
-        False,
-        rank=1,
-    )
-    allow_missing_weights: bool = model_option(
-        "Load a checkpoint that lacks weights; they are drawn at random, from a fixed seed.",
-        False,
-        rank=1,
-    )
+    Attributes:
+        model: A folder, a GGUF file or a hub name. Default: the embedded model.
+        revision: Branch, tag or commit of a model on the hub.
+        trust_remote_code: Run the Python code that comes with a model or tokenizer, with all your rights: read it
+            first.
+        allow_missing_weights: Load a checkpoint that lacks weights; they are drawn at random, from a fixed seed.
+    """
+
+    model: str | None = model_option(metavar="[MODEL]", argument=True)
+    revision: str | None = model_option(metavar="REV", rank=1)
+    trust_remote_code: bool = model_option(False, rank=1)
+    allow_missing_weights: bool = model_option(False, rank=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(CheckpointOptions):
-    """The model, and options for loading it."""
+    """The model, and options for loading it.
 
-    tokenizer: str | None = model_option("Default: the model's.")
+    Attributes:
+        tokenizer: Default: the model's.
+        dtype: auto (the checkpoint's own, float32 on a CPU), float32, bfloat16 or bf16, float16 or fp16, float64.
+        device: cpu, cuda, cuda:1, ... Default: a GPU where there is one.
+        device_map: auto spreads a large model over all GPUs.
+        attn: sdpa, eager, flash_attention_2, ... Default: the model's.
+    """
+
+    tokenizer: str | None = model_option()
     dtype: str = model_option(
-        "auto (the checkpoint's own, float32 on a CPU), float32, bfloat16 or bf16, float16 or fp16, float64.",
-        "auto",
-        parse=parse_dtype,
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        "auto", parse=parse_dtype, choices=("auto", "float32", "bfloat16", "float16", "float64")
     )
-    device: str | None = model_option("cpu, cuda, cuda:1, ... Default: a GPU where there is one.")
-    device_map: str | None = model_option(
-        "auto spreads a large model over all GPUs.", metavar="MAP"
-    )
-    attn: str | None = model_option("sdpa, eager, flash_attention_2, ... Default: the model's.")
+    device: str | None = model_option()
+    device_map: str | None = model_option(metavar="MAP")
+    attn: str | None = model_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Folder and plots of the results, this process's share of the work, and a run that only estimates its cost."""
+    """Folder and plots of the results, this process's share of the work, and a run that only estimates its cost.
 
-    output: Path = output_option("Folder of the results.", Path("out"))
-    plot: bool | None = output_option("Draw the plot. Default: where matplotlib is installed.")
-    report_to: Sequence[str] = output_option(
-        "tensorboard or wandb: log the numbers by length, and the tables; may be given several times.",
-        (),
-        metavar="NAME",
-    )
-    shard: str | None = output_option(
-        "This process is the I-th of N that share the work, all with the same --output. Default: read from the "
-        "environment of torchrun, accelerate or a Slurm array.",
-        metavar="I/N",
-    )
-    dry_run: bool = memory_option("Print the cost of the run, and stop.", False, rank=1)
+    Attributes:
+        output: Folder of the results.
+        plot: Draw the plot. Default: where matplotlib is installed.
+        shard: This process is the I-th of N that share the work, all with the same --output. Default: read from the
+            environment of torchrun, accelerate or a Slurm array.
+        dry_run: Print the cost of the run, and stop.
+    """
+
+    output: Path = output_option(Path("out"))
+    plot: bool | None = output_option()
+    shard: str | None = output_option(metavar="I/N")
+    dry_run: bool = memory_option(False, rank=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions(Checked):
-    """Options of every measurement."""
+    """Options of every measurement.
 
-    bos: str | None = option(
-        "auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
-        metavar="POLICY",
-        choices=BOS_POLICIES,
-        shown="auto",
-        rank=1,
-    )
+    Attributes:
+        bos: auto (special tokens as the tokenizer puts them in front of a text), always, or never.
+    """
+
+    bos: str | None = option(metavar="POLICY", choices=BOS_POLICIES, shown="auto", rank=1)
 
 
-_TASK_NAMES = (
-    "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3, "
-    "nolima_tools and nolima_world; or all"
-)
-_METHODS: dict[str, Any] = {
-    "name": "patch",
-    "metavar": "METHOD",
-    "rank": -1,
-    "help": "none, truncation, or method:option=value,... such as yarn:scale=8, or several joined by +, such as "
-    "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
-    "length / original length, anew at every length.",
-}
-_SEED: dict[str, Any] = {"help": "Seed of everything that is drawn.", "least": 0, "rank": 1}
-_LENGTHS: dict[str, Any] = {
-    "rank": -1,
-    "metavar": "L,L,...",
-    "parse": parse_lengths,
-    "help": "Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step). Default: the original "
-    "length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.",
-}
+@dataclass(frozen=True, kw_only=True)
+class MethodsOptions(CommonOptions):
+    """Methods that are compared, and at which lengths.
+
+    Attributes:
+        methods: none, truncation, or method:option=value,... such as yarn:scale=8, or several joined by +, such as
+            yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets
+            length / original length, anew at every length.
+        lengths: Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step). Default: the original
+            length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.
+    """
+
+    methods: Sequence[str] | None = option(name="patch", metavar="METHOD", rank=-1)
+    lengths: Sequence[int] | None = option(metavar="L,L,...", parse=parse_lengths, rank=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions(CommonOptions):
-    """Options of a measurement that reads documents."""
+    """Options of a measurement that reads documents.
 
-    limit: int | None = document_option("Stop at so many usable documents.")
-    max_doc_tokens: int | None = document_option("Truncate every document to so many tokens first.")
-    prefill: int | None = memory_option(
-        "Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
-        name="prefill_chunk",
-    )
-    chunk: int | None = memory_option(
-        "Tokens whose logits are held at a time. Default: by the vocabulary."
-    )
+    Attributes:
+        limit: Stop at so many usable documents.
+        max_doc_tokens: Truncate every document to so many tokens first.
+        prefill: Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.
+        chunk: Tokens whose logits are held at a time. Default: by the vocabulary.
+    """
+
+    limit: int | None = document_option()
+    max_doc_tokens: int | None = document_option()
+    prefill: int | None = memory_option(name="prefill_chunk")
+    chunk: int | None = memory_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,31 +187,29 @@ class ProtocolOptions(ReadingOptions):
     """Options of perplexity by named protocols; those without a help text are fields of `protocols.Settings`.
 
     Names come from `PRESETS`, `PROTOCOLS` and `AGGREGATES` of `hf_posenc.evaluation.perplexity.protocols`.
+
+    Attributes:
+        preset: A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options override it.
+        protocols: One or several of prefix, tail, sliding, disjoint, stream.
+        tail_tokens: Tokens that `tail` scores. Default: 1024, at most half of the shortest length.
+        stride: Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.
+        aggregate: Units of equal weight: tokens, windows, batches or documents; or hf-docs.
+        compare: A published table to print beside; refused where its protocol is another one.
     """
 
-    preset: str | None = option(
-        "A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options override it."
-    )
+    preset: str | None = option()
     protocols: Sequence[str] | None = option(
-        "One or several of prefix, tail, sliding, disjoint, stream.",
         name="protocol",
         metavar="NAMES",
         parse=parse_names,
         shown="prefix,tail, or as the preset says",
     )
-    tail_tokens: int | None = option(
-        "Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
-        metavar="K",
-    )
+    tail_tokens: int | None = option(metavar="K")
     stride: int | None = option(
-        "Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.",
         metavar="S",
         shown="256, of sliding at most half of the shortest length; or as the preset says",
     )
-    aggregate: str | None = option(
-        "Units of equal weight: tokens, windows, batches or documents; or hf-docs.",
-        shown="tokens, or as the preset says",
-    )
+    aggregate: str | None = option(shown="tokens, or as the preset says")
     windows_per_document: int | None = None
     buckets: int | None = None
     bos_windows: str | None = None
@@ -240,140 +229,93 @@ class ProtocolOptions(ReadingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityOptions(ProtocolOptions):
-    """Options of `hf-posenc perplexity` and `measure_perplexity`.
+class PerplexityOptions(ProtocolOptions, MethodsOptions):
+    """Options of `hf-posenc perplexity` and `measure_perplexity`; the first of the methods is the baseline.
 
     Attributes:
-        methods: As `--patch` takes them: `"none"`, `"yarn"`, `"yarn:scale=8"`, `"pi:scale=4+log_n"`, ...; the first is
-            the baseline. Default: the unpatched model alone.
-        lengths: Context lengths in tokens, ascending.
+        short: Also measure the original length, where every given length is longer: the price that short texts pay.
+        windows_per_document: Windows in each document, evenly spaced: of `tail` (default 1), or of the full ones of
+            `sliding` (default all).
+        longppl: Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or
+            self for the measured one; NAME@METHOD patches it, such as self@rerope: needed past its trained length.
+        longppl_short: Tokens of the evaluator's short context. Default: 4096; for shorter texts the trained length.
+        buckets: Parts of the longest prefix for the curve by position. Default: 64.
+        bos_windows: Windows of `sliding` with special tokens in front: every or first. Default: every.
+        min_tokens: Leave shorter documents out. Default: the longest length, so that every length reads the same ones.
+        batch: Windows of one document at once. Halved where memory runs out.
     """
 
-    methods: Sequence[str] | None = option(**_METHODS)
-    lengths: Sequence[int] | None = option(**_LENGTHS)
-    short: bool = option(
-        "Also measure the original length, where every given length is longer: the price that short texts pay.",
-        False,
-        value=True,
-        rank=-1,
-    )
-    windows_per_document: int | None = option(
-        "Windows in each document, evenly spaced: of `tail` (default 1), or of the full ones of `sliding` "
-        "(default all)."
-    )
-    longppl: str | None = option(
-        "Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or "
-        "self for the measured one; NAME@METHOD patches it, such as self@rerope: needed past its trained length.",
-        metavar="EVALUATOR",
-    )
-    longppl_short: int | None = option(
-        "Tokens of the evaluator's short context. Default: 4096; for shorter texts the trained length.",
-        metavar="K",
-    )
-    buckets: int | None = option(
-        "Parts of the longest prefix for the curve by position. Default: 64."
-    )
-    bos_windows: str | None = option(
-        "Windows of `sliding` with special tokens in front: every or first. Default: every.",
-        metavar="WHICH",
-    )
-    min_tokens: int | None = document_option(
-        "Leave shorter documents out. Default: the longest length, so that every length reads the same ones."
-    )
-    batch: int | None = memory_option(
-        "Windows of one document at once. Halved where memory runs out.",
-        name="batch_size",
-        kind=int,
-        value=1,
-    )
+    short: bool = option(False, value=True, rank=-1)
+    windows_per_document: int | None = option()
+    longppl: str | None = option(metavar="EVALUATOR")
+    longppl_short: int | None = option(metavar="K")
+    buckets: int | None = option()
+    bos_windows: str | None = option(metavar="WHICH")
+    min_tokens: int | None = document_option()
+    batch: int | None = memory_option(name="batch_size", kind=int, value=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalOptions(CommonOptions):
+class RetrievalOptions(MethodsOptions):
     """Options of `hf-posenc retrieval` and `measure_retrieval`.
 
     Attributes:
-        methods: As in `PerplexityOptions`.
-        lengths: Tokens of prompt and answer.
-        tasks: Names from `retrieval.TASKS`.
-        depths: Depths of the needle from 0 (front) to 1 (back), ascending; a number: so many at equal distances.
+        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3,
+            nolima_tools and nolima_world; or all.
+        depths: Depths of the needle, evenly from the front to the back of the prompt.
+        samples: Samples at every length and depth.
+        distractors: Wrong answers that the right one is ranked among; 0 for no rank.
+        decode: teacher-forced (one forward per sample; the same as greedy exact match) or generate.
+        seed: Seed of everything that is drawn.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
     """
 
-    methods: Sequence[str] | None = option(**_METHODS)
-    lengths: Sequence[int] | None = option(**_LENGTHS)
     tasks: Sequence[str] | None = option(
-        f"{_TASK_NAMES}.",
-        shown="passkey, niah_single_1 and niah_multikey_2, the first two for the embedded model",
         metavar="NAMES",
         parse=parse_tasks,
+        shown="passkey, niah_single_1 and niah_multikey_2, the first two for the embedded model",
     )
-    depths: Sequence[float] = option(
-        "Depths of the needle, evenly from the front to the back of the prompt.",
-        even_depths(5),
-        parse=even_depths,
-        kind=int,
-        value=5,
-    )
-    samples: int = option("Samples at every length and depth.", 4)
-    distractors: int = option(
-        "Wrong answers that the right one is ranked among; 0 for no rank.", 10, least=0
-    )
-    decode: str = option(
-        "teacher-forced (one forward per sample; the same as greedy exact match) or generate.",
-        "teacher-forced",
-        metavar="HOW",
-    )
-    seed: int = option(default=0, **_SEED)
+    depths: Sequence[float] = option(even_depths(5), parse=even_depths, kind=int, value=5)
+    samples: int = option(4)
+    distractors: int = option(10, least=0)
+    decode: str = option("teacher-forced", metavar="HOW")
+    seed: int = option(0, least=0, rank=1)
     chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(ProtocolOptions):
+class BenchOptions(ProtocolOptions, MethodsOptions):
     """Options of `hf-posenc bench` and `bench`; `None` stands for the suite's own.
 
     Attributes:
-        methods: As in `PerplexityOptions`.
-        tasks: Retrieval tasks; empty: no retrieval.
+        suite: Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths)
+            or full (20 documents, every doubling up to the target, all retrieval tasks). gpu: a device, without
+            documents.
+        lengths: Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).
+        target_length: The longest of the suite's lengths, in tokens, e.g. 32k.
+        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3,
+            nolima_tools and nolima_world; all, or none.
+        seed: Seed of everything that is drawn.
+        rounds: Times that the prefill of every method is timed; 0: never.
+        limit: Stop at so many usable documents.
+        budget: With --suite gpu: begin no measurement after this time, e.g. 8m; the most telling come first.
     """
 
-    suite: str = option(
-        "Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths) or "
-        "full (20 documents, every doubling up to the target, all retrieval tasks). gpu: a device, without documents.",
-        "quick",
-        rank=-2,
-    )
-    methods: Sequence[str] | None = option(**_METHODS)
+    suite: str = option("quick", rank=-2)
     lengths: Sequence[int] | None = option(
-        "Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).",
         metavar="L,L,...",
         parse=parse_lengths,
-        rank=-1,
         shown="the suite's, as multiples of the trained length",
+        rank=-1,
     )
     target_length: int | None = option(
-        "The longest of the suite's lengths, in tokens, e.g. 32k.",
-        metavar="N",
-        parse=parse_target,
-        shown="2, 4 or 16 times the trained length",
-        rank=-1,
+        metavar="N", parse=read_length, shown="2, 4 or 16 times the trained length", rank=-1
     )
-    tasks: Sequence[str] | None = option(
-        f"{_TASK_NAMES}, or none.",
-        shown="the suite's",
-        metavar="NAMES",
-        parse=parse_tasks,
-    )
-    seed: int = option(default=0, **_SEED)
-    rounds: int | None = option(
-        "Times that the prefill of every method is timed; 0: never.", least=0, shown="the suite's"
-    )
-    limit: int | None = document_option("Stop at so many usable documents.", shown="the suite's")
-    budget: float | None = option(
-        "With --suite gpu: begin no measurement after this time, e.g. 8m; the most telling come first.",
-        metavar="TIME",
-        parse=parse_budget,
-    )
+    tasks: Sequence[str] | None = option(metavar="NAMES", parse=parse_tasks, shown="the suite's")
+    seed: int = option(0, least=0, rank=1)
+    rounds: int | None = option(least=0, shown="the suite's")
+    limit: int | None = document_option(shown="the suite's")
+    budget: float | None = option(metavar="TIME", parse=read_duration)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -385,101 +327,70 @@ class BenchOptions(ProtocolOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TailOptions(ReadingOptions):
-    """Options that `hf-posenc sweep`, `search` and `extend` share: the objective."""
+    """Options that `hf-posenc sweep`, `search` and `extend` share: the objective.
 
-    target_length: int | None = option(
-        "The length to do well at, in tokens, e.g. 16k. Default: four times the original length.",
-        metavar="N",
-        parse=parse_target,
-    )
-    max_regression: float | None = option(
-        "Accepted growth of the perplexity of short texts, e.g. 0.02 for 2 %. Default: any.",
-        metavar="FRACTION",
-        least=0,
-    )
-    tail_tokens: int = option(
-        "Tokens scored at the end of a window. Default: 1024, at most half of the original length.",
-        0,
-        metavar="K",
-        least=0,
-        shown=False,
-    )
-    windows_per_document: int = option("Tails scored in each document, evenly spaced.", 1)
+    Attributes:
+        target_length: The length to do well at, in tokens, e.g. 16k. Default: four times the original length.
+        max_regression: Accepted growth of the perplexity of short texts, e.g. 0.02 for 2 %. Default: any.
+        tail_tokens: Tokens scored at the end of a window. Default: 1024, at most half of the original length.
+        windows_per_document: Tails scored in each document, evenly spaced.
+    """
+
+    target_length: int | None = option(metavar="N", parse=read_length)
+    max_regression: float | None = option(metavar="FRACTION", least=0)
+    tail_tokens: int = option(0, metavar="K", least=0, shown=False)
+    windows_per_document: int = option(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(TailOptions):
-    """Options of `hf-posenc sweep`."""
+    """Options of `hf-posenc sweep`.
+
+    Attributes:
+        methods: method, method:option=value,... or several joined by +; may be given several times. One that takes a
+            scale and is given none is tried at every one of --scales. none, truncation and attention_sinks are always
+            measured.
+        scales: Scales to try, e.g. 2,4,8. Default: target length / original length, and twice that.
+        first_documents: Documents of the first round; every round after it has twice as many, the last one all.
+    """
 
     methods: Sequence[str] | None = option(
-        "method, method:option=value,... or several joined by +; may be given several times. One that takes a "
-        "scale and is given none is tried at every one of --scales. none, truncation and attention_sinks are always "
-        "measured.",
-        name="patch",
-        metavar="METHOD",
-        shown=" ".join(SWEEP_METHODS),
-        rank=-1,
+        name="patch", metavar="METHOD", shown=" ".join(SWEEP_METHODS), rank=-1
     )
-    scales: Sequence[float] | None = option(
-        "Scales to try, e.g. 2,4,8. Default: target length / original length, and twice that.",
-        metavar="S,S,...",
-        parse=parse_scales,
-    )
-    first_documents: int = option(
-        "Documents of the first round; every round after it has twice as many, the last one all.",
-        5,
-        least=2,
-    )
+    scales: Sequence[float] | None = option(metavar="S,S,...", parse=parse_scales)
+    first_documents: int = option(5, least=2)
 
 
 @dataclass(frozen=True)
 class SearchSettings(Checked):
-    """Options of `hf-posenc search` beside those of the tail."""
+    """Options of `hf-posenc search` beside those of the tail.
 
-    objective: str = option(
-        "Tokens whose perplexity the search lowers: perplexity (the tails of the documents), or needle (the answers "
-        "about needles hidden in them, as LongRoPE2).",
-        "perplexity",
-        metavar="WHAT",
-        choices=("perplexity", "needle"),
-        rank=-1,
-    )
+    Attributes:
+        objective: Tokens whose perplexity the search lowers: perplexity (the tails of the documents), or needle (the
+            answers about needles hidden in them, as LongRoPE2).
+        algorithm: longrope (evolution; factors never decrease from the fastest pair to the slowest), longrope2 (the
+            same from a critical pair on, NTK before it), or dcis (divide and conquer, in any order).
+        budget: Lists of factors to measure; each costs one forward per tail of every search document.
+        search_documents: Documents that the search reads; it is judged on the others. Default: half of them, at most 8.
+        short_texts: Texts of up to the original length are read with the same factors (safe with a cache), or native:
+            unchanged (as LongRoPE switches).
+        attention_factor: The factor on cos and sin. Default: it is searched too; by dcis, it is YaRN's.
+        replace: On a checkpoint that is scaled already: drop its scaling first.
+        scaled_from: The length that its scaling started from, in tokens, where its config does not say.
+        seed: Seed of everything that is drawn.
+    """
+
+    objective: str = option("perplexity", metavar="WHAT", choices=("perplexity", "needle"), rank=-1)
     algorithm: str = option(
-        "longrope (evolution; factors never decrease from the fastest pair to the slowest), longrope2 (the same "
-        "from a critical pair on, NTK before it), or dcis (divide and conquer, in any order).",
-        "longrope",
-        metavar="NAME",
-        choices=("longrope", "longrope2", "dcis"),
-        rank=-1,
+        "longrope", metavar="NAME", choices=("longrope", "longrope2", "dcis"), rank=-1
     )
-    budget: int = option(
-        "Lists of factors to measure; each costs one forward per tail of every search document.",
-        400,
-        least=8,
-    )
-    search_documents: int = option(
-        "Documents that the search reads; it is judged on the others. Default: half of them, at most 8.",
-        0,
-        least=0,
-        shown=False,
-    )
-    short_texts: str = option(
-        "Texts of up to the original length are read with the same factors (safe with a cache), or native: "
-        "unchanged (as LongRoPE switches).",
-        "same",
-        metavar="HOW",
-        choices=("same", "native"),
-    )
-    attention_factor: float | None = option(
-        "The factor on cos and sin. Default: it is searched too; by dcis, it is YaRN's.",
-        metavar="F",
-    )
-    replace: bool = option("On a checkpoint that is scaled already: drop its scaling first.", False)
-    scaled_from: int | None = option(
-        "The length that its scaling started from, in tokens, where its config does not say.",
-        least=1,
-    )
-    seed: int = option(default=0, **_SEED)
+    budget: int = option(400, least=8)
+    search_documents: int = option(0, least=0, shown=False)
+    short_texts: str = option("same", metavar="HOW", choices=("same", "native"))
+    attention_factor: float | None = option(metavar="F")
+    replace: bool = option(False)
+    scaled_from: int | None = option(least=1)
+    seed: int = option(0, least=0, rank=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -494,23 +405,15 @@ class ExtendOptions(TailOptions):
     """Options of `hf-posenc extend` and `extend`.
 
     Attributes:
-        budget: Time for the measurements, in seconds or as text such as `"30m"`.
+        target_length: The length to do well at, in tokens, e.g. 16k. Default: four times the original length.
+        budget: Time for the measurements, e.g. 90s, 30m or 2h. Documents, methods and prompts are fitted to it.
+        max_regression: Accepted growth of perplexity, 0.02 for 2 %: on short texts, and on long ones against
+            truncation.
     """
 
-    budget: float = option(
-        "Time for the measurements, e.g. 90s, 30m or 2h. Documents, methods and prompts are fitted to it.",
-        1800.0,
-        metavar="TIME",
-        parse=parse_budget,
-        value=None,
-        shown="30m",
-    )
-    max_regression: float = option(
-        "Accepted growth of perplexity, 0.02 for 2 %: on short texts, and on long ones against truncation.",
-        0.02,
-        metavar="FRACTION",
-        least=0,
-    )
+    target_length: int | None = option(metavar="N", parse=read_length)
+    budget: float = option(1800.0, metavar="TIME", parse=read_duration, value=None, shown="30m")
+    max_regression: float = option(0.02, metavar="FRACTION", least=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", read_duration(self.budget, "budget"))
@@ -522,21 +425,18 @@ class SelftestOptions(Checked):
     """Options of the self-test.
 
     Attributes:
+        device: The device, e.g. cuda, cuda:1 or cpu. Default: the GPU if there is one.
+        length: Tokens of the text that is timed. Default: 8192 on a GPU, 1024 on a CPU.
+        seconds: Begin no further check after so many seconds; the report names those that are left.
         dtypes: Names of dtypes to check, of which the first is timed; `None`: bfloat16, float16 and float32, on a CPU
             float32 first.
         head_dims: Head dimensions to check, of which the first is timed.
         methods: Names of the methods to time; `None`: all that the engine computes.
     """
 
-    device: str | None = plain_option(
-        "The device, e.g. cuda, cuda:1 or cpu. Default: the GPU if there is one."
-    )
-    length: int | None = plain_option(
-        "Tokens of the text that is timed. Default: 8192 on a GPU, 1024 on a CPU.", least=32
-    )
-    seconds: int = plain_option(
-        "Begin no further check after so many seconds; the report names those that are left.", 30
-    )
+    device: str | None = plain_option()
+    length: int | None = plain_option(least=32)
+    seconds: int = plain_option(30)
     dtypes: Sequence[str] | None = None
     head_dims: Sequence[int] = (128, 64, 256)
     methods: Sequence[str] | None = None

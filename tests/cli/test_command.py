@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
 from hf_posenc.cli.command import expand
-from hf_posenc.evaluation.flags import MODEL, option, parse_lengths
+from hf_posenc.evaluation.flags import MODEL, help_texts, option, parse_lengths
 from hf_posenc.lengths import even_depths
 
 RUNNER = CliRunner()
@@ -19,18 +19,56 @@ RUNNER = CliRunner()
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    methods: Sequence[str] | None = option("Methods.", name="patch")
-    lengths: Sequence[int] | None = option("Lengths.", parse=parse_lengths)
-    depths: Sequence[float] = option("Depths.", (0.0,), parse=even_depths, kind=int, value=3)
-    short: bool = option("Short.", False, value=True)
-    count: int = option("A number.", 4, panel=MODEL)
-    replace: bool = option("Replace.", False)
+    """Some options.
+
+    Attributes:
+        methods: Methods, whose text is
+            on two lines.
+        lengths: Lengths.
+        depths: Depths.
+        short: Short.
+        count: A number.
+        replace: Replace.
+    """
+
+    methods: Sequence[str] | None = option(name="patch")
+    lengths: Sequence[int] | None = option(parse=parse_lengths)
+    depths: Sequence[float] = option((0.0,), parse=even_depths, kind=int, value=3)
+    short: bool = option(False, value=True)
+    count: int = option(4, panel=MODEL)
+    replace: bool = option(False)
     python_only: int = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Other:
-    name: str | None = option("A name.", argument=True)
+    """A name.
+
+    Attributes:
+        name: A name.
+    """
+
+    name: str | None = option(argument=True)
+
+
+class Nearer(Options):
+    """Other options.
+
+    Attributes:
+        count: Another number.
+    """
+
+
+def test_a_help_text_is_that_of_the_nearest_class() -> None:
+    texts = help_texts(Nearer)
+    assert texts["methods"] == "Methods, whose text is on two lines."
+    assert (texts["count"], texts["short"]) == ("Another number.", "Short.")
+
+
+def test_every_option_has_a_help_text() -> None:
+    for command in typer.main.get_group(main_app).commands.values():
+        for parameter in command.params:
+            assert getattr(parameter, "help", ""), (command.name, parameter.name)
 
 
 def invoke(*arguments: str) -> tuple[Any, list[Any]]:

@@ -61,7 +61,6 @@ WRONG = [
     ("perplexity --device-map autoo", "--device-map is auto, balanced,"),
     ("perplexity --attn flash", "--attn flash: transformers has no such attention."),
     ("perplexity --shard 3/2", "--shard 3/2: give one of 1/N"),
-    ("perplexity --report-to mlflow", "Unknown tracker 'mlflow'"),
     ("perplexity --output empty.txt", "--output empty.txt is a file: give a folder."),
     ("retrieval --tasks all,passky", "Unknown task 'passky'. Did you mean 'passkey'?"),
     ("retrieval --patch yarm", "Unknown method 'yarm'"),

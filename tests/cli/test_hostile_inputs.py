@@ -44,7 +44,7 @@ from hf_posenc.evaluation.documents import load_documents, read_dataset, read_pa
 from hf_posenc.evaluation.documents import tokens as joining
 from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions, SelftestOptions
 from hf_posenc.evaluation.recommend import recommend
-from hf_posenc.evaluation.retrieval import measure_retrieval
+from hf_posenc.evaluation.retrieval.run import measure_retrieval
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.methods import YaRN
 from hf_posenc.training import PositionCollator

@@ -181,7 +181,7 @@ def test_files_are_written_before_anything_is_printed(
     def fail(*_: Any) -> None:
         raise OSError("the terminal is gone")
 
-    for name in ("hf_posenc.evaluation.grid.to_rich", "hf_posenc.cli.export._show"):
+    for name in ("hf_posenc.evaluation.grid.Grid.__rich_console__", "hf_posenc.cli.export._show"):
         monkeypatch.setattr(name, fail)
     result = invoke(line, places, tmp_path / "out")
     assert "the terminal is gone" in str(result.exception)

@@ -125,11 +125,6 @@ class BenchResult(Result):
     speed: SpeedResult | None = None
     remarks: Sequence[str] = ()
 
-    def scalars(self) -> Iterator[tuple[str, int, float]]:
-        yield from self.perplexity.scalars()
-        if self.retrieval is not None:
-            yield from self.retrieval.scalars()
-
     def __repr__(self) -> str:
         return f"BenchResult({self.suite}, {self.perplexity!r})"
 

@@ -241,11 +241,6 @@ class GpuResult(Result):
         for row in self.records:
             yield {name: getattr(row, name) for name in self.columns}
 
-    def scalars(self) -> Iterator[tuple[str, int, float]]:
-        for row in self.records:
-            if row.tokens_per_second is not None:
-                yield f"{row.phase}/{row.method}", row.length, row.tokens_per_second
-
     def files(self) -> dict[str, str]:
         return {**super().files(), f"{self.kind}.md": self._repr_markdown_()}
 

@@ -21,7 +21,6 @@ from torch import nn
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, export, write_export
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import retrieval
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend.result import ATTENTION, TABLE, Choice, ExtendResult, choose
@@ -33,6 +32,7 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
+from hf_posenc.evaluation.retrieval import run as retrieval
 from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import run_cost

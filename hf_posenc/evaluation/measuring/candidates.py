@@ -96,11 +96,11 @@ class Candidate:
 
         With `unpatched`, `none` and `truncation` are read too.
         """
-        if unpatched and spec.strip().lower() in (UNPATCHED, TRUNCATION):
-            return cls(spec.strip().lower())
-        control, given, _ = spec.strip().lower().partition(":")
-        if unpatched and given and control in (UNPATCHED, TRUNCATION):
-            raise PosencError(f"--patch {spec}: {control} takes no options.")
+        control, options_given, _ = spec.strip().lower().partition(":")
+        if unpatched and control in (UNPATCHED, TRUNCATION):
+            if options_given:
+                raise PosencError(f"--patch {spec}: {control} takes no options.")
+            return cls(control)
         named: list[tuple[str, dict[str, Any]]] = []
         beside: dict[str, Any] = {}
         for text in _PLUS.split(spec):
@@ -123,8 +123,7 @@ class Candidate:
     ) -> Candidate:
         """Return the candidate of some methods, with the text of `--patch` that measures it again."""
         specs = []
-        for index, part in enumerate(parts):
-            given = {**part.options, **(beside if index == 0 else {})}
+        for part, given in _with_options(parts, beside):
             options = ",".join(f"{option}={_text(value)}" for option, value in given.items())
             specs.append(f"{part.method}:{options}" if options else part.method)
         return cls("+".join(specs), tuple(parts), beside, name)
@@ -162,8 +161,7 @@ class Candidate:
         if self.name is not None:
             return self.name
         labels = []
-        for index, part in enumerate(self.parts):
-            options = {**part.options, **(self.beside if index == 0 else {})}
+        for part, options in _with_options(self.parts, self.beside):
             shown = ["auto"] * part.auto + [_shown(*option) for option in options.items()]
             labels.append(f"{part.method} ({', '.join(shown)})" if shown else part.method)
         return " + ".join(labels) or (TRUNCATION if self.truncates else UNPATCHED)
@@ -236,13 +234,18 @@ class Candidate:
 
     def check_values(self) -> None:
         """Raise for a value that a method refuses on every model."""
-        try:
+        with self._naming():
             methods = []
             for part in self.parts:
                 kind, scale = get_method(part.method), {"scale": 1.0}
                 scaled = kind.takes_scale() and (part.auto or "target_length" in self.beside)
                 methods.append(kind.from_options(**(scale if scaled else {}) | part.options))
             check_seams(methods)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
 
@@ -282,18 +285,11 @@ class Candidate:
                 f"--patch {self.spec}: this model carries a saved patch ({str(saved).splitlines()[0]}); it is "
                 "measured as it is, with --patch none only."
             )
-        reach = None
-        try:
-            with dataclasses.replace(self, original=1).applied(model, 1):
-                patch, (moves, stateful) = get_patch(model), movement(model)
-                if not (self.auto_scale or self.truncates):
-                    reach = position_limit(model)
-        except PosencError as error:
-            raise PosencError(f"--patch {self.spec}: {error}") from error
-        original = None
-        if self.truncates:
-            original = original_length(model, ())
-        elif self.parts and patch is not None:
+        with self._naming(), dataclasses.replace(self, original=1).applied(model, 1):
+            patch, (moves, stateful) = get_patch(model), movement(model)
+            reach = None if self.auto_scale or self.truncates else position_limit(model)
+        original = original_length(model, ()) if self.truncates else None
+        if self.parts and patch is not None:
             original = patch.original_max_position_embeddings
         about: dict[str, Any] = {"moves": moves, "stateful": stateful, "reach": reach}
         return dataclasses.replace(self, original=original, **about)
@@ -303,10 +299,11 @@ class Candidate:
         """Patch the model for this length; undone on exit."""
         from hf_posenc.patch.patching import patched
 
-        with contextlib.ExitStack() as stack:
-            if self.patches:
-                method, options = self.arguments(self.scale_at(length) or 1.0)
-                stack.enter_context(patched(model, method, **options))
+        if not self.patches:
+            yield
+            return
+        method, options = self.arguments(self.scale_at(length) or 1.0)
+        with patched(model, method, **options):
             yield
 
 
@@ -323,6 +320,14 @@ def within_reach(
     if given:
         raise too_long(model, next(length for length in lengths if length > most), most)
     return tuple(length for length in lengths if length <= most) or (most,)
+
+
+def _with_options(
+    parts: Sequence[Part], beside: Mapping[str, Any]
+) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Yield the parts with their options; those beside are written behind the first."""
+    for index, part in enumerate(parts):
+        yield part, {**part.options, **(beside if index == 0 else {})}
 
 
 def _call(name: str, options: Mapping[str, Any], *values: str) -> str:
@@ -457,9 +462,7 @@ def at_scales(spec: str, scales: Scales) -> list[Candidate]:
     candidates = []
     for scale in scales:
         parts = [
-            dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
-            if part in takers
-            else part
+            Part(part.method, {"scale": scale, **part.options}) if part in takers else part
             for part in candidate.parts
         ]
         for part in parts:

@@ -9,6 +9,7 @@ first failure is the same in any order, with any number of processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 import warnings
@@ -17,11 +18,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
@@ -32,10 +34,7 @@ from hf_posenc.files import to_json, write_atomically
 from hf_posenc.model.weights import execution_device
 
 Progress = Callable[[str, int, int], None]
-"""Called with the candidate's label, the tokens read so far and those of this process's share.
-
-Without a label, so many tokens were read by an earlier run.
-"""
+"""Called with the candidate's label, the tokens read so far and those of this process's share."""
 Cell = tuple[str | int, ...]
 """One number of a candidate's results, such as `("tail", 4096)`."""
 Value = Mapping[str, Any]
@@ -52,32 +51,8 @@ def silent(*_: Any) -> None:
     """Report nothing."""
 
 
-class Resumption:
-    """What a run takes from the records of earlier ones.
-
-    `report` is called once, when the first item is to be measured, with the items found so far and the number of items
-    that its part of the run still has to measure.
-
-    Attributes:
-        found: Number of items that were stored before this run.
-        reported: True once `report` was called.
-    """
-
-    def __init__(self, report: Callable[[int, int], None]) -> None:
-        self.found, self.reported = 0, False
-        self._report, self._own = report, set[Key]()
-
-    def begin(self, stored: Iterable[Item], todo: Sequence[Item]) -> None:
-        """Count the items of a part that are stored, without those that this run has measured itself."""
-        self.found += sum(item.key not in self._own for item in stored)
-        self._own.update(item.key for item in todo)
-        if todo and not self.reported:
-            self.reported = True
-            self._report(self.found, len(todo))
-
-
-RESUMPTION: ContextVar[Resumption | None] = ContextVar("resumption", default=None)
-"""Where `execute` reports what it takes from records, however deep in a job; set by the command line."""
+RESUMED: ContextVar[Callable[[int, int], None]] = ContextVar("resumed", default=silent)
+"""Called by every `execute`, however deep in a job, with the items found in records and those left to measure."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -180,22 +155,61 @@ class Measurement(Generic[ItemT, ResultT]):
         `waiting` is called once with the number of missing items when a launched process has waited long. Without a
         folder nothing is written.
         """
-        if folder is None:
-            execute(self, records := Records(), shard, progress)
-            return collected(self, records)
-        with self.open(folder, shard) as store:
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(self.open(folder, shard)) if folder else Records()
             execute(self, store, shard, progress)
             self.missing = wait_for_all(self, store, shard, waiting)
-            if shard.launched and shard.index:  # the first one returns the result
-                return None
-            if self.missing and self.until is None:
-                return None
-            write_timings(self, store, folder / "timings.json")
+            if (shard.launched and shard.index) or (self.missing and self.until is None):
+                return None  # the first one returns the result
+            if folder:
+                write_timings(self, store, folder / "timings.json")
             return collected(self, store)
 
 
+class MethodsRun(Measurement[ItemT, ResultT]):
+    """A measurement of methods under `settings`, whose result is a `MethodsResult`.
+
+    `candidates` were `checked` against the model. `metadata` are further fields of the result: `model`, `original`,
+    `command` and those of the kind; `about` names those that determine numbers.
+    """
+
+    scorer: FrugalScorer
+    candidates: Sequence[Candidate]
+    settings: Any
+    kind: ClassVar[str]
+    undecided: ClassVar[Sequence[str]]
+    """Settings that are parts of the keys, or determine no stored number."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What determines the numbers beside model and settings."""
+        return {}
+
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        settings = dataclasses.asdict(self.settings).items()
+        return {
+            "kind": self.kind,
+            "model": self.metadata["model"],
+            **self.about,
+            "settings": {name: value for name, value in settings if name not in self.undecided},
+            "environment": identity.environment(),
+        }
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the fields of the result that follow from no value."""
+        return {
+            "settings": self.settings,
+            "head_replay": self.scorer.head_replay,
+            "environment": identity.environment(),
+            "fingerprint": self.fingerprint,
+            **self.metadata,
+        }
+
+
 class Failures:
-    """The first failure of every cell, whichever process measured it."""
+    """The first failure of every cell, whichever process measured it, by label and cell."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, Cell], tuple[int, str]] = {}
@@ -222,7 +236,7 @@ class Failures:
         return self._first.get((item.label, cell), (item.order, ""))[0] < item.order
 
     def reasons(self) -> dict[tuple[str, Cell], str]:
-        """Return the reason of every failure by label and cell, in the order in which they were noted."""
+        """Return the reason of every failure, in the order in which they were noted."""
         return {key: reason for key, (_, reason) in self._first.items()}
 
 
@@ -304,11 +318,9 @@ def execute(
     run one sharded model together: a process that continued by itself would leave the others waiting indefinitely.
     """
     model, scorer = measurement.model, measurement.scorer
-    failures = Failures.of(measurement.items, store.get)
-    mine = shard.mine(measurement.items)
+    failures, mine = Failures.of(measurement.items, store.get), shard.mine(measurement.items)
     todo = [item for item in mine if store.get(item.key) is None]
-    if (resumption := RESUMPTION.get()) is not None:
-        resumption.begin((item for item in mine if store.get(item.key) is not None), todo)
+    RESUMED.get()(len(mine) - len(todo), len(todo))
     total, done = sum(item.cost for item in todo), 0
     if scorer is not None:
         scorer.patient = not strict
@@ -320,12 +332,11 @@ def execute(
     with _threads(store.threads if on_cpu else None), evaluation_mode(model):
         measurement.prepare(store, todo)
         for _, group in itertools.groupby(todo, key=_patch_key):
-            items = list(group)
+            items, refusal = list(group), None
             with contextlib.ExitStack() as stack:
-                refusal = None
-                candidate, length = items[0].candidate, items[0].length
+                patch = patched_in(model, scorer, items[0].candidate, items[0].length)
                 try:
-                    stack.enter_context(patched_in(model, scorer, candidate, length))
+                    stack.enter_context(patch)
                 except Exception as error:  # this architecture does not take the method
                     if strict:
                         raise
@@ -352,9 +363,7 @@ def execute(
 def _threads(count: int | None) -> Iterator[None]:
     """Compute with so many threads, as all processes of a run do; `None`: as many as there are."""
     own = torch.get_num_threads()
-    if count is None:
-        yield
-        return
+    count = count or own
     if count != own:
         warnings.warn(
             f"These records were begun with {count} threads; the others are computed with as many, not with {own}, "

@@ -37,17 +37,11 @@ class MethodEntry:
     @classmethod
     def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
         """Return the entry of a candidate; `shared` is `prefix_from_one_forward`."""
-        return cls(
-            candidate.label,
-            candidate.spec,
-            candidate.method,
-            [{"method": part.method, "options": dict(part.options)} for part in candidate.parts],
-            dict(candidate.beside),
-            candidate.scale,
-            candidate.auto_scale,
-            candidate.original,
-            shared,
-        )
+        names = ("label", "spec", "method", "scale", "auto_scale", "original")
+        same: dict[str, Any] = {name: getattr(candidate, name) for name in names}
+        parts = [{"method": part.method, "options": dict(part.options)} for part in candidate.parts]
+        beside = dict(candidate.beside)
+        return cls(**same, parts=parts, beside=beside, prefix_from_one_forward=shared)
 
     def scale_at(self, length: int) -> float | None:
         """Return the scale in force at a length."""
@@ -78,8 +72,6 @@ class MethodsResult(Result, Generic[CellT]):
     version: ClassVar[int]
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
-    tracked: ClassVar[Sequence[str]]
-    """Columns that trackers plot."""
     nothing: ClassVar[str]
     """The status of a row without a number that did not fail."""
 
@@ -155,13 +147,6 @@ class MethodsResult(Result, Generic[CellT]):
             "candidates": [MethodEntry(**entry) for entry in values["methods"]],
             **{name: [kind(**entry) for entry in values[name]] for name, kind in lists.items()},
         }
-
-    def scalars(self) -> Iterator[tuple[str, int, float]]:
-        """Yield the tracked numbers of every cell."""
-        for row in self.csv_rows():
-            for name in self.tracked:
-                if row.get("depth") is None and row.get(name) is not None:
-                    yield f"{row[self.condition]}/{row['method']}/{name}", row["length"], row[name]
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the rows of every method, condition and length: one per cell, or one with the reason of its absence."""

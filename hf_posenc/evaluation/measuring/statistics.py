@@ -244,9 +244,7 @@ def _cell(
     nats = math.fsum(row.nats for row in rows)
     size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
     return Cell(
-        rows[0].method,
-        rows[0].protocol,
-        rows[0].length,
+        *(rows[0].method, rows[0].protocol, rows[0].length),
         perplexity=power(loss),
         interval=powers(interval),
         ratio=None if difference is None else power(difference),

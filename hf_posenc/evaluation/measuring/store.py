@@ -147,7 +147,7 @@ class Store(Records):
                     f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
                 ) from None
         with contextlib.ExitStack() as locked, disk_errors(str(self._path)):
-            locked.callback(self._lock.release)
+            locked.callback(self._lock.release)  # unless the store is opened
             if not (self.folder / "settings.json").exists():
                 about = {} if command is None else {"command": command}
                 write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
@@ -191,8 +191,7 @@ class Store(Records):
         """Read the lines that processes have written since the last time; an incomplete line is left for the next."""
         self._sync()  # the other processes may wait for these
         for path in sorted(self.folder.glob("shard-*.jsonl")):
-            damaged: list[tuple[int, int]] = []
-            at = self._read_to.get(path, 0)
+            damaged, at = list[tuple[int, int]](), self._read_to.get(path, 0)
             with path.open("rb") as file:
                 file.seek(at)
                 text = file.read()
@@ -219,8 +218,7 @@ class Store(Records):
         lock = self._lock if path == self._path else FileLock(path.with_suffix(".lock"), timeout=0)
         with contextlib.suppress(OSError, Timeout), lock, path.open("rb+") as file:
             for at, size in damaged:
-                file.seek(at)
-                file.write(b" " * size)
+                os.pwrite(file.fileno(), b" " * size, at)
 
     def _first_threads(self) -> int:
         """Return the number of threads of the process that began the records: sums depend on it."""

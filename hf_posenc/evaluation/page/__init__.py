@@ -21,14 +21,11 @@ TITLE = "Measurements of hf-posenc"
 HASH = 12
 """Digits of a hash that are shown; the tooltip and the JSON have all of them."""
 _HASH = re.compile(r"[0-9a-f]{40,}")
-# Parts of a result that the page shows elsewhere than under its settings.
-_ELSEWHERE = frozenset(
-    {
-        *("kind", "format", "command", "summary", "records", "curve", "documents", "skipped"),
-        *("failures", "methods", "protocols", "perplexity", "retrieval", "speed", "by_depth"),
-        *("scores", "tasks", "recipe", "rungs", "steps", "remarks"),
-        *("choosing", "choice", "demands", "lines", "kinds", "saved"),
-    }
+# Parts of a result that the page shows elsewhere than under its settings, or that are results themselves.
+_ELSEWHERE = (
+    *("kind", "format", "command", "curve", "methods", "protocols", "perplexity", "retrieval"),
+    *("speed", "tasks", "recipe", "remarks", "choosing", "choice", "demands", "lines", "kinds"),
+    "saved",
 )
 _COLOURS = {
     **{colour.lower(): f"line-{index}" for index, colour in enumerate(plots.COLOURS)},
@@ -71,9 +68,8 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
 
 
 def _runs(files: Sequence[Source]) -> Grid:
-    grid = Grid.of(
-        "Results in this report", "run", "folder", "kind", "model", "dtype, attention, device"
-    )
+    heads = ("run", "folder", "kind", "model", "dtype, attention, device")
+    grid = Grid.of("Results in this report", *heads)
     for source in files:
         model = (source.data.get("perplexity") or source.data).get("model", {})
         how = [str(model[n]) for n in ("dtype", "attention", "device") if model.get(n) is not None]
@@ -85,19 +81,16 @@ def _runs(files: Sequence[Source]) -> Grid:
 def _settings(sources: Sequence[Source]) -> list[Grid]:
     """Everything that determines the numbers: what differs, with a column per result, then what all have in common."""
     numbers = [source.number for source in sources]
-    heads = [
-        f"run {s.number}" + (f", {s.kind}" if numbers.count(s.number) > 1 else "") for s in sources
-    ]
+    heads = [f"run {s.number}" + f", {s.kind}" * (numbers.count(s.number) > 1) for s in sources]
     tables = [_flat(source.data) for source in sources]
     differ = Grid.of("Settings that differ", "setting", *heads)
     shared = Grid.of("Settings of all results that have them", "setting", "value")
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [table.get(name, "") for table in tables]
-        given = {value for value in values if value}
-        if len(given) <= 1:
-            shared.row(name, _shortened("".join(given)))
-        else:
+        if len(given := {value for value in values if value}) > 1:
             differ.row(name, *map(_shortened, values))
+        else:
+            shared.row(name, _shortened("".join(given)))
     return [grid for grid in (differ, shared) if grid.rows]
 
 
@@ -106,7 +99,7 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in data.items():
         name, values = f"{above}{key}", value if isinstance(value, list) else [value]
-        if not above and key in _ELSEWHERE:
+        if not above and (key in _ELSEWHERE or value == []):
             continue
         if isinstance(value, dict):
             flat |= _flat(value, f"{name}.")
@@ -136,16 +129,13 @@ def _methods(source: Source) -> Grid:
 def _documents(source: Source) -> Grid:
     caption = "Hashes: SHA-256 of the text and of the tokens that were read, first digits; the JSON has all of them."
     grid = Grid.of(f"Documents of run {source.number}", "document", caption=caption)
-    for head in ("tokens", "bytes"):
-        grid.column(head, numeric=True)
-    for head in ("text", "tokens read"):
-        grid.column(head)
+    grid.column("tokens", numeric=True)
+    grid.column("bytes", numeric=True)
+    grid.column("text")
+    grid.column("tokens read")
     for document in source.data["documents"]:
-        counts = [document.get(name) for name in ("tokens", "bytes")]
-        hashes = [document.get(name) or "-" for name in ("text_sha256", "tokens_sha256")]
-        grid.row(
-            document["name"],
-            *("-" if count is None else f"{count:,}" for count in counts),
-            *(_shortened(text, "mono") for text in hashes),
-        )
+        counts = (document.get(name) for name in ("tokens", "bytes"))
+        hashes = (document.get(name) or "-" for name in ("text_sha256", "tokens_sha256"))
+        shown = ("-" if count is None else f"{count:,}" for count in counts)
+        grid.row(document["name"], *shown, *(_shortened(text, "mono") for text in hashes))
     return grid

@@ -10,26 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_posenc import evaluation
 from hf_posenc.errors import PosencError, one_line
-from hf_posenc.evaluation import (
-    BenchResult,
-    ExtendResult,
-    GpuResult,
-    PerplexityResult,
-    RetrievalResult,
-    SearchResult,
-    SweepResult,
-)
 from hf_posenc.evaluation.grid import Result
 
 PARTS = ("perplexity", "retrieval")
 """Attributes of a benchmark or an extension that are results themselves."""
+_NAMES = ("Perplexity", "Retrieval", "Bench", "Extend", "Gpu", "Sweep", "Search")
 KINDS: Mapping[str, type[Result]] = {
-    kind.kind: kind
-    for kind in (
-        *(PerplexityResult, RetrievalResult, BenchResult, ExtendResult),
-        *(GpuResult, SweepResult, SearchResult),
-    )
+    name.lower(): getattr(evaluation, f"{name}Result") for name in _NAMES
 }
 RECORDS = "records"
 
@@ -79,26 +68,23 @@ def collect(paths: Sequence[Path]) -> Collection:
     Raises:
         PosencError: A path does not exist, or there is nothing to report in any of them.
     """
-    collection = Collection()
-    seen: dict[str, Path] = {}
+    collection, seen, order = Collection(), dict[str, Path](), list(KINDS)
     for path in paths:
         if not path.exists():
             raise PosencError(f"There is no folder {path}. Give the --output folder of a run.")
-        inside = (file for file in path.rglob("*.json") if file.stem in KINDS)
-        found = (file for file in inside if RECORDS not in file.relative_to(path).parts)
-        order = list(KINDS)
-        files = (
-            [path]
-            if path.is_file()
-            else sorted(found, key=lambda file: (file.parent.as_posix(), order.index(file.stem)))
-        )
-        for file in files:
-            if reason := _add(collection, file, file.parent if path.is_dir() else file, seen):
-                collection.remarks.append(f"{file}: {reason}.")
+        files, unfinished = [path], list[Unfinished]()
         if path.is_dir():
-            collection.unfinished += _unfinished_in(path, {file.parent for file in files})
-        unfinished = (Path(run.name) for run in collection.unfinished)
-        if not files and not any(run.is_relative_to(path) for run in unfinished):
+            inside = (file for file in path.rglob("*.json") if file.stem in KINDS)
+            found = (file for file in inside if RECORDS not in file.relative_to(path).parts)
+            files = sorted(found, key=lambda file: (file.parent, order.index(file.stem)))
+            unfinished = _unfinished_in(path, {file.parent for file in files})
+        for file in files:
+            try:
+                _add(collection, file, file.parent if path.is_dir() else file, seen)
+            except PosencError as reason:
+                collection.remarks.append(f"{file}: {reason}.")
+        collection.unfinished += unfinished
+        if not files and not unfinished:
             collection.remarks.append(f"{path}: no result in it.")
     if not collection.sources and not collection.unfinished:
         names = ", ".join(f"{kind}.json" for kind in KINDS)
@@ -107,33 +93,30 @@ def collect(paths: Sequence[Path]) -> Collection:
     return collection
 
 
-def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) -> str:
-    """Add the result of a file and its parts; return the reason if it is left out."""
+def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) -> None:
+    """Add the result of a file and its parts; raise the reason if it is left out."""
     try:
         text = file.read_bytes()
         data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        return f"cannot be read ({' '.join(str(error).split())})"
+        raise PosencError(f"cannot be read ({' '.join(str(error).split())})") from error
     kind = str(data.get("kind")) if isinstance(data, dict) else ""
     if kind not in KINDS:
-        return "not a result of hf-posenc"
+        raise PosencError("not a result of hf-posenc")
     try:
         result = KINDS[kind].from_dict(data)
         for shown in (result.tables, result.notes, result.guide, result.problems):
             list(shown())
     except Exception as error:  # a value of another kind may fail anywhere
         lacks = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else one_line(error)
-        return f"damaged, or written by another version: {lacks}"
-    first = seen.setdefault(hashlib.sha256(text).hexdigest(), file)
-    if first is not file:
-        return f"the same result as {first}"
-    number, where = len(collection.files) + 1, name.as_posix()
-    collection.sources.append(Source(number, where, kind, data, result))
+        raise PosencError(f"damaged, or written by another version: {lacks}") from error
+    if (first := seen.setdefault(hashlib.sha256(text).hexdigest(), file)) is not file:
+        raise PosencError(f"the same result as {first}")
+    about = len(collection.files) + 1, name.as_posix()
+    collection.sources.append(Source(*about, kind, data, result))
     for part in PARTS:
-        if getattr(result, part, None) is not None:
-            inside = Source(number, where, part, data[part], getattr(result, part), part=True)
-            collection.sources.append(inside)
-    return ""
+        if (inside := getattr(result, part, None)) is not None:
+            collection.sources.append(Source(*about, part, data[part], inside, part=True))
 
 
 def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:

@@ -93,7 +93,6 @@ class PerplexityResult(MethodsResult[Cell]):
     condition = "protocol"
     version = 2
     columns = COLUMNS
-    tracked = ("perplexity",)
     nothing = "nothing to score"
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
 

@@ -42,8 +42,6 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 EMBEDDED_DOCUMENTS = 12
 """Default number of the held-out modules."""
 
-# Settings of the summary, which determine none of the stored numbers.
-_OF_THE_SUMMARY = ("base", "preset")
 WINDOWS_PER_ITEM = 64
 """A long document is measured in parts of so many windows, so that an interrupted run loses little."""
 
@@ -77,7 +75,7 @@ def _plus(total: Sequence[Any], part: Sequence[Any]) -> list[Any]:
     return sums
 
 
-class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
+class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
     """The perplexity of every candidate, each `checked` against the model, on every document.
 
     Documents have at least `settings.shortest_document` tokens, with the token ids `special` in front. For `longppl`,
@@ -86,7 +84,9 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
     is the number of documents before they are joined.
     """
 
-    scorer: FrugalScorer
+    kind = "perplexity"
+    undecided = ("base", "preset")  # of the summary
+    settings: Settings
 
     def __init__(
         self,
@@ -235,16 +235,6 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
                 longest = curve(part, first + window.special, span.length, self.settings.buckets)
         return longest
 
-    @property
-    def decisive(self) -> Mapping[str, Any]:
-        settings = dataclasses.asdict(self.settings)
-        return {
-            "kind": "perplexity",
-            "model": self.metadata["model"],
-            "settings": {name: settings[name] for name in settings if name not in _OF_THE_SUMMARY},
-            "environment": identity.environment(),
-        }
-
     def collect(self, values: Mapping[Key, Value]) -> PerplexityResult:
         """Add up the parts of every document, and leave out the cells in which any document failed."""
         sums: dict[tuple[str, str, int, int], list[Any]] = {}
@@ -274,7 +264,6 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
             if (label, ("prefix", longest)) in reasons:
                 curves.pop(label, None)  # of some documents only
         return PerplexityResult(
-            settings=self.settings,
             candidates=[
                 MethodEntry.of(c, not (c.length_dependent or c.auto_scale)) for c in self.candidates
             ],
@@ -291,10 +280,7 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
                 failures, key=lambda each: (labels.index(each.method), each.protocol, each.length)
             ),
             curves=curves,
-            head_replay=self.scorer.head_replay,
-            environment=identity.environment(),
-            fingerprint=self.fingerprint,
-            **self.metadata,
+            **self.described,
         )
 
 

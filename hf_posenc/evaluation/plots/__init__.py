@@ -71,10 +71,9 @@ def require() -> None:
         raise PosencError(f"The plot needs matplotlib, which fails: {one_line(error)}") from error
 
 
-def looks(candidates: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the look of each line: a colour per method, dashes for its further and dynamic forms, the control grey."""
+def looks(candidates: Sequence[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each method and the look of its line: a colour of its own, dashes for further and dynamic forms of it."""
     seen: dict[str, int] = {}
-    styles = []
     for index, candidate in enumerate(candidates):
         look: dict[str, Any] = {"color": BASELINE, "linestyle": "-"}
         if candidate.method == CONTROL:
@@ -85,8 +84,7 @@ def looks(candidates: Sequence[Any]) -> list[dict[str, Any]]:
             place = list(seen).index(name)
             look["color"] = COLOURS[place % len(COLOURS)]
             look["linestyle"] = DASHES[(place // len(COLOURS) + again) % len(DASHES)]
-        styles.append({**look, "marker": MARKERS[index % len(MARKERS)]})
-    return styles
+        yield candidate, {**look, "marker": MARKERS[index % len(MARKERS)]}
 
 
 @contextlib.contextmanager
@@ -136,32 +134,19 @@ def thinned(lengths: Sequence[int]) -> list[int]:
 def mark_trained(panel: Axes, original: int | None, *, below: bool = False) -> None:
     """Draw a dashed line at the trained length, if it is on the axis, with its name at the top or bottom."""
     low, high = panel.get_xlim()
-    if not original or not low <= original <= high:
-        return
-    panel.axvline(original, color=CONTROL_COLOUR, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    at, side = ((3, 3), "bottom") if below else ((3, -2), "top")
-    name_mark(panel, "trained length", original, at, color=REMARK, va=side, bottom=below)
+    if original and low <= original <= high:
+        look: dict[str, Any] = {"color": CONTROL_COLOUR, "linewidth": 0.9, "zorder": 1}
+        panel.axvline(original, linestyle=(0, (4, 3)), **look)
+        at, side = ((3, 3), "bottom") if below else ((3, -2), "top")
+        name_mark(panel, "trained length", (original, not below), at, color=REMARK, va=side)
 
 
 def name_mark(
-    panel: Axes,
-    text: str,
-    x: float,
-    points: tuple[float, float],
-    *,
-    bottom: bool = False,
-    **look: Any,
+    panel: Axes, text: str, end: tuple[float, float], points: tuple[float, float], **look: Any
 ) -> None:
-    """Write the name of a vertical line so many points from its upper or lower end."""
-    panel.annotate(
-        text,
-        (x, 0 if bottom else 1),
-        xycoords=("data", "axes fraction"),
-        xytext=points,
-        textcoords="offset points",
-        fontsize=7,
-        **look,
-    )
+    """Write the name of a vertical line so many points from an end: its x, and 1 for the upper, 0 for the lower one."""
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": points}
+    panel.annotate(text, end, **place, textcoords="offset points", fontsize=7, **look)
 
 
 def value_axis(panel: Axes) -> None:
@@ -200,10 +185,9 @@ def set_ticks(axis: Axis, lengths: Sequence[int]) -> None:
 
 def name_lines(panel: Axes, labels: Collection[str]) -> None:
     """Name the lines beside a panel, in their colours and in the order of their ends."""
-    lines: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
-    lines = [line for line in lines if len(line.get_ydata())]
-    lines.sort(key=lambda line: line.get_ydata()[-1], reverse=True)
-    names = (str(line.get_label()) for line in lines)
+    found: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
+    lines = sorted((n for n in found if len(n.get_ydata())), key=lambda n: -n.get_ydata()[-1])
+    names = [str(line.get_label()) for line in lines]
     panel.legend(
         lines,
         [name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…" for name in names],
@@ -257,7 +241,7 @@ def figure(result: Any, protocols: Sequence[str] | None = None) -> Figure:
             title = TITLES.get(protocol, protocol).format(tail=f"{settings.tail_tokens:,}")
             panel.set_title(title, loc="left")
             length_axis(panel, settings.lengths)
-            for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
+            for candidate, look in looks(result.candidates):
                 cells = _cells(result, candidate.label, protocol)
                 cells = [cell for cell in cells if math.isfinite(cell.perplexity)]
                 _line(panel, candidate.label, [(c.length, c.perplexity) for c in cells], look)
@@ -301,22 +285,18 @@ def ratio_figure(result: Any, protocol: str = "tail") -> Figure:
         panel.set_title(f"{protocol}, as a multiple of the baseline", loc="left")
         panel.set_yscale("log")
         panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
-        candidates = list(zip(result.candidates, looks(result.candidates), strict=True))
         gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
-        step = STAGGER * gap / len(candidates)
-        for index, (candidate, look) in enumerate(candidates):
+        count = len(result.candidates)
+        for index, (candidate, look) in enumerate(looks(result.candidates)):
             cells = [c for c in _cells(result, candidate.label, protocol) if positive(c.ratio)]
             if candidate.method is None and all(cell.ratio == 1.0 for cell in cells):
                 continue  # the baseline is the line at 1
-            shift = 2 ** (step * (index - (len(candidates) - 1) / 2))
-            ranges = [
-                (cell.length * shift, *cell.ratio_interval)
-                for cell in cells
-                if cell.ratio_interval and all(map(positive, cell.ratio_interval))
-            ]
-            if ranges:
-                x, low, high = zip(*ranges, strict=True)
-                panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
+            shift = 2 ** (STAGGER * gap / count * (index - (count - 1) / 2))
+            for cell in cells:
+                if cell.ratio_interval and all(map(positive, cell.ratio_interval)):
+                    thin: dict[str, Any] = {"linewidth": 0.9, "alpha": 0.7, "zorder": 2}
+                    x, ends = cell.length * shift, cell.ratio_interval
+                    panel.vlines(x, *ends, color=look["color"], **thin)
             ratios = [(cell.length * shift, cell.ratio or 0.0) for cell in cells]
             _line(panel, candidate.label, ratios, look)
         length_axis(panel, lengths)
@@ -353,7 +333,7 @@ def position_figure(result: Any) -> Figure:
         edges: Sequence[int] = curve["edges"]
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
-        for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
+        for candidate, look in looks(result.candidates):
             _line(panel, candidate.label, position_points(curve, candidate.label), look)
         first, last = math.log2(max(edges[1], 2)), math.log2(edges[-1])
         powers = range(math.floor(first), math.floor(last) + 1)
@@ -372,12 +352,10 @@ def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, f
     Neighbouring buckets are pooled until they span a factor of `SPAN`, which gives equal steps on the log axis. Buckets
     of equal size would crowd to the right and show the noise of few tokens. Values that are not finite leave a gap.
     """
-    sums = curve["methods"].get(label)
-    if sums is None:
-        return []
     points: list[tuple[float, float]] = []
     begin, nats, tokens, edges = 0, 0.0, 0, curve["edges"]
-    buckets = zip(itertools.pairwise(edges), sums["nats"], sums["tokens"], strict=True)
+    sums = curve["methods"].get(label, {"nats": (), "tokens": ()})
+    buckets = zip(itertools.pairwise(edges), sums["nats"], sums["tokens"], strict=False)
     for (first, stop), more, count in buckets:
         begin = first if not tokens else begin
         nats += math.nan if more is None else more

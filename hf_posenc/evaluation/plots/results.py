@@ -57,9 +57,7 @@ def heat_figure(result: Any, value: str, label: str) -> Figure:
         if result.original:
             about = f"rows: needle depth; dashed: trained length, {result.original:,} tokens"
             figure.suptitle(about, fontsize=7)
-        scale = ScalarMappable(cmap=colours)
-        scale.set_clim(0, 1)
-        bar = figure.colorbar(scale, ax=axes, label=label)
+        bar = figure.colorbar(ScalarMappable(cmap=colours), ax=axes, label=label)  # from 0 to 1
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
     return figure
 
@@ -81,16 +79,15 @@ def _panel(panel: Axes, result: Any, task: str, method: str, value: str, colours
     ticks = range(0, rows, -(-rows // plots.MAX_TICKS))
     panel.set_yticks(ticks, [depths[row] for row in ticks])
     look: dict[str, Any] = {"ha": "center", "va": "center"}
+    remark = {**look, "fontsize": 6, "color": plots.REMARK, "rotation": 90 if rows > 2 else 0}
     for column, length in enumerate(lengths):
         if missing := result.missing(task, method, length):
-            turned = 90 if rows > 2 else 0
-            look_missing = {**look, "fontsize": 6, "color": plots.REMARK, "rotation": turned}
-            panel.text(column, (rows - 1) / 2, missing, **look_missing)
-        elif len(lengths) <= WRITTEN:
-            for row, values in enumerate(shares):
-                text = percent(values[column]).removesuffix("%")
-                colour = "white" if values[column] < 0.5 else plots.BASELINE
-                panel.text(column, row, text, fontsize=5.5, color=colour, **look)
+            panel.text(column, (rows - 1) / 2, missing, **remark)
+            continue
+        for row, values in enumerate(shares if len(lengths) <= WRITTEN else ()):
+            text = percent(values[column]).removesuffix("%")
+            colour = "white" if values[column] < 0.5 else plots.BASELINE
+            panel.text(column, row, text, fontsize=5.5, color=colour, **look)
     if result.original:
         within = sum(length <= result.original for length in lengths)
         panel.axvline(within - 0.5, color=plots.BASELINE, linewidth=1.0, linestyle=(0, (4, 3)))
@@ -126,7 +123,7 @@ def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target
             x, dashes = row.perplexity, (0, (4, 3))
             panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
             above = (0, 2 + 9 * index)  # names above each other, however near
-            plots.name_mark(panel, row.label, x, above, color=colour, ha="center", va="bottom")
+            plots.name_mark(panel, row.label, (x, 1), above, color=colour, ha="center", va="bottom")
         plots.round_ticks(panel.xaxis)
         panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn

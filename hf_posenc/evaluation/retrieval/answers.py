@@ -2,12 +2,10 @@
 
 If every token of the answer is the most probable one at its position, greedy decoding would have written this answer.
 A blank in front of it does not count: whether a number or another word comes next is a matter of wording.
-For the rank, its summed log probability is compared with those of the distractors, all read from the prompt's cache: in
-one forward behind copies of it, or one by one where copies are large or a cache has none, the right answer once more at
-the end. If the right answer reproduces the forward's own value there, the cache is exact and the sums count. Otherwise,
-and where a cache is not exact or cannot be cropped, every distractor gets a forward of its own.
-A full sliding window or a recurrent state can be cropped only if it has recorded what it dropped; there the prompt is
-read once more, with recording.
+For the rank, its summed log probability is compared with those of the distractors, all read behind copies of the
+prompt's cache, as many at a time as fit into memory. If the right answer reproduces the forward's own value there, the
+cache is exact and the sums count. Otherwise every distractor gets a forward of its own. A full sliding window or a
+recurrent state cannot be cropped back to the prompt, which is then read once more.
 
 Where a prompt has other questions about the same text, these are read too, from the cache if it is exact. Each sum is
 reduced by the logarithm of the answer's mean probability over all questions (`calibrated`).
@@ -131,99 +129,73 @@ class AnswerScorer:
 
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
-        answer = prompt.answer.ids
-        device = input_device(self.model)
-        read = torch.cat([prompt.ids, torch.tensor(answer[:-1], dtype=torch.int64)])
-        output: Any = self.model(
-            input_ids=read.unsqueeze(0).to(device), use_cache=True, logits_to_keep=len(answer)
-        )
-        predicted = output.logits[0]
-        cache = getattr(output, "past_key_values", None)
+        answer, candidates = prompt.answer.ids, (prompt.answer, *prompt.distractors)
+        output = self._read([[*prompt.ids.tolist(), *answer[:-1]]], logits_to_keep=len(answer))
+        predicted, cache = output.logits[0], getattr(output, "past_key_values", None)
         if not _crop(cache, len(answer) - 1):
-            # It records from the end of the prompt on, so its question cannot be removed.
-            cache = None if prompt.questions else self._recording_cache(prompt)
+            # Behind the prompt alone; its question cannot be removed from it.
+            alone = (
+                None if prompt.questions else self._read([prompt.ids.tolist()], logits_to_keep=1)
+            )
+            cache = getattr(alone, "past_key_values", None)
         if cache is None:
             return predicted, None
-        candidates = (prompt.answer, *prompt.distractors)
-        dtype = rounding_dtype(self.model)
         sums = self._behind(cache, predicted[:1], candidates)
-        plain = _log_likelihood(predicted, answer)
-        if sums is None or not _same([plain], sums[:1], candidates[:1], dtype):
+        if not self._same([_log_likelihood(predicted, answer)], sums, candidates[:1]):
             return predicted, None
         if prompt.questions:
             own = tuple(prompt.ids[prompt.text :].tolist())
             if not _crop(cache, len(own)):
                 return predicted, None
-            rows: list[list[float]] = []
-            # Its own question first and last, as above: an answer of one token has not been read from the cache.
-            for question in (own, *prompt.questions, own):
-                row = self._from_cache(cache, question, candidates)
-                if row is None or (question is own and not _same(row, sums, candidates, dtype)):
-                    return predicted, None
-                rows.append(row)
-            sums = calibrated([sums, *rows[1:-1]])
+            rows = [self._from_cache(cache, own, candidates)]
+            if not self._same(rows[0], sums, candidates):
+                return predicted, None
+            rows += [self._from_cache(cache, other, candidates) for other in prompt.questions]
+            sums = calibrated([sums, *rows[1:]])
         return predicted, sums
 
     def _from_cache(
         self, cache: Any, question: Sequence[int], answers: Sequence[Answer]
-    ) -> list[float] | None:
-        """Return the sums of answers behind a question, both read from a cache; `None` if it cannot be restored."""
-        first = self._read(cache, [question])[0, -1:]
-        sums = self._behind(cache, first, answers)
-        return sums if sums is not None and _crop(cache, len(question)) else None
+    ) -> list[float]:
+        """Return the sums of answers behind a question, both read behind a copy of a cache."""
+        behind = copy.deepcopy(cache)
+        first = self._read([question], past_key_values=behind).logits[0, -1:]
+        return self._behind(behind, first, answers)
 
-    def _read(self, cache: Any, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits of texts of one length behind a cache of as many rows, (texts, tokens, vocabulary)."""
-        ids = torch.tensor(texts, device=input_device(self.model))
-        output: Any = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-        logits: Tensor = output.logits
-        return logits
-
-    def _behind(self, cache: Any, first: Tensor, answers: Sequence[Answer]) -> list[float] | None:
-        """Return the sums of answers behind a cache, which stays as it is; `None` if it does not.
+    def _behind(self, cache: Any, first: Tensor, answers: Sequence[Answer]) -> list[float]:
+        """Return the sums of answers behind copies of a cache.
 
         `first`, (1, vocabulary), are the logits of the last token in the cache. The last token of an answer is not
         read, as it predicts nothing.
         """
-        longest = max(len(answer.ids) for answer in answers) - 1
-        if not longest:
-            return [_log_likelihood(first, answer.ids) for answer in answers]
-        count = _affordable(cache, len(answers))
-        # One by one, the right answer again at the end: the others must have left no trace.
-        read = answers if count > 1 else (*answers, answers[0])
-        sums = []
-        for start in range(0, len(read), count):
-            group = read[start : start + count]
-            rows = cache
-            if count > 1:
+        sums, count = list[float](), _affordable(cache, len(answers))
+        for start in range(0, len(answers), count):
+            group = answers[start : start + count]
+            longest = max(len(answer.ids) for answer in group)
+            logits = first.new_empty(len(group), 0, first.shape[-1])
+            if longest > 1:
                 rows = copy.deepcopy(cache)
-                rows.batch_repeat_interleave(len(group))
-                texts = [
-                    [*each.ids[:-1], *each.ids[-1:] * (longest + 1 - len(each.ids))]
-                    for each in group
-                ]
-            else:
-                texts = [[*group[0].ids[:-1]]]
-            logits = self._read(rows, texts) if texts[0] else first.new_empty(1, 0, first.shape[-1])
+                if count > 1:
+                    rows.batch_repeat_interleave(len(group))
+                ends = [answer.ids[-1:] * (longest - len(answer.ids)) for answer in group]
+                texts = [(*one.ids[:-1], *end) for one, end in zip(group, ends, strict=True)]
+                logits = self._read(texts, past_key_values=rows).logits
             for answer, row in zip(group, logits, strict=True):
                 sums.append(_log_likelihood(torch.cat((first, row))[: len(answer.ids)], answer.ids))
-            if count == 1 and not _crop(cache, len(texts[0])):
-                return None
-        if len(read) > len(answers):
-            dtype = rounding_dtype(self.model)
-            if not _same(sums[-1:], sums[:1], answers[:1], dtype):
-                return None
-        return sums[: len(answers)]
+        return sums
 
-    def _recording_cache(self, prompt: Prompt) -> Any:
-        """Return the cache of the prompt alone, recording what full sliding windows and recurrent states drop."""
-        ids = prompt.ids.unsqueeze(0).to(input_device(self.model))
-        output: Any = self.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        cache: Any = getattr(output, "past_key_values", None)
-        if not hasattr(cache, "activate_past_recording"):
-            return None
-        cache.activate_past_recording()  # records only what follows a prefill
-        return cache
+    def _read(self, texts: Sequence[Sequence[int]], **options: Any) -> Any:
+        """Return the model's output for texts of one length."""
+        ids = torch.tensor(texts, device=input_device(self.model))
+        return self.model(input_ids=ids, use_cache=True, **options)
+
+    def _same(
+        self, sums: Sequence[float], others: Sequence[float], answers: Sequence[Answer]
+    ) -> bool:
+        """Return whether the sums of these answers are others, but for rounding."""
+        bound = SAME.get(rounding_dtype(self.model), SAME_HALF)
+        rows = zip(sums, others, answers, strict=False)
+        return all(abs(one - other) / len(answer.ids) <= bound for one, other, answer in rows)
 
 
 def _crop(cache: Any, tokens: int) -> bool:
@@ -240,20 +212,11 @@ def _affordable(cache: Any, count: int) -> int:
     """Return how many copies of a cache, at most so many, fit into memory to spare; 1 if it is not known."""
     layers = getattr(cache, "layers", ())
     tensors: list[Any] = [getattr(layer, x, None) for layer in layers for x in ("keys", "values")]
-    records = any(getattr(layer, "record_past", False) for layer in layers)
-    if not tensors or records or not all(isinstance(x, Tensor) for x in tensors):
+    if not tensors or not all(isinstance(x, Tensor) for x in tensors):
         return 1
     size, device = sum(x.nbytes for x in tensors), tensors[0].device
     spare = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else SPARE
     return max(1, min(count, int(spare // max(1, size))))
-
-
-def _same(
-    sums: Sequence[float], others: Sequence[float], answers: Sequence[Answer], dtype: torch.dtype
-) -> bool:
-    bound = SAME.get(dtype, SAME_HALF)
-    rows = zip(sums, others, answers, strict=True)
-    return all(abs(one - other) / len(answer.ids) <= bound for one, other, answer in rows)
 
 
 def calibrated(sums: Sequence[Sequence[float]]) -> list[float]:
@@ -265,9 +228,8 @@ def calibrated(sums: Sequence[Sequence[float]]) -> list[float]:
     """
     rows = torch.tensor(sums, dtype=torch.float64)
     information = rows[0] - rows.logsumexp(0) + math.log(len(rows))
-    return [
-        round(float(value), 9) for value in information
-    ]  # equal rows: a tie, whatever the rounding
+    # Equal rows are a tie, whatever the rounding.
+    return [round(float(value), 9) for value in information]
 
 
 def _single(logits: Tensor) -> Tensor:

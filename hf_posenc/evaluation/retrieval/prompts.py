@@ -53,9 +53,7 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._encoded = functools.lru_cache(maxsize=CACHED)(self._encode)
-        self._start = functools.lru_cache(maxsize=CACHED)(
-            self._ids
-        )  # few texts stand before others
+        self._start = functools.lru_cache(maxsize=CACHED)(self._ids)  # of few texts before others
         self.newline = self.behind("a", "\n")
 
     def line(self, text: str) -> tuple[int, ...]:
@@ -90,39 +88,32 @@ class Filler:
         running: bool = True,
         restarts: Callable[[], Iterator[Sequence[int]]] | None = None,
     ) -> None:
-        self._units, self._running, self._restarts = units, running, restarts
-        self._newline = list(newline)
-        self._next: Sequence[int] | None = None
-        self.whole_units = 0
+        self._units, self._restarts, self._newline = units, restarts, list(newline)
+        self._closing = self._newline if running else []
+        self._next, self.whole_units = next(units), 0
 
     def whole(self, limit: int) -> list[int]:
         """Return as many whole units as fit into `limit` tokens, and the end of their line."""
-        closing = self._newline if self._running else []
-        ids = self._fill(limit - len(closing))
+        ids = self._fill(limit - len(self._closing))
         if ids and self._restarts is not None:
-            self._units, self._next = self._restarts(), None
-        return ids + closing if ids else []
+            self._units = self._restarts()
+            self._next = next(self._units)
+        return ids + self._closing if ids else []
 
     def exactly(self, size: int) -> list[int]:
         """Return exactly `size` tokens: the last unit may be truncated, and the end of a line comes last."""
-        ids = self._fill(size - len(self._newline) if self._running else size)
-        rest = size - len(ids)
-        if rest:
-            ids += [*self._peek()[: max(0, rest - len(self._newline))], *self._newline]
+        ids = self._fill(size - len(self._closing))
+        if rest := size - len(ids):
+            ids += [*self._next[: max(0, rest - len(self._newline))], *self._newline]
         return ids[:size]
 
     def _fill(self, limit: int) -> list[int]:
         ids: list[int] = []
-        while len(ids) + len(self._peek()) <= limit:
-            ids += self._peek()
-            self._next = None
+        while len(ids) + len(self._next) <= limit:
+            ids += self._next
+            self._next = next(self._units)
             self.whole_units += 1
         return ids
-
-    def _peek(self) -> Sequence[int]:
-        if self._next is None:
-            self._next = next(self._units)
-        return self._next
 
 
 def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
@@ -215,16 +206,16 @@ class Scene:
     questions: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def fixed(self) -> int:
+        """Tokens of everything but the filler, with the longest of the questions."""
+        question = max(map(len, (self.question, *self.questions)))
+        pieces = (self.head, *(ids for _, ids in self.needles), self.answer.ids)
+        return question + sum(map(len, pieces))
+
+    @property
     def shortest(self) -> int:
         """Tokens of the shortest prompt and its answer, without special tokens."""
         return self.fixed + self.least_filler
-
-    @property
-    def fixed(self) -> int:
-        """Tokens of everything but the filler, with the longest of the questions."""
-        needles = sum(len(ids) for _, ids in self.needles)
-        question = max(map(len, (self.question, *self.questions)))
-        return len(self.head) + needles + question + len(self.answer.ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,13 +66,9 @@ def closed(sample: Sample, kit: Kit, *, riddles: Riddles) -> Scene:
 def whereabouts(draws: Draws, kit: Kit, *, facts: int) -> tuple[Riddle, Riddle]:
     """Return riddles of where a person or an object is, or was, from one to three facts.
 
-    After BABILong (arXiv 2406.10149), which hides the facts of bAbI's tasks 1 to 3 (arXiv 1502.05698) in books. Taken
-    from there: facts in their order in other text, the rules and a worked example in front, the question behind.
-
-    Different here: words and sentences are our own; every place is named by one fact; in the order of the facts the
-    answer is equally often the first, second, ... place, so that "the last place" is right no more often than chance.
-    Three facts name one more place, that of the question, and draw both from all pairs: the first place is the answer
-    in 6 of 21, and so is the one before that of the question.
+    After BABILong (arXiv 2406.10149), which hides the facts of bAbI's tasks 1 to 3 (arXiv 1502.05698) in books. Every
+    place is named by one fact, and the answer is equally often each of them. Three facts name one more place, that of
+    the question, and draw both from all pairs: the first place is the answer in 6 of 21.
     """
     sizes = (3, 3, OFFERED + (facts == 3))
     fitting = [kit.unused(pool, size) for pool, size in zip(POOLS, sizes, strict=True)]
@@ -136,10 +132,8 @@ def _story(
 def associations(draws: Draws, kit: Kit, *, kind: str) -> tuple[Riddle, Riddle]:
     """Return riddles of a person, by an association, where needle and question have no word in common.
 
-    After NoLiMa (arXiv 2502.05167). Taken from there: the needle says one thing about a person, the question asks by
-    another that belongs to it, and the answer is the name. Different here: words and sentences are our own; both
-    directions of an association are asked; the candidates are the names of needles of the same form, in random order,
-    as in RULER's multikey tasks (NoLiMa has one needle); one worked example.
+    After NoLiMa (arXiv 2502.05167): the needle says one thing about a person, the question asks by another that belongs
+    to it, and the answer is the name.
     """
     used = draws.shuffled(kit.unused(PERSONS, OFFERED))[:OFFERED]
     rest = draws.shuffled([person for person in PERSONS if person not in used])

@@ -164,10 +164,8 @@ def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
 
 
 def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) -> Cell:
-    count = len(records)
-    right = sum(record.correct for record in records)
+    count, right = len(records), sum(record.correct for record in records)
     ranks = [(r.rank, r.candidates) for r in records if r.rank is not None and r.candidates]
-    distances = [record.distance for record in records if record.distance is not None]
     first = sum(rank == 1 for rank, _ in ranks)
     return Cell(
         *key,
@@ -181,39 +179,12 @@ def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) ->
         rank=_mean([rank for rank, _ in ranks]),
         beaten=_mean([(total - rank) / (total - 1) for rank, total in ranks]),
         nats=_mean([record.nats for record in records if record.nats is not None]),
-        distance=max(distances, default=None),
+        distance=max((r.distance for r in records if r.distance is not None), default=None),
     )
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
-
-
-def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
-    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), in tokens, of cells by depth.
-
-    That is the largest distance between needle and question up to which every measured distance has the accuracy
-    `success`; 0 where the shortest has not; `None` without distances.
-    """
-    reached: int | None = None
-    near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
-    for distance, accuracy in near_first:
-        if accuracy < success:
-            return reached or 0
-        reached = distance
-    return reached
-
-
-def passing(
-    cells: Iterable[Cell], success: float = YARN_SUCCESS
-) -> tuple[int | None, float | None]:
-    """Return YaRN's passkey context and passkey accuracy (arXiv 2309.00071, table 5), `None` for both without any.
-
-    These are the longest context with at least the accuracy `success`, in tokens, and the mean accuracy up to it.
-    """
-    measured = [(cell.length, cell.accuracy) for cell in cells]
-    longest = max((length for length, accuracy in measured if accuracy >= success), default=None)
-    return longest, _mean([a for length, a in measured if longest and length <= longest])
 
 
 @dataclass(repr=False, kw_only=True)
@@ -239,7 +210,6 @@ class RetrievalResult(MethodsResult[Cell]):
     condition = "task"
     version = 1
     columns = COLUMNS
-    tracked = ("accuracy", "first")
     nothing = "too short for the task"
     intervals = (("accuracy", "interval"), ("first", "first_interval"))
 
@@ -263,37 +233,48 @@ class RetrievalResult(MethodsResult[Cell]):
         """Return whether the task has no prompt of this length."""
         return any((entry.task, entry.length) == (task, length) for entry in self.left_out)
 
-    def k_max(self, method: str, task: str, length: int) -> int | None:
-        """Return Position Interpolation's effective context at a length; see the function `k_max`."""
-        return k_max(self.by_depth(method, task, length))
+    def k_max(self, method: str, task: str, length: int, success: float = PI_SUCCESS) -> int | None:
+        """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), in tokens.
+
+        That is the largest distance between needle and question up to which every measured distance has the accuracy
+        `success`; 0 where the shortest has not; `None` without distances.
+        """
+        cells = self.by_depth(method, task, length)
+        near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
+        reached = [d for d, _ in itertools.takewhile(lambda cell: cell[1] >= success, near_first)]
+        return max(reached, default=0) if near_first else None
 
     def passing(self, method: str, task: str) -> tuple[int | None, float | None]:
-        """Return YaRN's passkey context and accuracy; see the function `passing`."""
-        return passing([c for c in self.cells if (c.method, c.task) == (method, task)])
+        """Return YaRN's passkey context and passkey accuracy (arXiv 2309.00071, table 5), `None` for both without any.
+
+        That is the longest context of at least the accuracy `YARN_SUCCESS`, in tokens, and the mean accuracy up to it.
+        """
+        cells = [cell for cell in self.cells if (cell.method, cell.task) == (method, task)]
+        passed = [cell.length for cell in cells if cell.accuracy >= YARN_SUCCESS]
+        longest = max(passed, default=0)
+        return longest or None, _mean([cell.accuracy for cell in cells if cell.length <= longest])
 
     def to_dict(self) -> dict[str, Any]:
         tasks = {name: get_task(name).definition for name in self.conditions}
+        scores = []  # the papers' numbers
+        for entry, task in itertools.product(self.candidates, self.settings.tasks):
+            context, accuracy = self.passing(entry.label, task)
+            own: dict[str, Any] = {"method": entry.label, "task": task}
+            own["k_max"] = {str(n): self.k_max(entry.label, task, n) for n in self.settings.lengths}
+            scores.append({**own, "passing_context": context, "passing_accuracy": accuracy})
         values = self.described(
             {"tasks": tasks, "decode": DECODES[self.settings.decode]},
             haystack=self.haystack,
             left_out=self.left_out,
             summary=self.cells,
             by_depth=self.depth_cells,
-            scores=list(self._scores()),
+            scores=scores,
             failures=self.failures,
             records=self.records,
         )
         for entry in values["methods"]:
             del entry["prefix_from_one_forward"]  # perplexity's
         return values
-
-    def _scores(self) -> Iterator[dict[str, Any]]:
-        """Yield the papers' numbers for every method and task."""
-        for entry, task in itertools.product(self.candidates, self.settings.tasks):
-            context, accuracy = self.passing(entry.label, task)
-            lengths = {str(n): self.k_max(entry.label, task, n) for n in self.settings.lengths}
-            scores = {"k_max": lengths, "passing_context": context, "passing_accuracy": accuracy}
-            yield {"method": entry.label, "task": task, **scores}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
@@ -333,12 +314,13 @@ class RetrievalResult(MethodsResult[Cell]):
 
     def shares(self, task: str, method: str, value: str) -> list[list[float]]:
         """Return a heat map: a row for each depth, from the front, a share for each length; NaN where there is none."""
-        key, lengths = (method, task), self.settings.lengths
-        cells = {(c.depth, c.length): c for c in self.depth_cells if (c.method, c.task) == key}
-        depths = self.settings.depths if get_task(task).has_depth else (None,)
+        cells = {(c.method, c.task, c.depth, c.length): c for c in self.depth_cells}
         return [
-            [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
-            for depth in depths
+            [
+                nan_if_none(getattr(cells.get((method, task, depth, length)), value, None))
+                for length in self.settings.lengths
+            ]
+            for depth in (self.settings.depths if get_task(task).has_depth else (None,))
         ]
 
     def missing(self, task: str, method: str, length: int) -> str:

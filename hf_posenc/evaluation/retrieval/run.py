@@ -36,8 +36,6 @@ from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
-# Settings that are parts of the keys, or only determine their number.
-_OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
 _SCORES = ("correct", "score", "nats", "rank", "candidates", "distance", "text")
 
 
@@ -53,14 +51,16 @@ class Item(machine.Item):
         return {"task": s.task, "length": s.length, "depth": s.depth, "sample": s.number}
 
 
-class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
+class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
     """The retrieval of every candidate, each `checked` against the model, on every task, length, depth and sample.
 
     The token ids `special` are in front of every prompt; `haystack`, the user's own text, replaces the noise sentences.
     `metadata` has `model`, `haystack`, `original` and `command` of the result.
     """
 
-    scorer: FrugalScorer
+    kind = "retrieval"
+    undecided = ("lengths", "tasks", "depths", "samples")
+    settings: RetrievalSettings
 
     def __init__(
         self,
@@ -76,8 +76,34 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
         self.model, self.tokenizer, self.candidates = model, tokenizer, candidates
         self.settings, self.special, self.metadata = settings, list(special), metadata or {}
         self._kit = Kit(tokenizer, settings.distractors if settings.ranks else 0, haystack)
+        fitting = list[tuple[int, str]]()
         self.left_out: list[LeftOut] = []
-        self.items = self._items(self._fitting())
+        for length, name in itertools.product(settings.lengths, settings.tasks):
+            scenes = (get_task(name).scene(s, self._kit) for s in settings.samples_of(name, length))
+            needed = max(scene.shortest for scene in scenes) + len(self.special)
+            if needed <= length:
+                fitting.append((length, name))
+            else:
+                self.left_out.append(LeftOut(name, length, needed))
+        if not fitting:
+            least = min(self.left_out, key=lambda entry: entry.needed)
+            raise PosencError(
+                f"No task fits into {settings.lengths[-1]:,} tokens: {least.task} needs at least {least.needed:,} with "
+                "this tokenizer. Give longer --lengths."
+            )
+        self.items = [
+            Item(
+                key=(candidate.key, name, length, sample.depth, sample.number),
+                candidate=candidate,
+                length=length,
+                cost=min(length, candidate.most or length),
+                cells=((name, length),),
+                order=order,
+                sample=sample,
+            )
+            for candidate, (length, name) in itertools.product(candidates, fitting)
+            for order, sample in enumerate(settings.samples_of(name, length))
+        ]
         ids = self.prompt(self.items[0].sample).ids
         identity.check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
@@ -88,40 +114,6 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
         """Return the prompt of a sample: with its answer of `sample.length` tokens, the same in every process."""
         scene = get_task(sample.task).scene(sample, self._kit)
         return lay_out(scene, sample.length, self.special, self._kit.distractors)
-
-    def _fitting(self) -> list[tuple[int, str]]:
-        """Return the lengths and tasks for which there are prompts."""
-        fitting = []
-        for length, name in itertools.product(self.settings.lengths, self.settings.tasks):
-            samples = self.settings.samples_of(name, length)
-            scenes = (get_task(name).scene(sample, self._kit) for sample in samples)
-            needed = max(scene.shortest for scene in scenes) + len(self.special)
-            if needed <= length:
-                fitting.append((length, name))
-            else:
-                self.left_out.append(LeftOut(name, length, needed))
-        if not fitting:
-            least = min(self.left_out, key=lambda entry: entry.needed)
-            raise PosencError(
-                f"No task fits into {self.settings.lengths[-1]:,} tokens: {least.task} needs at least "
-                f"{least.needed:,} with this tokenizer. Give longer --lengths."
-            )
-        return fitting
-
-    def _items(self, fitting: Sequence[tuple[int, str]]) -> list[Item]:
-        return [
-            Item(
-                key=(candidate.key, name, length, sample.depth, sample.number),
-                candidate=candidate,
-                length=length,
-                cost=min(length, candidate.most or length),
-                cells=((name, length),),
-                order=order,
-                sample=sample,
-            )
-            for candidate, (length, name) in itertools.product(self.candidates, fitting)
-            for order, sample in enumerate(self.settings.samples_of(name, length))
-        ]
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Score the answer of one sample."""
@@ -144,43 +136,28 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
         return {"correct": score == 1.0, "score": score, "text": text}
 
     @property
-    def decisive(self) -> Mapping[str, Any]:
-        settings, haystack = asdict(self.settings), self.metadata["haystack"]
-        return {
-            "kind": "retrieval",
-            "model": self.metadata["model"],
-            "haystack": {name: haystack[name] for name in haystack if name != "paths"},
-            "settings": {name: settings[name] for name in settings if name not in _OF_THE_KEYS},
-            "right": DECODES[self.settings.decode],
-            "environment": identity.environment(),
-        }
+    def about(self) -> Mapping[str, Any]:
+        haystack = {name: x for name, x in self.metadata["haystack"].items() if name != "paths"}
+        return {"haystack": haystack, "right": DECODES[self.settings.decode]}
 
     def collect(self, values: Mapping[Key, Value]) -> RetrievalResult:
         """Return the result, without records of a cell in which any sample failed: they would not be comparable."""
-        reasons = Failures.of(self.items, values.get).reasons()
+        reasons, records = Failures.of(self.items, values.get).reasons(), []
+        for item in self.items:
+            if (item.label, item.cells[0]) not in reasons:
+                s, value = item.sample, values[item.key]
+                scores: dict[str, Any] = {name: value.get(name) for name in _SCORES}
+                records.append(Record(item.label, s.task, s.length, s.depth, s.number, **scores))
         return RetrievalResult(
-            settings=self.settings,
             candidates=[MethodEntry.of(candidate) for candidate in self.candidates],
-            records=[
-                _record(item, values[item.key])
-                for item in self.items
-                if (item.label, item.cells[0]) not in reasons
-            ],
+            records=records,
             failures=[
                 Failure(label, str(task), int(length), reason)
                 for (label, (task, length)), reason in reasons.items()
             ],
             left_out=self.left_out,
-            head_replay=self.scorer.head_replay,
-            environment=identity.environment(),
-            fingerprint=self.fingerprint,
-            **self.metadata,
+            **self.described,
         )
-
-
-def _record(item: Item, value: Value) -> Record:
-    s, scores = item.sample, dict[str, Any]((name, value.get(name)) for name in _SCORES)
-    return Record(item.label, s.task, s.length, s.depth, s.number, **scores)
 
 
 def measure_retrieval(
@@ -251,13 +228,8 @@ def prepare(
     candidates, original = checked_candidates(model, options.methods)
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
-    lengths = within_reach(
-        model,
-        candidates,
-        sorted(options.lengths or default_lengths(original)),
-        given=bool(options.lengths),
-    )
-    settings = settings_of(options, lengths)
+    requested = sorted(options.lengths or default_lengths(original))
+    lengths = within_reach(model, candidates, requested, given=bool(options.lengths))
     described: dict[str, Any] = {"kind": "noise"}
     if haystack is not None:
         digest = hashlib.sha256(haystack.encode("utf-8", "surrogatepass")).hexdigest()
@@ -269,12 +241,5 @@ def prepare(
         "original": original,
         "command": command,
     }
-    return RetrievalRun(
-        model,
-        tokenizer,
-        candidates,
-        settings,
-        special=special,
-        haystack=haystack,
-        metadata=metadata,
-    )
+    texts: dict[str, Any] = {"special": special, "haystack": haystack, "metadata": metadata}
+    return RetrievalRun(model, tokenizer, candidates, settings_of(options, lengths), **texts)

@@ -1,6 +1,7 @@
 """Retrieval tasks: each is a function from a sample to the pieces of its prompt; the settings of a run.
 
-A new task is such a function, its words and definition in `words.json`, and a row of `TASKS`.
+A new task is such a function, its words and definition in `words.json`, and a row of `TASKS`. What the tasks take from
+their papers, and what differs, is in docs/retrieval.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -83,13 +84,7 @@ class Task:
 
 
 def passkey(sample: Sample, kit: Kit) -> Scene:
-    """Return a number of five digits in noise.
-
-    The text is that of Mohtashami and Jaggi (arXiv 2305.16300), used word for word by Position Interpolation (arXiv
-    2306.15595, figure 3), YaRN (arXiv 2309.00071, `eval/passkey.py`), LongLoRA and DCA (`passkey/test_passkey.py`).
-    The number has five digits as in Position Interpolation; the scripts draw it from 1 to 50,000. Prompt and
-    answer have exactly L tokens, where the scripts count characters of filler.
-    """
+    """Return a number of five digits in noise, in the words of Mohtashami and Jaggi (arXiv 2305.16300)."""
     draws, wrong = Draws(*sample.needle), Draws("distractors", *sample.needle)
     key = kit.absent(lambda: draws.digits(5))
     others = kit.others(lambda: wrong.digits(5), key)
@@ -105,15 +100,7 @@ def passkey(sample: Sample, kit: Kit) -> Scene:
 def needle_in_haystack(
     sample: Sample, kit: Kit, *, kind: str = "number", among_needles: bool = False
 ) -> Scene:
-    """Return one needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
-
-    Taken from there: the template for a single needle, the needle's sentence, the kinds of haystack (lines of five
-    sentences; other needles), keys (an adjective and a noun, or a UUID) and values (seven digits, or a UUID), one key,
-    value and query each (`scripts/synthetic.yaml`), 128 new tokens, `string_match_all`.
-
-    Different here: prompt and answer have exactly L tokens (RULER fills up to L with whole lines, 128 new tokens
-    included); the needle is put at its depth instead of a random line; the lists of words are our own.
-    """
+    """Return one needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654)."""
 
     def key_of(draws: Draws) -> str:
         if kind == "uuid":
@@ -155,16 +142,7 @@ def needle_in_haystack(
 
 
 def variable_tracking(sample: Sample, kit: Kit) -> Scene:
-    """Return the variables that have a value, through a chain of assignments.
-
-    After `scripts/data/synthetic/variable_tracking.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
-    template, one chain of four hops (`scripts/synthetic.yaml`), names of five capital letters, a value of five digits,
-    noise in lines of five sentences, one worked example in front of every prompt (five lines of noise, names of three
-    letters, new names every time), 30 new tokens, `string_match_all`.
-
-    Different here: prompt and answer have exactly L tokens; the statements have no space at their end; their positions
-    are drawn as fractions of the filler, the same at every length.
-    """
+    """Return the variables that have a value, through a chain of assignments, after RULER's `variable_tracking.py`."""
     hops = 4
 
     def names_of(draws: Draws, letters: int, taken: Sequence[str] = ()) -> list[str]:
@@ -197,14 +175,9 @@ def variable_tracking(sample: Sample, kit: Kit) -> Scene:
 def frequent_words(sample: Sample, kit: Kit) -> Scene:
     """Return a text of made-up words, of which the three most frequent are asked for, most frequent first.
 
-    After `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
-    template, coded words of six small letters, a vocabulary of L / 50 words. The k-th most frequent word comes
-    `N k^-alpha / zeta(alpha)` times (rounded down) with alpha = 2, all in random order. The most frequent one is `...`,
-    which the question tells the reader to ignore; the next three are the answer. 50 new tokens, `string_match_all`.
-
-    Different here: prompt and answer have exactly L tokens, padded with `...`; at least ten words, so that short
-    prompts have some besides the answer; N is such that the words of the answer and the next one have different counts
-    (RULER's may tie).
+    After RULER's `freq_words_extraction.py`. The k-th most frequent word comes `N k^-alpha / zeta(alpha)` times
+    (rounded down) with alpha = 2, all in random order. The most frequent one is `...`, which the question tells the
+    reader to ignore; the next three are the answer. N is such that these and the next one have different counts.
     """
     asked, dots = 3, "..."
     common = 30  # distractors are made of the most frequent words behind those of the answer
@@ -300,44 +273,42 @@ class RetrievalSettings:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.depths, int):
-            object.__setattr__(self, "depths", even_depths(self.depths))
         for name in ("lengths", "tasks", "depths"):
-            values, numbers = plain(getattr(self, name)), name != "tasks"
-            if not isinstance(values, Iterable):
-                raise PosencError(f"{name} is a list, not {values!r}.")
-            values = tuple(values)
-            if numbers and not all(isinstance(n, int | float) and n == n for n in values):
-                raise PosencError(f"{name} is a list of numbers, not {list(values)!r:.80}.")
-            if not values or list(values) != (sorted if numbers else list)(dict.fromkeys(values)):
-                order = ", in ascending order" if numbers else ""
+            given: Any = plain(getattr(self, name))
+            try:
+                if (
+                    name == "depths"
+                ):  # a needle is drawn by its depth's text: 0 and 0.0 would be two
+                    given = map(float, even_depths(given))
+                given = list(given)
+                once = list(dict.fromkeys(given)) if name == "tasks" else sorted(set(given))
+                sound = bool(given) and given == once
+            except (TypeError, ValueError):
+                sound = False
+            if not sound:
+                order = "" if name == "tasks" else ", in ascending order"
                 raise PosencError(
-                    f"Give at least one of the {name}, each once{order}, not {list(values)}."
+                    f"Give at least one of the {name}, each once{order}, not {given!r:.80}."
                 )
-            # A needle is drawn by its depth's text: 0 and 0.0 would be two.
-            values = tuple(map(float, values)) if name == "depths" else values
-            object.__setattr__(self, name, values)
+            object.__setattr__(self, name, tuple(given))
         for task in self.tasks:
             get_task(task)
-        if self.depths[0] < 0 or self.depths[-1] > 1:
-            raise PosencError(
-                f"Depths go from 0 to 1, not from {self.depths[0]:g} to {self.depths[-1]:g}."
-            )
+        if not 0 <= self.depths[0] <= self.depths[-1] <= 1:
+            raise PosencError(f"Depths go from 0 to 1, not {list(self.depths)!r:.80}.")
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
-        for name, least in (("samples", 1), ("distractors", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
-        if self.distractors > MOST_DISTRACTORS:
-            raise PosencError(
-                f"distractors is at most {MOST_DISTRACTORS:,}, not {self.distractors:,}."
-            )
         prompts = self.samples * len(self.depths)
         if prompts > MOST_PROMPTS:
             raise PosencError(
                 f"{self.samples:,} samples at {len(self.depths)} depths are {prompts:,} prompts of a task and length, "
                 f"and at most {MOST_PROMPTS:,} are measured."
             )
+        for name, least, most in (
+            ("samples", 1, MOST_PROMPTS),
+            ("distractors", 0, MOST_DISTRACTORS),
+        ):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise PosencError(f"{name} is a number from {least} to {most:,}, not {value:,}.")
 
     @property
     def ranks(self) -> bool:
@@ -346,9 +317,7 @@ class RetrievalSettings:
 
     def samples_of(self, name: str, length: int) -> list[Sample]:
         """Return the samples of a task at a length."""
-        depths: Sequence[float | None] = self.depths
-        if not get_task(name).has_depth:
-            depths = (None,)
+        depths: Sequence[float | None] = self.depths if get_task(name).has_depth else (None,)
         numbers = range(self.samples * len(self.depths) // len(depths))
         pairs = itertools.product(depths, numbers)
         return [Sample(self.seed, name, length, *pair) for pair in pairs]
@@ -358,7 +327,7 @@ def settings_of(options: Any, lengths: Sequence[int]) -> RetrievalSettings:
     """Return the settings of a run with these `RetrievalOptions`, at these lengths."""
     names = ("depths", "samples", "distractors", "decode", "seed", "chunk")
     return RetrievalSettings(
-        lengths=tuple(sorted(set(lengths))),
-        tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
+        tuple(sorted(set(lengths))),
+        DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
         **{name: getattr(options, name) for name in names},
     )

@@ -24,7 +24,7 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.perplexity import measure_perplexity
-from hf_posenc.evaluation.retrieval import measure_retrieval
+from hf_posenc.evaluation.retrieval.run import measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import get_task
 from hf_posenc.files import to_json
 from hf_posenc.patch.patching import get_patch

@@ -32,7 +32,7 @@ from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.options import ExtendOptions, SweepOptions
 from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
-from hf_posenc.evaluation.retrieval import RetrievalRun
+from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.tuning import Course
 from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 from tests.support import zoo

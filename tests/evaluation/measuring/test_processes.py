@@ -34,29 +34,14 @@ def together(arguments: list[str], folder: Path, launcher: str | None) -> str:
         assert launch(folder / "two", processes=2, work=_measure, arguments=arguments) == [0, 0]
         return "".join((folder / f"two-{rank}.out").read_text() for rank in range(2))
     (folder / "accelerate.yaml").write_text(ACCELERATE)
-    options = {
-        "accelerate": [
-            "accelerate.commands.launch",
-            "--config_file",
-            str(folder / "accelerate.yaml"),
-        ],
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    }[launcher]
-    script = str(ROOT / "scripts" / "perplexity.py")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", *options, script, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = {
+        "accelerate": f"accelerate.commands.launch --config_file {folder / 'accelerate.yaml'}",
+        "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
+    }[launcher].split()
+    alone = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shown: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    words = [*command, str(ROOT / "scripts" / "perplexity.py"), *arguments]
+    done = subprocess.run([sys.executable, "-m", *words], env={**os.environ, **alone}, **shown)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,17 +59,8 @@ def test_two_processes_report_what_one_does(tmp_path: Path, launcher: str | None
     texts.mkdir()
     for index in range(3):  # shares of two documents and of one
         (texts / f"{index}.txt").write_text(prose(150, index))
-    arguments = [
-        str(model),
-        "--text",
-        str(texts),
-        "--lengths",
-        "32,64",
-        "--no-plot",
-        "--device",
-        "cpu",
-    ]
-    arguments += ["--patch", "none", "--patch", "yarn:scale=2", "--output"]
+    options = "--lengths 32,64 --no-plot --device cpu --patch none --patch yarn:scale=2 --output"
+    arguments = [str(model), "--text", str(texts), *options.split()]
     alone = CliRunner().invoke(app, ["perplexity", *arguments, str(tmp_path / "one")])
     assert alone.exit_code == 0, alone.output
     printed = together([*arguments, str(tmp_path / "two")], tmp_path, launcher)

@@ -64,32 +64,17 @@ def test_which_methods_scale_automatically() -> None:
 @pytest.mark.parametrize(
     ("spec", "label", "method", "options"),
     [
-        (
-            "rerope:window=128,log_n=true",
-            "rerope (window 128, log_n)",
-            "rerope",
-            {"window": 128, "log_n": True},
-        ),
+        ("rerope:window=12,log_n=true", "rerope (window 12, log_n)", "rerope", {"window": 12, "log_n": True}),
         ("self_extend", "self_extend (auto)", "self_extend", {"scale": 4.0}),
         ("linear", "pi (auto)", "pi", {"scale": 4.0}),
         ("yarn:scale=2.5", "yarn (scale 2.5)", "yarn", {"scale": 2.5}),
         ("yarn:scale=4+log_n", "yarn (scale 4) + log_n", [YaRN(scale=4), LogN()], {}),
-        (
-            "yarn + rerope:window=9",
-            "yarn (auto) + rerope (window 9)",
-            [YaRN(scale=4.0), ReRoPE(window=9)],
-            {},
-        ),
-        (
-            "yarn:replace=true+log_n",
-            "yarn (auto, replace) + log_n",
-            [YaRN(scale=4.0), LogN()],
-            {"replace": True},
-        ),
+        ("yarn + rerope:window=9", "yarn (auto) + rerope (window 9)", [YaRN(scale=4.0), ReRoPE(window=9)], {}),
+        ("yarn:replace=true+log_n", "yarn (auto, replace) + log_n", [YaRN(scale=4.0), LogN()], {"replace": True}),
         ("abf:rope_theta=1e+6", "abf (rope_theta 1e+06)", "abf", {"rope_theta": 1e6}),
         ("ntk:target_length=512", "ntk (target_length 512)", "ntk", {"target_length": 512}),
     ],
-)
+)  # fmt: skip
 def test_what_is_asked_for(spec: str, label: str, method: Any, options: dict[str, Any]) -> None:
     request = Candidate.parse(spec)
     assert request.label == label

@@ -138,50 +138,6 @@ def test_shares_give_what_one_process_gives(whole: str, tmp_path: Path, count: i
     assert result(tmp_path) == whole
 
 
-def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
-    tmp_path: Path,
-) -> None:
-    texts: list[str] = []
-    for count in (1, 2):
-        run = make_run(tiny())
-        unlucky = {  # of both shares
-            tuple(run.documents[1].tokens(0, 64).tolist()): "one",
-            tuple(run.documents[2].tokens(0, 64).tolist()): "two",
-        }
-
-        def refuse(module: Any, args: Any, kwargs: Any, unlucky: Any = unlucky) -> None:
-            name = unlucky.get(tuple(kwargs["input_ids"][0].tolist()))
-            if name is not None:
-                raise RuntimeError(f"no luck with {name}")
-
-        run.model.model.register_forward_pre_hook(refuse, with_kwargs=True)  # type: ignore[union-attr]
-        for index in range(count):
-            shard = Shard(index, count)
-            with run.open(tmp_path / str(count), shard) as store:
-                execute(run, store, shard)
-                made = collected(run, store)
-        assert made is not None
-        assert {f.reason for f in made.failures} == {"RuntimeError: no luck with one"}
-        assert {(f.method, f.length) for f in made.failures} == {("yarn (auto)", 64)}
-        texts.append(to_json(made.to_dict()))
-    assert texts[0] == texts[1]
-
-
-def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) -> None:
-    run = make_run()
-    fewer = PerplexityRun(
-        run.model, run.documents[:2], run.candidates[:2], run.settings, metadata=run.metadata
-    )
-    with fewer.open(tmp_path) as store:
-        execute(fewer, store)
-    before = len(lines(tmp_path))
-    with run.open(tmp_path) as store:
-        execute(run, store)
-        assert collected(run, store) is not None
-    assert len(lines(tmp_path)) == len(run.items)
-    assert 0 < before < len(run.items)
-
-
 def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> None:
     run = make_run()
     with run.open(tmp_path) as store:
@@ -205,31 +161,21 @@ def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> Non
     assert streams[0][0].sha256 != streams[1][0].sha256
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [("_attn_implementation", "eager"), ("_experts_implementation", "batched_mm")],
-)
-def test_another_backend_starts_anew(backend: str, name: str, tmp_path: Path) -> None:
-    model = tiny()
-    with make_run(model).open(tmp_path) as store:
-        before = store.fingerprint
-    setattr(model.config, backend, name)
-    with make_run(model).open(tmp_path) as store:
-        assert store.fingerprint != before
-
-
-def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
+def test_changed_settings_weights_or_backends_start_anew(tmp_path: Path) -> None:
     work(tmp_path, Shard())
     changed = tiny()
     with torch.no_grad():
         changed.lm_head.weight[3, 3] += 1e-3
+    backends: list[Any] = [tiny(), tiny()]
+    backends[0].config._attn_implementation = "eager"
+    backends[1].config._experts_implementation = "batched_mm"
+    runs = [make_run(tail_tokens=8), make_run(prefill=16), *map(make_run, (changed, *backends))]
     folders = set()
-    runs = [make_run(tail_tokens=8), make_run(prefill=16), make_run(changed)]
     for run in runs:
         with run.open(tmp_path) as store:
             folders.add(store.folder)
             assert collected(run, store) is None
-    assert len(folders) == 3
+    assert len(folders) == 5
     run = make_run(base=2.0)  # decides the summary only
     with run.open(tmp_path) as store:
         assert collected(run, store) is not None

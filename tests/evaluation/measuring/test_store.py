@@ -21,7 +21,6 @@ from hf_posenc.evaluation.measuring.store import (
     current_shard,
     fingerprint_of,
 )
-from tests.evaluation.measuring.test_resume import result, work
 from tests.support.selection import late
 
 SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
@@ -135,19 +134,6 @@ def test_records_of_a_lost_disk_of_another_shape_and_without_checksums_are_not_u
     assert opened(tmp_path) == ([], [])
 
 
-def test_a_digit_that_flips_changes_no_result(tmp_path: Path) -> None:
-    work(tmp_path, Shard())
-    expected, path = result(tmp_path), files(tmp_path)[0]
-    for digit in range(3):
-        whole = path.read_bytes()
-        sums = [match.start() for match in re.finditer(rb"(?<=\.)\d", whole)]
-        at = sums[digit * len(sums) // 3]
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.warns(UserWarning, match="damaged, or written by an earlier version"):
-            work(tmp_path, Shard())
-        assert result(tmp_path) == expected
-
-
 def test_other_settings_neither_read_nor_lose_what_was_measured(tmp_path: Path) -> None:
     with Store(tmp_path, SETTINGS) as store:
         store.append(KEYS[0], {"n": 0})
@@ -167,18 +153,6 @@ def test_two_writers_of_one_shard_are_refused(tmp_path: Path) -> None:
         Store(tmp_path, SETTINGS)
     with Store(tmp_path, SETTINGS, Shard(0, 2)), Store(tmp_path, SETTINGS, Shard(1, 2)):
         pass
-
-
-def test_shards_see_each_other_after_a_refresh(tmp_path: Path) -> None:
-    with (
-        Store(tmp_path, SETTINGS, Shard(0, 2)) as one,
-        Store(tmp_path, SETTINGS, Shard(1, 2)) as two,
-    ):
-        one.append(KEYS[0], {"n": 0})
-        assert two.get(KEYS[0]) is None
-        two.refresh()
-        assert two.get(KEYS[0]) == {"n": 0}
-    assert len(files(tmp_path)) == 2
 
 
 def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path: Path) -> None:
@@ -260,9 +234,3 @@ def test_a_place_that_does_not_exist(
     _environment(monkeypatch, **environment)
     with pytest.raises(PosencError, match=reason):
         current_shard(given)
-
-
-def test_shares_cover_everything_once() -> None:
-    items = list(range(11))
-    shares = [Shard(index, 3).mine(items) for index in range(3)]
-    assert sorted(item for share in shares for item in share) == items

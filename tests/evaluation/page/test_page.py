@@ -133,12 +133,6 @@ def test_a_ratio_that_is_one_but_for_rounding_and_no_other_reads_one(
     assert ratio_text(ratio) == text
 
 
-def test_with_few_documents_nothing_is_better_or_worse(tmp_path: Path) -> None:
-    made = page(write(tmp_path / "few", result(documents=4)))
-    assert {_verdict(cell) for cell in made.table("Ratios, tail").values()} == {""}
-    assert "Fewer than 5 documents" in made.root.text
-
-
 def test_the_longest_texts_are_compared_with_the_control_and_with_short_ones(one: Page) -> None:
     data = result()
     cells = one.table("Ratios, tail")

@@ -49,7 +49,6 @@ def test_contrast(mode: str) -> None:
         assert contrast(palette[name], palette["panel"]) >= 4.5, name
     for name in ("bar-ink", "bar-muted"):
         assert contrast(palette[name], palette["bar"]) >= 4.5, name
-    assert contrast(palette["ink"], palette["heat"]) >= 4.5
     for name in [name for name in palette if name.startswith("line-")]:
         assert contrast(palette[name], palette["paper"]) >= 3, name
 
@@ -57,7 +56,7 @@ def test_contrast(mode: str) -> None:
 def test_the_page_and_the_site_have_no_colours_of_their_own() -> None:
     source = drawn().source
     known = set(_palettes()["light"]) | {"text-font", "code-font"}
-    used = set(re.findall(r"var\(--([\w-]+)\)", source)) - {"part"}  # a heat map's own number
+    used = set(re.findall(r"var\(--([\w-]+)\)", source))
     assert used <= known
     sheet, body = source.split("</style>", 1)
     drawn_in = set(re.findall(r"(?:fill|stroke): ?#[0-9a-fA-F]{6}", body))

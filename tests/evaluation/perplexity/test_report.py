@@ -19,7 +19,7 @@ from rich.console import Console
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
-from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook, to_rich
+from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.result import MethodEntry
@@ -76,7 +76,7 @@ CURVES = {
 
 def shown(result: PerplexityResult, protocol: str = "tail", width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(to_rich(result.table(protocol)))
+    console.print(result.table(protocol))
     file: Any = console.file
     return str(file.getvalue())
 
