@@ -227,7 +227,8 @@ def _draw(subject: Subject, results: Results) -> None:
     with rc_context(STYLE):
         figure = Figure(figsize=(7.6, 1.4 + 2 * len(subject.axes)), layout="constrained")
         grid = figure.subplots(len(subject.axes), 2, sharex="col", sharey="row", squeeze=False)
-        for row, (field, (label, ticks)) in zip(grid, subject.axes.items(), strict=True):
+        for number, (field, (label, ticks)) in enumerate(subject.axes.items()):
+            row = grid[number]
             for axis, (below, above, groups) in zip(row, columns, strict=True):
                 for case, colour, marker in zip(subject.cases, colours, "osD", strict=False):
                     known = {x: group[case] for x, group in groups.items() if case in group}
@@ -241,9 +242,9 @@ def _draw(subject: Subject, results: Results) -> None:
                 axis.set_xticks([*groups], [f"{at // 1024}k" for at in groups])
                 axis.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
                 axis.minorticks_off()
-                if row is grid[0]:
+                if number == 0:
                     axis.set_title(above)
-                if row is grid[-1]:
+                if number == len(grid) - 1:
                     axis.set_xlabel(below)
             row[0].set_ylabel(label)
         if REPLAY in subject.cases:

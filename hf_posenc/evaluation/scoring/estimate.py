@@ -10,9 +10,9 @@ formulas, with coarse constants that were measured:
   queries x keys that eager attention, the path `exact` and masks of sliding windows write.
 - Logits: those of a chunk, their float32 copy and their log-softmax.
 
-The memory answers "does it fit or not", not more: over fifteen families and all backends it is 0.7 to 1.7 times what
-the tensors of a forward take (tests/evaluation/scoring/test_estimate.py counts them). Not counted: workspaces of
-kernels, a CUDA context, fragmentation, states of state-space layers, and scores that a family's own code writes.
+The memory answers "does it fit or not", not more: over 18 families and all backends it is 0.6 to 1.7 times what the
+tensors of a forward take (tests/evaluation/scoring/test_estimate.py counts them). Not counted: workspaces of kernels, a
+CUDA context, fragmentation, states of state-space layers, and scores that a family's own code writes.
 """
 
 from __future__ import annotations
@@ -124,11 +124,14 @@ def run_cost(
         # Without head replay all logits are held while the losses of a chunk are computed.
         held = (together * tokens if full_logits else rows) * size
         held += rows * (size if size >= FLOAT else 2 * FLOAT)
+        activations = together * _activations(shape, piece, tokens, size)
+        if piece < tokens:  # the last chunk of the piece before is still held
+            activations += rows * shape.vocabulary * size
         cost = Cost(
             tokens=tokens * count,
             flops=_flops(shape, tokens, scored) * count,
             weights=weights,
-            activations=together * _activations(shape, piece, tokens, size),
+            activations=activations,
             cache=together * _cache(shape, piece, tokens) * size,
             logits=held * shape.vocabulary,
         )
