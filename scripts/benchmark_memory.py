@@ -125,13 +125,11 @@ def main(
     subject: Annotated[str, typer.Argument(help=" or ".join(SUBJECTS))],
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
     plot: Annotated[bool, typer.Option(help="Measure nothing.")] = False,
-    output: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it.")] = None,
 ) -> None:
     """Run all measurements, each in its own process, and write medians."""
     measured = SUBJECTS[subject]
-    output = output or measured.result
     if plot:
-        document = json.loads(output.read_text(encoding="utf-8"))
+        document = json.loads(measured.result.read_text(encoding="utf-8"))
     else:
         document = {"machine": machine(), "threads": 1, "rounds": rounds}
         document["results"] = _medians(subject, rounds)
@@ -143,8 +141,8 @@ def main(
             cost = run_cost(model, [(length, length - 1)], prefill_chunk=piece)
             values = document["results"][title(length, vocabulary)][case]
             values["estimated_mib"] = cost.beside_weights / MEBIBYTE
-    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    _draw(measured, document["results"], output.with_suffix(".png"))
+    measured.result.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    _draw(measured, document["results"])
 
 
 def title(length: int, vocabulary: int) -> str:
@@ -178,7 +176,30 @@ def _measure(subject: str, case: str, length: int, vocabulary: int) -> dict[str,
         ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
     model = SUBJECTS[subject].model(vocabulary)
     ids = torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(0))
-    run, values = _prepared(case, model, ids)
+    values: dict[str, float] = {}
+    if case in (REPLAY, PIECES):
+        run: Callable[[Tensor], Any] = TokenScorer(
+            model, ids, prefill=PIECE if case == PIECES else None
+        )
+    elif case == FULL:
+
+        def run(ids: Tensor) -> Tensor:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            return F.cross_entropy(logits.float(), ids[1:], reduction="none")
+    else:
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if case == CHUNKS:
+            handle = chunk_loss(model)
+            if not handle.exact:
+                raise SystemExit("The loss in chunks is not in use.")
+            values["chunk"] = handle.chunk
+
+        def run(ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids[None], labels=ids[None], use_cache=False).loss
+            loss.backward()
+            return loss.detach()
+
     with torch.inference_mode(subject == "scoring"):
         run(ids[:64])  # Created once, on the first call; the memory of gradients stays allocated.
         start = time.process_time()
@@ -189,35 +210,7 @@ def _measure(subject: str, case: str, length: int, vocabulary: int) -> dict[str,
     return values | {"peak_mib": peak}
 
 
-def _prepared(
-    case: str, model: Any, ids: Tensor
-) -> tuple[Callable[[Tensor], Tensor], dict[str, float]]:
-    """Return the work of a case, and what is known before it is measured."""
-    if case in (REPLAY, PIECES):
-        return TokenScorer(model, ids, prefill=PIECE if case == PIECES else None), {}
-
-    def full(ids: Tensor) -> Tensor:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        return F.cross_entropy(logits.float(), ids[1:], reduction="none")
-
-    def step(ids: Tensor) -> Tensor:
-        loss: Tensor = model(input_ids=ids[None], labels=ids[None], use_cache=False).loss
-        loss.backward()
-        return loss.detach()
-
-    if case == FULL:
-        return full, {}
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if case == WHOLE:
-        return step, {}
-    handle = chunk_loss(model)
-    if not handle.exact:
-        raise SystemExit("The loss in chunks is not in use.")
-    return step, {"chunk": handle.chunk}
-
-
-def _draw(subject: Subject, results: Results, path: Path) -> None:
+def _draw(subject: Subject, results: Results) -> None:
     """Draw a row for each number, by length and by vocabulary; small crosses are the estimates."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -234,7 +227,8 @@ def _draw(subject: Subject, results: Results, path: Path) -> None:
     with rc_context(STYLE):
         figure = Figure(figsize=(7.6, 1.4 + 2 * len(subject.axes)), layout="constrained")
         grid = figure.subplots(len(subject.axes), 2, sharex="col", sharey="row", squeeze=False)
-        for row, (field, (label, ticks)) in zip(grid, subject.axes.items(), strict=True):
+        for number, (field, (label, ticks)) in enumerate(subject.axes.items()):
+            row = grid[number]
             for axis, (below, above, groups) in zip(row, columns, strict=True):
                 for case, colour, marker in zip(subject.cases, colours, "osD", strict=False):
                     known = {x: group[case] for x, group in groups.items() if case in group}
@@ -248,16 +242,16 @@ def _draw(subject: Subject, results: Results, path: Path) -> None:
                 axis.set_xticks([*groups], [f"{at // 1024}k" for at in groups])
                 axis.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
                 axis.minorticks_off()
-                if row is grid[0]:
+                if number == 0:
                     axis.set_title(above)
-                if row is grid[-1]:
+                if number == len(grid) - 1:
                     axis.set_xlabel(below)
             row[0].set_ylabel(label)
         if REPLAY in subject.cases:
             grid[0, 0].plot([], [], "x", markersize=4, color="0.3", label="estimated")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(path, dpi=200, bbox_inches="tight")
+        figure.savefig(subject.result.with_suffix(".png"), dpi=200, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def exit_on(problems: Iterable[str]) -> None:
 def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> None:
     """Print tokens, operations and peak memory of every method, and the free memory of the device of the run."""
     from hf_posenc.evaluation.grid import Grid
-    from hf_posenc.evaluation.scoring.rates import estimated
+    from hf_posenc.evaluation.scoring.estimate import estimated
     from hf_posenc.model.memory import free_memory
 
     jobs = cast("list[Any]", run.items)
@@ -298,8 +298,8 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
     rest = "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
     print_items(
         grid,
-        f"{weights / GIB:,.2f} GiB are the weights. {rest} An estimate from the model's sizes, on the high side "
-        f"(hf_posenc/evaluation/scoring/estimate.py lists the terms). {takes} Nothing was run.",
+        f"{weights / GIB:,.2f} GiB are the weights. {rest} A coarse estimate from the model's sizes "
+        f"(docs/evaluation.md, Memory). {takes} Nothing was run.",
     )
     if not all(checked for row in rows for checked in row["attention"].values()):
         print_items(
@@ -323,7 +323,7 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
                 batch=getattr(settings, "batch", 1),
                 chunk=settings.chunk,
                 prefill_chunk=prefill,
-                full_logits=not run.scorer.scorer.replays,
+                full_logits=not run.scorer.replays,
             )
             attention.maps.append(backends(run.model))
         costs.append(cost)

@@ -305,8 +305,7 @@ def _tune(frame: Frame, job: Race[Any]) -> Any:
 
 
 def _print_line(job: Race[Any], device: Any) -> None:
-    from hf_posenc.evaluation.scoring.estimate import run_cost
-    from hf_posenc.evaluation.scoring.rates import estimated
+    from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
 
     target = job.settings.lengths[-1]
     each = run_cost(job.whole.model, [(target, job.settings.tail_tokens)]).flops / target

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
+from hf_posenc.evaluation.documents import Entry, as_entries, load_documents, special_prefix
 from hf_posenc.evaluation.flags import output_folder, read_whole
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring import identity
@@ -25,7 +25,6 @@ from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
 from hf_posenc.evaluation.perplexity import PerplexityRun, make_settings
-from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.lengths import read_length
@@ -168,7 +167,7 @@ class Scores:
         self._tokenizer, self._device, self._autocast = tokenizer, device, autocast
         options = {"protocols": PROTOCOLS, **settings, "lengths": tuple(sorted(set(lengths)))}
         self.settings, self._bos = make_settings(options, None, bos=None)
-        self._special = special_tokens(tokenizer, self._bos)
+        self._special = special_prefix(tokenizer, self._bos)
         self.documents, self._skipped = load_documents(
             as_entries(documents),
             tokenizer,

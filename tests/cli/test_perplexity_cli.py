@@ -73,7 +73,7 @@ def test_a_finished_run_is_shown_again_without_a_forward(
 ) -> None:
     assert run(model, texts, tmp_path).exit_code == 0
     monkeypatch.setattr(
-        "hf_posenc.evaluation.scoring.frugal.FrugalScorer.__call__",
+        "hf_posenc.evaluation.scoring.head_replay.TokenScorer.__call__",
         lambda *_, **__: pytest.fail("it was measured again"),
     )
     assert "Wrote perplexity.json" in run(model, texts, tmp_path).stdout

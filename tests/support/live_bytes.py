@@ -12,6 +12,8 @@ from hf_posenc.evaluation.scoring.estimate import Attention, Cost, read_shape, r
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 
+LEAST, MOST = 0.6, 1.7
+"""What an estimate of memory may be of the peak, as its docstring and docs/evaluation.md say."""
 _DispatchMode: Any = TorchDispatchMode
 _BASIC: set[Any] = set()
 """Operations that are made of no others: asking one takes as long as running it."""
@@ -51,25 +53,29 @@ class LiveBytes(_DispatchMode):  # type: ignore[misc]
         self.now -= size
 
 
-def measured(
+def check(
     model: Any,
     length: int,
     *,
-    chunk: int,
+    chunk: int = 16,
     windows: int = 1,
     full_logits: bool = False,
-    **sizes: Any,
-) -> int:
-    """Return the peak of scoring windows of one length; `sizes` are those of a prefill and of MLPs."""
-    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk, **sizes)
+    prefill: int | None = None,
+) -> Cost:
+    """Return the estimate for windows of one length, which is near the peak of scoring them."""
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk, prefill=prefill)
     assert scorer.replays
-    assert scorer.mlp is None or scorer.mlps
     scorer.replays = not full_logits
     ids = zoo.tokens(length)
     live: Any = LiveBytes(model)
     with live:
         scorer(ids[0] if windows == 1 else ids.expand(windows, -1))
-    return int(live.peak)
+    assert scorer.refused is None
+    options: dict[str, Any] = {"chunk": chunk, "prefill_chunk": prefill, "full_logits": full_logits}
+    cost = forward_cost(model, length, windows=windows, **options)
+    ratio = cost.beside_weights / live.peak
+    assert LEAST < ratio < MOST, f"{ratio:.3f}: {cost} for {live.peak:,} bytes"
+    return cost
 
 
 def build(model_type: str, **sizes: Any) -> Any:
@@ -80,14 +86,7 @@ def build(model_type: str, **sizes: Any) -> Any:
     return zoo.build(model_type, **{**wide, **sizes})
 
 
-def within(cost: Cost, peak: int, most: float = 1.25) -> bool:
-    """Check an estimate: close, and too high rather than too low."""
-    ratio = cost.beside_weights / peak
-    assert 0.9 < ratio < most, f"{ratio:.3f}: {cost} for {peak:,} bytes"
-    return True
-
-
-def attentions(model: nn.Module) -> list[Attention]:
+def attentions(model: nn.Module) -> tuple[Attention, ...]:
     return read_shape(model).attentions
 
 

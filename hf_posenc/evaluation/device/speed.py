@@ -26,7 +26,6 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 
@@ -94,7 +93,7 @@ class SpeedRun(Measurement[Item, SpeedResult]):
     logits are those that score the tokens from the index `first` on; by default those of the last token.
     """
 
-    scorer: FrugalScorer
+    scorer: TokenScorer
 
     def __init__(
         self,
@@ -113,9 +112,8 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         self.metadata = metadata or {}
         self.clock, self._at_once = Clock(model), (chunk, prefill)
         with evaluation_mode(model):
-            self._tokens = TokenScorer(model, window, chunk=chunk, prefill=prefill)
-        self.scorer = FrugalScorer(self._tokens)
-        self._limits = {c.label: (self._tokens.chunk, self._tokens.prefill) for c in candidates}
+            self.scorer = TokenScorer(model, window, chunk=chunk, prefill=prefill)
+        self._limits = {c.label: (self.scorer.chunk, self.scorer.prefill) for c in candidates}
         self.items = [
             Item(
                 key=("round", number),
@@ -168,26 +166,26 @@ class SpeedRun(Measurement[Item, SpeedResult]):
 
     def timed(self, candidate: Candidate) -> dict[str, Any]:
         """Return seconds, memory and tokens at a time of one forward, after one that is not timed."""
-        tokens = self._tokens
-        before = tokens.chunk, tokens.prefill
+        scorer = self.scorer
+        before = scorer.chunk, scorer.prefill
         # reductions of a method are its own, and kept for the next round
-        tokens.chunk, tokens.prefill = self._limits[candidate.label]
+        scorer.chunk, scorer.prefill = self._limits[candidate.label]
         try:
             # Truncation reads the end of the window only.
             cut = max(0, len(self.window) - (candidate.most or len(self.window)))
-            with patched_in(self.model, self.scorer, candidate, len(self.window)):
-                forward = partial(self.scorer, [self.window[cut:]], max(1, self._first - cut))
+            with patched_in(self.model, scorer, candidate, len(self.window)):
+                forward = partial(scorer, self.window[cut:], max(1, self._first - cut))
                 forward()
-                self.scorer.stateful = False  # the warm-up has reset the model
+                scorer.stateful = False  # the warm-up has reset the model
                 while True:
-                    limits = self.scorer.reduced
+                    limits = scorer.reduced
                     seconds, peak = self.clock.time(forward)
-                    if self.scorer.reduced == limits:  # otherwise memory ran out on the way
+                    if scorer.reduced == limits:  # otherwise memory ran out on the way
                         break
-            prefill = tokens.prefill if self.scorer.pieces else None
+            prefill = scorer.prefill if scorer.pieces else None
         finally:
-            self._limits[candidate.label] = tokens.chunk, tokens.prefill
-            tokens.chunk, tokens.prefill = before
+            self._limits[candidate.label] = scorer.chunk, scorer.prefill
+            scorer.chunk, scorer.prefill = before
         return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
 
 

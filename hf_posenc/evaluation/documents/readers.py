@@ -94,16 +94,11 @@ def read_paths(
     seen: dict[tuple[int, int], Path] = {}
     rows = Column(column, tokenized)
     for argument in map(str, [paths] if isinstance(paths, str | Path) else paths):
-        # os.path, since pathlib raises for an unknown user and for a name that is too long
-        path = Path(os.path.expanduser(argument))  # noqa: PTH111
-        folder = os.path.isdir(path)  # noqa: PTH112
-        if not argument:  # an empty shell variable, which pathlib takes for the current folder
-            yield Skipped("(an empty name)", "no such file")
-            continue
+        path, folder = _named(argument)
         if folder and is_saved(path):
             yield from read_dataset(str(path), split=split, column=column, tokenized=tokenized)
             continue
-        for file in files_of(argument, path, folder):
+        for file in files_of(argument):
             if isinstance(file, Skipped):
                 yield file
                 continue
@@ -119,16 +114,25 @@ def read_paths(
                 yield Skipped(printable(file), str(error))
 
 
-def files_of(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
+def _named(argument: str) -> tuple[Path, bool]:
+    """Return the path of an argument, and whether it is a folder; an empty shell variable is none."""
+    # os.path, since pathlib raises for an unknown user and for a name that is too long
+    path = Path(os.path.expanduser(argument))  # noqa: PTH111
+    return path, bool(argument) and os.path.isdir(path)  # noqa: PTH112
+
+
+def files_of(argument: str) -> Iterator[Path | Skipped]:
     """Yield the files of an argument: itself, those below a folder, or the matches of a pattern."""
+    path, folder = _named(argument)
     files: Iterator[Path | Skipped]
-    if os.path.lexists(path):
+    if argument and os.path.lexists(path):
         files = _below(path, set())
     else:
-        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+        matches = sorted(glob.glob(str(path), recursive=True)) if argument else ()  # noqa: PTH207
         files = (Path(file) for file in matches if not os.path.isdir(file))  # noqa: PTH112
     reason = "a folder without files" if folder else "no such file"
-    yield next(files, Skipped(printable(path if folder else argument), reason))
+    shown = path if folder else argument or "(an empty name)"
+    yield next(files, Skipped(printable(shown), reason))
     yield from files
 
 
@@ -218,13 +222,12 @@ def _status(path: Path) -> os.stat_result:
 
 def _read_text(path: Path, size: int, compressed: bool) -> Document | LongDocument:
     name, pieces = printable(path), functools.partial(_text_pieces, path)
-    if size > SMALL and not compressed:
-        return LongDocument(name, pieces)
-    held: list[str] = []
+    held, length = [""], 0
     for piece in pieces():
-        held.append(piece)
-        if sum(map(len, held)) > SMALL:
+        if max(length, 0 if compressed else size) > SMALL:
             return LongDocument(name, pieces)
+        held.append(piece)
+        length += len(piece)
     return Document(name, "".join(held))
 
 

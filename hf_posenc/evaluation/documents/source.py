@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -27,7 +28,7 @@ from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_data
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
-    from hf_posenc.evaluation.documents.storage import Spool, Stored, TokenCache
+    from hf_posenc.evaluation.documents.storage import TokenCache
     from hf_posenc.evaluation.documents.tokens import Numbers
 
 
@@ -136,7 +137,7 @@ def refuse_ignored(options: DocumentOptions) -> None:
     paths, hub = [Path(path).expanduser() for path in options.text or ()], options.dataset
     saved = any(map(is_saved, paths if hub is None else (*paths, Path(hub))))
     on_hub, rows = hub is not None and not saved, hub is not None or saved
-    files = (file for path in paths for file in files_of(str(path), path, path.is_dir()))
+    files = itertools.chain.from_iterable(map(files_of, map(str, options.text or ())))
     names = (printable(file) for file in files if isinstance(file, Path))
     with_rows = (end in name for name in names for end in (".jsonl", ".ndjson", ".parquet"))
     column = "rows (a --dataset, JSON lines or parquet) without --tokenized"
@@ -207,57 +208,54 @@ def load_documents(
         >>> skipped[0].name
         'text 2'
     """
-    from hf_posenc.evaluation.documents.storage import Spool
-
-    spool, vocabulary, longest = Spool(), None, 0
-    usable: list[_Text | TokenizedDocument] = []
+    usable: dict[str, TokenizedDocument] = {}  # by name
     skipped: list[Skipped] = []
     names: dict[str, str] = {}  # by content
+    vocabulary, longest = functools.cache(lambda: Vocabulary(tokenizer)), 0
     for entry in source:
         seen(entry.name)
         if isinstance(entry, Skipped):
             skipped.append(entry)
             continue
-        document: _Text | TokenizedDocument
         try:
-            if isinstance(entry, TokenizedDocument):
-                vocabulary = vocabulary or Vocabulary(tokenizer)
-                document = vocabulary.usable(entry, max_tokens)
-            elif isinstance(entry, Conversation):
+            if isinstance(entry, Conversation):
                 raise UnreadableError(
                     "a conversation, which scripts/finetune.py trains on and nothing measures"
                 )
-            elif isinstance(entry, Document) and not entry.text.strip():
-                raise UnreadableError("empty")
+            if isinstance(entry, TokenizedDocument):
+                document = vocabulary().usable(entry, max_tokens)
             else:
-                document = _tokenized(entry, tokenizer, max_tokens, spool, cache, seen)
-                if document.blank or len(document) < min_tokens:
-                    spool.forget(document.stored)
-                if document.blank:
-                    raise UnreadableError("empty")
+                document = tokenize(entry, tokenizer, max_tokens, cache=cache, seen=seen)
             longest = max(longest, len(document))
             if len(document) < min_tokens:
                 raise UnreadableError(
                     f"too short: {len(document):,} tokens, {min_tokens:,} are needed"
                 )
-            if document.content in names:
-                raise UnreadableError(f"the same text as {names[document.content]}")
-            names[document.content] = entry.name
+            content = document.sha256 or document.content
+            if content in names:
+                raise UnreadableError(f"the same text as {names[content]}")
         except UnreadableError as error:
             skipped.append(Skipped(entry.name, str(error)))
             continue
-        usable.append(document)
+        names[content] = entry.name
+        # A result stores documents by name: those of the same name are numbered.
+        numbered = (f"{document.name} ({number})" for number in itertools.count(2))
+        name = next(n for n in itertools.chain([document.name], numbered) if n not in usable)
+        usable[name] = dataclasses.replace(document, name=name)
         if len(usable) == limit:
             break
     if not usable:
         raise PosencError(_none_left(skipped, longest, min_tokens))
-    # The spool is read only after its last write, so that each of its files is mapped once.
-    documents = [each.finish(spool) if isinstance(each, _Text) else each for each in usable]
-    return _with_unique_names(documents), skipped
+    return list(usable.values()), skipped
 
 
 def tokenize(
-    document: Document | LongDocument, tokenizer: Any, max_tokens: int | None = None
+    document: Document | LongDocument,
+    tokenizer: Any,
+    max_tokens: int | None = None,
+    *,
+    cache: TokenCache | None = None,
+    seen: Callable[[str], None] = lambda name: None,
 ) -> TokenizedDocument:
     """Convert a text to tokens, without special tokens, the first `max_tokens` of them.
 
@@ -268,44 +266,29 @@ def tokenize(
         document: The text.
         tokenizer: A tokenizer of transformers.
         max_tokens: Number of tokens to keep; `None`: all.
+        cache: Stores tokens from run to run.
+        seen: Called with the name and the number of tokens so far while a long text is read.
 
     Returns:
         The token ids with the document's name, hashes and sizes.
 
     Raises:
-        PosencError: The text cannot be read or tokenized.
+        PosencError: The text is blank, or cannot be read or tokenized.
 
     Examples:
         >>> from hf_posenc.evaluation.documents import Document, tokenize
         >>> tokenize(Document("text", texts[0]), tokenizer, max_tokens=8).ids.shape
         torch.Size([8])
     """
-    from hf_posenc.evaluation.documents.storage import Spool
+    import torch
 
-    spool = Spool()
-    return _tokenized(document, tokenizer, max_tokens, spool).finish(spool)
+    from hf_posenc.evaluation.documents.storage import IN_MEMORY, stored
+    from hf_posenc.evaluation.documents.tokens import joined
 
+    digest, ends, size, hashed, blank = hashlib.sha256(), ["", ""], 0, None, True
 
-class _Text:
-    """A text that comes in chunks: its hash and size, and its tokens, in a spool until all documents are read."""
-
-    stored: Stored
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.digest, self.bytes, self.blank = hashlib.sha256(), 0, True
-        self.hashed_bytes: int | None = None
-        self.first = self.last = ""
-
-    def __len__(self) -> int:
-        return self.stored.count
-
-    @property
-    def content(self) -> str:
-        """The same for copies."""
-        return self.digest.hexdigest()
-
-    def add(self, chunk: str) -> None:
+    def note(chunk: str) -> None:
+        nonlocal size, blank
         try:
             data = chunk.encode()
         except UnicodeEncodeError as error:
@@ -313,69 +296,64 @@ class _Text:
             raise UnreadableError(
                 f"holds half of a surrogate pair ({half}), which is not a character"
             ) from error
-        self.blank &= not chunk.strip()
-        self.first, self.last = self.first or chunk[:1], chunk[-1:] or self.last
-        self.digest.update(data)
-        self.bytes += len(data)
-
-    def finish(self, spool: Spool) -> TokenizedDocument:
-        """Return the document; nothing may be stored in the spool afterwards."""
-        ids, *ends = spool.columns(self.stored)
-        byte_ends, word_ends = ends or (None, None)
-        white_ends = self.first.isspace() + self.last.isspace()
-        about = (self.content, word_ends, self.hashed_bytes, white_ends)
-        return TokenizedDocument(self.name, ids, byte_ends, *about)
-
-
-def _tokenized(
-    document: Document | LongDocument,
-    tokenizer: Any,
-    max_tokens: int | None,
-    spool: Spool,
-    cache: TokenCache | None = None,
-    seen: Callable[[str], None] = lambda name: None,
-) -> _Text:
-    from hf_posenc.evaluation.documents.tokens import joined
-
-    text = _Text(document.name)
-    # A text in memory, and one for the cache, is hashed as a whole and first; any other while it is tokenized, which
-    # reads it once and no further than needed.
-    hashed_first = isinstance(document, Document) or (cache is not None and max_tokens is None)
+        digest.update(data)
+        size, blank = size + len(data), blank and not chunk.strip()
+        ends[:] = ends[0] or chunk[:1], chunk[-1:] or ends[1]
 
     def parts() -> Iterator[Numbers]:
+        nonlocal hashed
         count = 0
         for piece in joined(document.chunks(), tokenizer, max_tokens):
             if not hashed_first:
-                text.add(piece.text)
-                text.hashed_bytes = text.bytes if piece.stopped else None
+                note(piece.text)
+                hashed = size if piece.stopped else None
             count += len(piece.tokens)
             if isinstance(document, LongDocument):
                 seen(f"{document.name}: {count:,} tokens")
             yield piece.tokens
 
-    tokens = parts()
+    # A text in memory, and one for the cache, is hashed as a whole and first; any other while it is tokenized, which
+    # reads it once and no further than needed.
+    hashed_first = isinstance(document, Document) or (cache is not None and max_tokens is None)
     if hashed_first:
         for chunk in document.chunks():
-            text.add(chunk)
-        if cache is not None:
-            tokens = cache.through(text.digest.hexdigest(), max_tokens, tokens)
-    text.stored = spool.store(tokens)
-    return text
+            note(chunk)
+        if blank:
+            raise UnreadableError("empty")
+    if hashed_first and cache is not None:
+        rows = cache.rows(digest.hexdigest(), max_tokens, parts())
+    else:
+        rows = stored(parts())
+    if blank:
+        raise UnreadableError("empty")
+    columns = torch.from_numpy(rows).T
+    ids, *counts = columns if len(rows) > IN_MEMORY else columns.contiguous()
+    byte_ends, word_ends = counts or (None, None)
+    white_ends = sum(end.isspace() for end in ends)
+    about = (digest.hexdigest(), word_ends, hashed, white_ends)
+    return TokenizedDocument(document.name, ids, byte_ends, *about)
 
 
 def special_prefix(tokenizer: Any, policy: str) -> list[int]:
     """Return the special tokens in front of every window.
 
-    The policy is `"auto"` (those that the tokenizer itself puts first), `"always"` (its BOS token) or `"never"`.
+    The policy is `"auto"` (those that the tokenizer itself puts first), `"always"` (its BOS token), `"never"`, or
+    `"bos-or-eos"`, as lm-evaluation-harness does.
     """
     if policy == "never":
         return []
-    if policy == "always":
-        if tokenizer.bos_token_id is None:
-            raise PosencError(
-                "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."
-            )
-        return [int(tokenizer.bos_token_id)]
+    if policy in ("always", "bos-or-eos"):
+        tokens = [tokenizer.bos_token_id]
+        if policy == "bos-or-eos":
+            tokens.append(tokenizer.eos_token_id)
+        for token in tokens:
+            if token is not None:
+                return [int(token)]
+        raise PosencError(
+            "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."
+            if policy == "always"
+            else "--preset lm-eval puts BOS or EOS first; this tokenizer has neither."
+        )
     if policy != "auto":
         raise PosencError(f"Unknown BOS policy {policy!r}: auto, always or never.")
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -411,16 +389,6 @@ class Vocabulary:
                     f"token {largest:,} is outside the vocabulary of {self.size:,}: not this tokenizer's ids"
                 )
         return cut
-
-
-def _with_unique_names(documents: list[TokenizedDocument]) -> list[TokenizedDocument]:
-    """Number documents of the same name; a result stores them by name."""
-    unique: dict[str, TokenizedDocument] = {}
-    for document in documents:
-        numbered = (f"{document.name} ({number})" for number in itertools.count(2))
-        name = next(n for n in itertools.chain([document.name], numbered) if n not in unique)
-        unique[name] = dataclasses.replace(document, name=name)
-    return list(unique.values())
 
 
 def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""Tokens in memory, in a temporary file and in a cache that several processes and later runs share.
+"""Tokens in memory, in temporary files and in a cache that several processes and later runs share.
 
 The tokens of a document are one array of int64, with a row per token: its id, and the end of its text in bytes and in
 words if the text is known.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import weakref
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,64 +19,23 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.tokens import Numbers
 from hf_posenc.files import disk_errors
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-BUDGET = 1 << 24  # tokens that all documents of a run together keep in memory, 24 bytes each
+IN_MEMORY = 1 << 20  # most tokens of a document that is kept in memory, 24 bytes each
 FORMAT = 3  # of the cache
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The place of a document in the spool, in bytes, with its numbers of tokens and columns."""
-
-    start: int
-    count: int = 0
-    columns: int = 1
-
-
-class Spool:
-    """The tokens of all documents of a run: in memory up to a budget, then in a nameless temporary file."""
-
-    def __init__(self) -> None:
-        self._budget = max(1, BUDGET * 24)
-        self._file = tempfile.SpooledTemporaryFile(self._budget)  # noqa: SIM115 (mappings outlive any block)
-        self._map: Tensor | None = None
-        weakref.finalize(self, self._file.close)
-
-    def store(self, parts: Iterable[Numbers]) -> Stored:
-        """Store one document; nothing of it is kept if reading it fails."""
-        start, count, columns = self._file.tell(), 0, 1
-        room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
-        try:
-            for part in parts:
-                count, columns = count + len(part), part.shape[1]
-                with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
-                    self._file.write(np.ascontiguousarray(part, "<i8").tobytes())
-        except BaseException:
-            self.forget(Stored(start))
-            raise
-        return Stored(start, count, columns)
-
-    def forget(self, stored: Stored) -> None:
-        """Free the memory or the rows of the document that was stored last."""
-        self._file.seek(stored.start)
-        self._file.truncate()
-
-    def columns(self, stored: Stored) -> list[Tensor]:
-        """Return the columns of a document, each of shape (count,); nothing may be stored afterwards."""
-        import torch
-
-        size = stored.count * stored.columns
-        if self._file.tell() <= self._budget:
-            self._file.seek(stored.start)
-            numbers = np.frombuffer(bytearray(self._file.read(size * 8)), "<i8")
-            columns = np.ascontiguousarray(numbers.reshape(-1, stored.columns).T)
-            return list(torch.from_numpy(columns))
-        if self._map is None:
-            self._map = torch.from_numpy(np.memmap(self._file, "<i8", "r+"))
-        first = stored.start // 8
-        return list(self._map[first : first + size].view(-1, stored.columns).T)
+def stored(parts: Iterable[Numbers]) -> Numbers:
+    """Return all rows of a document: in memory, or mapped from a nameless temporary file if they are many."""
+    room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
+    columns, limit = 1, IN_MEMORY * 24
+    with tempfile.SpooledTemporaryFile(max(1, limit)) as file:
+        for part in parts:
+            columns = part.shape[1]
+            with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
+                file.write(np.ascontiguousarray(part, "<i8").tobytes())
+        if file.tell() > limit:
+            return np.memmap(file, "<i8", "r+").reshape(-1, columns)
+        file.seek(0)
+        return np.frombuffer(bytearray(file.read()), "<i8").reshape(-1, columns)
 
 
 class TokenCache:
@@ -95,17 +51,15 @@ class TokenCache:
         self.folder = folder
         self._prefix = f"{FORMAT}/{tokenizers.__version__}/{tokenizer_sha256}"
 
-    def through(
-        self, text_sha256: str, max_tokens: int | None, parts: Iterable[Numbers]
-    ) -> Iterator[Numbers]:
-        """Yield the tokens of a text from the cache, once those of `parts` are written to it if it has none."""
+    def rows(self, text_sha256: str, max_tokens: int | None, parts: Iterable[Numbers]) -> Numbers:
+        """Return the rows of a text, as `stored` does; those of `parts` are written to the cache if it has none."""
         key = f"{self._prefix}/{text_sha256}/{max_tokens}"
         entry = self.folder / hashlib.sha256(key.encode()).hexdigest()
         if not entry.exists():
             with disk_errors(f"The token cache {self.folder} cannot be written to"):
                 self._write(entry, parts)
         try:
-            numbers = np.memmap(entry, "<i8", "r")
+            numbers = np.memmap(entry, "<i8", "c")
             columns, checksum = map(int, numbers[:2])
             if checksum != zlib.crc32(bytes([columns]), zlib.crc32(numbers[2:].data)):
                 raise ValueError("its checksum does not match")
@@ -114,7 +68,7 @@ class TokenCache:
             raise PosencError(
                 f"The token cache {entry} is damaged: remove that file ({error})"
             ) from error
-        yield rows
+        return rows if len(rows) > IN_MEMORY else np.array(rows)
 
     def _write(self, entry: Path, parts: Iterable[Numbers]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

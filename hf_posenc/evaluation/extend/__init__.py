@@ -35,8 +35,7 @@ from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
 from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
-from hf_posenc.evaluation.scoring.estimate import run_cost
-from hf_posenc.evaluation.scoring.rates import rate_of
+from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
 from hf_posenc.evaluation.tuning.results import recipe
 from hf_posenc.files import disk_errors, write_atomically

@@ -27,7 +27,7 @@ from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.files import to_json, write_atomically
@@ -104,7 +104,7 @@ class Measurement(Generic[ItemT, ResultT]):
     """
 
     model: nn.Module
-    scorer: FrugalScorer | None = None
+    scorer: TokenScorer | None = None
     items: Sequence[ItemT]
     metadata: Mapping[str, Any]
     fingerprint: str | None = None
@@ -173,7 +173,7 @@ class MethodsRun(Measurement[ItemT, ResultT]):
     `command` and those of the kind; `about` names those that determine numbers.
     """
 
-    scorer: FrugalScorer
+    scorer: TokenScorer
     candidates: Sequence[Candidate]
     settings: Any
     kind: ClassVar[str]
@@ -289,7 +289,7 @@ class Attempt:
         cells = self._item.cells if cells is None else cells
         self._failed.update(dict.fromkeys(cells, reason_of(error)))
 
-    def value(self, measured: Value, scorer: FrugalScorer | None) -> dict[str, Any]:
+    def value(self, measured: Value, scorer: TokenScorer | None) -> dict[str, Any]:
         """Return the value to store: the measured one, with failures and timings."""
         failed: Any = [[*cell, reason] for cell, reason in self._failed.items()]
         if failed and len(self._item.cells) == 1:
@@ -386,7 +386,7 @@ def _patch_key(item: Item) -> tuple[Any, ...] | None:
 
 @contextlib.contextmanager
 def patched_in(
-    model: nn.Module, scorer: FrugalScorer | None, candidate: Candidate | None, length: int
+    model: nn.Module, scorer: TokenScorer | None, candidate: Candidate | None, length: int
 ) -> Iterator[None]:
     """Patch a candidate in (`None`: none) at a length, and set the scorer for it; undone on exit."""
     with contextlib.ExitStack() as stack:
@@ -394,7 +394,7 @@ def patched_in(
             stack.enter_context(candidate.applied(model, length))
             if scorer is not None:
                 scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
-                scorer.scorer.positions = position_limit(model)
+                scorer.positions = position_limit(model)
         yield
 
 

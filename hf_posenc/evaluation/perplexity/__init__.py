@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.run import prepare as prepare
 
 _HOMES = {
-    "make_settings": "protocols",
-    "settings_of": "protocols",
-    "PerplexityRun": "run",
-    "document_key": "run",
-    "joined": "run",
-    "measure_perplexity": "run",
-    "prepare": "run",
+    **dict.fromkeys(("make_settings", "settings_of"), "protocols"),
+    **dict.fromkeys(("PerplexityRun", "document_key", "joined"), "run"),
+    **dict.fromkeys(("measure_perplexity", "prepare"), "run"),
 }
 
 

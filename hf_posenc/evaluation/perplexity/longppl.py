@@ -25,19 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.evaluation.documents import TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity.protocols import (
-    SELF,
-    Settings,
-    parse_evaluator,
-    special_tokens,
-)
+from hf_posenc.evaluation.perplexity.protocols import SELF, Settings, parse_evaluator
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model.context import length_of
 from hf_posenc.patch.patching import get_patch
@@ -48,16 +42,6 @@ STEP = 1024
 """Tokens that share one short context, as in the authors' code."""
 ALPHA, BETA = 2.0, -2.0
 """The paper's thresholds, in nats."""
-
-
-def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[tuple[int, int]]:
-    """Return begin and end of the pieces that are run beside the whole document.
-
-    Each has `short` tokens (K) that are context only, and up to `step` tokens behind them that it scores. Together they
-    score the tokens `short .. tokens-1`, each once.
-    """
-    starts = range(0, tokens - short, step)
-    return [(start, min(start + short + step, tokens)) for start in starts]
 
 
 def key_tokens(
@@ -85,11 +69,12 @@ def key_tokens(
         True for key tokens, shape (n,), bool, on the CPU. False where a loss is not a number.
     """
     key = torch.zeros(len(ids), dtype=torch.bool)
-    windows = short_windows(len(ids), short=short, step=step)
-    if not windows:
+    if len(ids) <= short:
         return key
     in_long = scorer(ids, short)
-    in_short = torch.cat([scorer(ids[begin:end], short) for begin, end in windows])
+    # K tokens that are context only, and up to `step` tokens behind them that a piece scores.
+    pieces = (ids[begin : begin + short + step] for begin in range(0, len(ids) - short, step))
+    in_short = torch.cat([scorer(piece, short) for piece in pieces])
     key[short:] = (in_short - in_long > alpha) & (-in_long > beta)
     return key
 
@@ -103,22 +88,17 @@ def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
     `mask` (n,) is true for the evaluator's key tokens. Its ends (n,) and the model's (m,) are in bytes or in characters
     and never decrease. The result (m,) is true for the model's key tokens.
     """
-    begins, ends = (bounds[mask] for bounds in _bounds(evaluator_ends))
-    begin, end = _bounds(model_ends)
-    # For each place in the text: the stretches that began minus those that ended, then the key bytes up to it.
-    size = 1 + max(int(places[-1]) if len(places) else 0 for places in (ends, end))
-    open_stretches = (
-        torch.bincount(begins, minlength=size) - torch.bincount(ends, minlength=size)
-    ).cumsum(0)
-    key = torch.cat([torch.zeros(1, dtype=torch.int64), (open_stretches > 0).cumsum(0)])
-    return (key[end] - key[begin] == end - begin) & (end > begin)
-
-
-def _bounds(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the begin and the end of every token's text."""
-    ends = ends.to("cpu", torch.int64)
-    different, index = torch.unique_consecutive(ends, return_inverse=True)
-    return torch.cat([different.new_zeros(1), different[:-1]])[index], ends
+    evaluator_ends, model_ends = (e.to("cpu", torch.int64) for e in (evaluator_ends, model_ends))
+    places, index = torch.unique_consecutive(evaluator_ends, return_inverse=True)
+    key = torch.bincount(index[mask], minlength=len(places)).clamp(max=1)
+    key = key.repeat_interleave(places.diff(prepend=places.new_zeros(1)))  # of each byte
+    ends, index = torch.unique_consecutive(model_ends, return_inverse=True)
+    total = torch.zeros(1 + max([len(key), *ends[-1:].tolist()]), dtype=torch.int64)
+    total[1 : 1 + len(key)] = key
+    total = total.cumsum(0)  # key bytes up to each place
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    whole: Tensor = (total[ends] - total[begins] == ends - begins) & (ends > begins)
+    return whole[index]
 
 
 @dataclass(frozen=True)
@@ -142,12 +122,10 @@ class Evaluator:
         special = torch.tensor(list(self.special), dtype=torch.int64)
         ids = torch.cat([special, document.tokens(0, length - len(special))])
         with evaluation_mode(self.model), self.candidate.applied(self.model, length):
-            scorer = FrugalScorer(TokenScorer(self.model, ids))
+            scorer = TokenScorer(self.model, ids)
             scorer.pieces = not self.candidate.length_dependent
             scorer.stateful = self.candidate.stateful
-            key = key_tokens(
-                lambda part, first: scorer([part], first)[0], ids, short=self.short, step=self.step
-            )
+            key = key_tokens(scorer, ids, short=self.short, step=self.step)
         return key[len(special) :]
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,33 +168,29 @@ def evaluator_of(
         model, tokenizer = load(name)
     short, longest = SHORT, settings.lengths[-1]
     candidate = Candidate.parse(spec or UNPATCHED).checked(model)
-    reach = None if candidate.parts else _reach(model, original if name == SELF else None)
-    if reach is not None and longest > reach:
-        raise PosencError(
-            f"--longppl {options.longppl}: an evaluator has to be good at {longest:,} tokens, and unpatched this one "
-            f"is so up to its trained length, {reach:,}, at most. Give {name}@METHOD, such as {name}@rerope, the name "
-            f"of a model with a longer context, or --lengths up to {reach}."
-        )
+    trained = length_of(model, replaced=True)
+    if not candidate.parts and get_patch(model) is None:
+        # The tokens that it reads as it was loaded: a scaling of its config counts, but not for `original`.
+        reach = length_of(model)
+        if name == SELF and reach == trained and original is not None:
+            reach = original
+        if reach is not None and longest > reach:
+            raise PosencError(
+                f"--longppl {options.longppl}: an evaluator has to be good at {longest:,} tokens, and unpatched this "
+                f"one is so up to its trained length, {reach:,}, at most. Give {name}@METHOD, such as {name}@rerope, "
+                f"the name of a model with a longer context, or --lengths up to {reach}."
+            )
     if longest <= SHORT:
-        trained = length_of(model, replaced=True) or original
+        trained = trained or original
         short = trained if trained is not None and trained < longest else longest // 4
     return Evaluator(
         name=name,
         model=model,
         tokenizer=tokenizer,
         candidate=candidate,
-        special=special_tokens(tokenizer, policy),
+        special=special_prefix(tokenizer, policy),
         short=options.longppl_short or short,
     )
-
-
-def _reach(model: nn.Module, original: int | None) -> int | None:
-    """Return the tokens that a model reads as it was loaded, by its config or `original`; `None` if nothing says."""
-    if get_patch(model) is not None:
-        return None
-    reach = length_of(model)
-    scaled = reach != length_of(model, replaced=True)
-    return reach if scaled or original is None else original
 
 
 def finder(

@@ -43,14 +43,17 @@ READERS = {
     "longppl_short": ("longppl",),
 }
 """Options that matter to some protocols only."""
-TAIL_TOKENS = 1024
-STRIDE = 256
-BUCKETS = 64
-MIN_LENGTH = 8
+TAIL_TOKENS, STRIDE, BUCKETS, MIN_LENGTH = 1024, 256, 64, 8
 SELF = "self"
 """The measured model, as the evaluator of `longppl`."""
 BATCH = 32
 """Windows per batch in LongLoRA's eval.py."""
+# Whole numbers among the settings, and their least values; 0 stands for the default.
+_LEAST = {
+    **dict.fromkeys(("tail_tokens", "stride"), 0),
+    **dict.fromkeys(("windows_per_document", "min_tokens", "buckets", "chunk", "prefill"), 1),
+    "batch": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Settings:
     Most fields are those of `PerplexityOptions`, with their defaults filled in.
 
     Attributes:
-        tail_tokens: The K of `tail`, in tokens; 0: `default_tail_tokens`.
+        tail_tokens: The K of `tail`, in tokens; 0: 1024, at most half of the shortest length.
         stride: Tokens from one window of `sliding` and `stream` to the next; 0: 256, for `sliding` at most half of the
             shortest length, so that every token but the first is scored.
         windows_per_document: Of `tail`, evenly spaced windows per document whose targets never overlap (default 1).
@@ -95,69 +98,63 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("lengths", "protocols"):  # lists in a file
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
-            raise PosencError(f"Lengths are ascending and different, not {list(self.lengths)}.")
-        if self.lengths[0] < MIN_LENGTH:
-            raise PosencError(f"A length has at least {MIN_LENGTH} tokens, not {self.lengths[0]}.")
-        if not 0 < len(self.protocols) == len(set(self.protocols)):
-            raise PosencError(f"Give at least one protocol, each once, not {list(self.protocols)}.")
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read_whole(value, name, least))
+        lengths, protocols = self.lengths, self.protocols
+        if not lengths or list(lengths) != sorted(set(lengths)):
+            raise PosencError(f"Lengths are ascending and different, not {list(lengths)}.")
+        if lengths[0] < MIN_LENGTH:
+            raise PosencError(f"A length has at least {MIN_LENGTH} tokens, not {lengths[0]}.")
+        if not 0 < len(protocols) == len(set(protocols)):
+            raise PosencError(f"Give at least one protocol, each once, not {list(protocols)}.")
         for kind, given, possible in (
-            *(("protocol", name, PROTOCOLS) for name in self.protocols),
+            *(("protocol", name, PROTOCOLS) for name in protocols),
             ("aggregate", self.aggregate, AGGREGATES),
             ("value of --bos-windows", self.bos_windows, ("every", "first")),
         ):
             if given not in possible:
                 raise unknown(kind, given, possible)
-        if self.tail_tokens == 0:
-            object.__setattr__(self, "tail_tokens", default_tail_tokens(self.lengths))
-        if "tail" in self.protocols and not 1 <= self.tail_tokens < self.lengths[0]:
+        half, slides = lengths[0] // 2, "sliding" in protocols
+        if self.tail_tokens == 0:  # every target has at least so much context
+            object.__setattr__(self, "tail_tokens", min(TAIL_TOKENS, half))
+        if self.stride == 0:
+            object.__setattr__(self, "stride", min(STRIDE, half) if slides else STRIDE)
+        if "tail" in protocols and self.tail_tokens >= lengths[0]:
             raise PosencError(
                 f"The tail has {self.tail_tokens} tokens, which must be fewer than the shortest length "
-                f"({self.lengths[0]}): the same tokens are scored at every length. Give longer --lengths, or "
-                f"--tail-tokens {default_tail_tokens(self.lengths)}."
+                f"({lengths[0]}): the same tokens are scored at every length. Give longer --lengths, or "
+                f"--tail-tokens {min(TAIL_TOKENS, half)}."
             )
-        slides = "sliding" in self.protocols
-        if self.stride == 0:
-            half = self.lengths[0] // 2
-            object.__setattr__(self, "stride", min(STRIDE, half) if slides else STRIDE)
-        if slides and self.stride > self.lengths[0]:
+        if slides and self.stride > lengths[0]:
             raise PosencError(
-                f"--stride {self.stride} is more than the shortest length ({self.lengths[0]}): the tokens between two "
-                f"windows would not be scored. Give --stride {self.lengths[0] // 2}, or longer --lengths."
+                f"--stride {self.stride} is more than the shortest length ({lengths[0]}): the tokens between two "
+                f"windows would not be scored. Give --stride {half}, or longer --lengths."
             )
-        if "longppl" in self.protocols and self.evaluator is None:
+        if "longppl" in protocols and self.evaluator is None:
             raise PosencError("longppl needs a model that selects the tokens: --longppl EVALUATOR.")
-        self._check_stream()
-        names = ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill")
-        for name in (*names, "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PosencError(f"{name} is at least 1, not {value}.")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """Read the settings of a result; an earlier version's that determine nothing any more are left out."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
-
-    def _check_stream(self) -> None:
-        """Refuse protocols of joined documents beside protocols of single documents, or of shorter ones."""
-        apart = [name for name in self.protocols if name in ("prefix", "tail", "longppl")]
+        apart = [name for name in protocols if name in ("prefix", "tail", "longppl")]
         if self.streams and apart:
             joins = "this preset" if self.joined else "stream"
             raise PosencError(
                 f"{joins} joins the documents, and {' and '.join(apart)} need{'s' * (len(apart) == 1)} them one by "
                 "one: measure them in two runs."
             )
-        if "stream" in self.protocols and len(self.protocols) > 1 and not self.joined:
+        if "stream" in protocols and len(protocols) > 1 and not self.joined:
             raise PosencError(
                 "stream joins the documents; the others do not: measure them in two runs."
             )
-        if self.min_tokens is not None and apart and self.min_tokens < self.lengths[-1]:
+        if self.min_tokens is not None and apart and self.min_tokens < lengths[-1]:
             raise PosencError(
                 f"min_tokens {self.min_tokens}: {' and '.join(apart)} need documents of the longest length "
-                f"({self.lengths[-1]}), so that every length reads the same ones."
+                f"({lengths[-1]}), so that every length reads the same ones."
             )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """Read the settings of a result; an earlier version's that determine nothing any more are left out."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
     @property
     def streams(self) -> bool:
@@ -188,11 +185,6 @@ class Settings:
         return text
 
 
-def default_tail_tokens(lengths: Sequence[int]) -> int:
-    """Return K = 1024, but at most half of the shortest length, so that every target has at least so much context."""
-    return min(TAIL_TOKENS, min(lengths) // 2)
-
-
 def default_lengths(original: int | None) -> tuple[int, ...]:
     """Return the original length times 1, 2, 4, 8, 16 up to 4,096 tokens, and at least three lengths."""
     if original is None:
@@ -217,21 +209,14 @@ PRESETS = {
 }
 
 
-_WHOLE = {
-    *("tail_tokens", "stride", "windows_per_document", "min_tokens", "buckets"),
-    *("chunk", "prefill", "batch"),
-}
-
-
 def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
     """Return `make_settings` of some options; raise if one was given that none of the protocols reads."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
     values = {name: getattr(options, name, None) for name in names}
     lengths = options.lengths
-    short = options.short and options.preset is None
-    if lengths and short and original and original < min(lengths):
-        lengths = (original, *lengths)
-    values["lengths"] = None if lengths is None else tuple(sorted(set(lengths)))
+    if lengths and options.short and options.preset is None and original:
+        lengths = (*lengths, *([original] if original < min(lengths) else []))
+    values["lengths"] = None if lengths is None else sorted(set(lengths))
     settings, policy = make_settings(values, original, preset=options.preset, bos=options.bos)
     protocols = (*settings.protocols, *(() if options.longppl is None else ("longppl",)))
     for name, users in READERS.items():
@@ -243,22 +228,6 @@ def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Setti
                 f"{' and '.join(protocols)}: leave it out, or add that."
             )
     return settings, policy
-
-
-def check_options(options: PerplexityOptions) -> None:
-    """Raise for what `settings_of` refuses on every model; lengths that are not given are long enough."""
-    long_enough: dict[str, Any] = {"lengths": (2**40,), "min_tokens": None}
-    settings_of(options if options.lengths else dataclasses.replace(options, **long_enough), None)
-
-
-def parse_evaluator(text: str) -> tuple[str, str]:
-    """Return the name and the method of an evaluator, `NAME` or `NAME@METHOD`; the method may be empty."""
-    name, at, spec = text.partition("@")
-    if not name.strip() or (at and not spec.strip()):
-        raise PosencError(
-            f"--longppl {text}: give a name or {SELF}, and a method behind an @, as in {SELF}@rerope."
-        )
-    return name, spec
 
 
 def make_settings(
@@ -282,23 +251,25 @@ def make_settings(
     names = [field.name for field in dataclasses.fields(Settings)]
     for name in sorted(set(chosen) - set(names)):
         raise unknown("setting", name, names)
-    for name in _WHOLE & chosen.keys():
-        chosen[name] = read_whole(chosen[name], name, 0)
     if "lengths" not in chosen:
         chosen["lengths"] = default_lengths(original)
     return Settings(**chosen), policy if bos is None else bos
 
 
-def special_tokens(tokenizer: Any, policy: str) -> list[int]:
-    """Return the special tokens in front of a window; `bos-or-eos` is lm-evaluation-harness's policy."""
-    from hf_posenc.evaluation.documents import special_prefix
+def check_options(options: PerplexityOptions) -> None:
+    """Raise for what `settings_of` refuses on every model; lengths that are not given are long enough."""
+    long_enough: dict[str, Any] = {"lengths": (2**40,), "min_tokens": None}
+    settings_of(options if options.lengths else dataclasses.replace(options, **long_enough), None)
 
-    if policy != "bos-or-eos":
-        return special_prefix(tokenizer, policy)
-    token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if token is None:
-        raise PosencError("--preset lm-eval puts BOS or EOS first; this tokenizer has neither.")
-    return [int(token)]
+
+def parse_evaluator(text: str) -> tuple[str, str]:
+    """Return the name and the method of an evaluator, `NAME` or `NAME@METHOD`; the method may be empty."""
+    name, at, spec = text.partition("@")
+    if not name.strip() or (at and not spec.strip()):
+        raise PosencError(
+            f"--longppl {text}: give a name or {SELF}, and a method behind an @, as in {SELF}@rerope."
+        )
+    return name, spec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.evaluation.documents import Entry, TokenizedDocument
+from hf_posenc.evaluation.documents import Entry, TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import output_folder, with_fields
 from hf_posenc.evaluation.measuring import execute as machine
@@ -27,16 +27,9 @@ from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
-from hf_posenc.evaluation.perplexity.protocols import (
-    Settings,
-    Window,
-    plan,
-    settings_of,
-    special_tokens,
-)
+from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan, settings_of
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 EMBEDDED_DOCUMENTS = 12
@@ -63,7 +56,13 @@ NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)
 """Nats, tokens, bytes, words, weighted loss and weight of no token: the last fields of a `Record`."""
 
 
-def _sum_of_curves(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> dict[str, list[Any]]:
+Curve = dict[str, list[Any]]
+"""Nats and tokens of every bucket of the longest prefix."""
+
+
+def _sum_of_curves(one: Curve | None, two: Curve) -> Curve:
+    if one is None:
+        return two
     return {name: [a + b for a, b in zip(one[name], two[name], strict=True)] for name in one}
 
 
@@ -109,8 +108,8 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
         identity.check_vocabulary(model, max(document.largest() for document in documents))
         with evaluation_mode(model):
             probe = torch.cat([self.special, documents[0].tokens(0, 16)])
-            scorer = TokenScorer(model, probe, chunk=settings.chunk, prefill=settings.prefill)
-        self.scorer = FrugalScorer(scorer, settings.batch)
+            sizes = {"chunk": settings.chunk, "prefill": settings.prefill, "batch": settings.batch}
+            self.scorer = TokenScorer(model, probe, **sizes)
 
     def part(
         self,
@@ -174,26 +173,34 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Run the windows of an item, and add up their spans."""
-        sums: dict[tuple[str, int], list[Any]] = {}
-        longest: dict[str, list[Any]] | None = None
+        document, sums = self.documents[item.order], dict[tuple[str, int], list[Any]]()
+        longest: Curve | None = None
         waiting, advanced, forwarded = list(item.windows), 0, 0
         while waiting:
             batch = [_without_lost(window, attempt) for window in waiting[: self.settings.batch]]
             same = list(next(itertools.groupby(batch, key=lambda window: window.shape))[1])
+            if same[0].spans:
+                texts = [
+                    torch.cat([self.special[: w.special], document.tokens(w.begin, w.end)])
+                    for w in same
+                ]
+                losses = attempt(
+                    partial(
+                        self.scorer,
+                        torch.stack(texts),
+                        same[0].first_scored,
+                        read_last=same[0].read_last,
+                    ),
+                    (span.cell for w in same for span in w.spans if span.stop == w.tokens),
+                )
+                if losses is None:
+                    continue  # the cells of their last tokens are lost, those of shorter prefixes not
+                forwarded += sum(window.forwarded for window in same)
+                for window, part in zip(same, losses, strict=True):
+                    if added := self._add(sums, item.order, window, part):
+                        longest = _sum_of_curves(longest, added)
             advanced += sum(window.forwarded for window in waiting[: len(same)])
             waiting = waiting[len(same) :]
-            if same[0].spans:
-                losses = self._losses(item, same, attempt)
-                if losses is None:
-                    # The shorter prefixes of the same window are tried without the longest.
-                    shorter = [_without_lost(window, attempt) for window in same]
-                    waiting = [*(window for window in shorter if window.spans), *waiting]
-                    advanced -= sum(window.forwarded for window in shorter if window.spans)
-                else:
-                    forwarded += sum(window.forwarded for window in same)
-                    for window, part in zip(same, losses, strict=True):
-                        if added := self._add(sums, item, window, part):
-                            longest = added if longest is None else _sum_of_curves(longest, added)
             attempt.advance(advanced)
         return {
             "sums": [[*cell, *total] for cell, total in sums.items() if not attempt.is_lost(cell)],
@@ -201,23 +208,11 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
             "forwarded": forwarded,
         }
 
-    def _losses(
-        self, item: Item, windows: Sequence[Window], attempt: Attempt
-    ) -> list[Tensor] | None:
-        """Run windows of one shape; if that fails, the cells of their last tokens are lost."""
-        document, first = self.documents[item.order], windows[0].first_scored
-        ids = [
-            torch.cat([self.special[: w.special], document.tokens(w.begin, w.end)]) for w in windows
-        ]
-        last = (span.cell for w in windows for span in w.spans if span.stop == w.tokens)
-        forward = partial(self.scorer, ids, first, read_last=windows[0].read_last)
-        return attempt(forward, last)
-
     def _add(
-        self, sums: dict[tuple[str, int], list[Any]], item: Item, window: Window, losses: Tensor
-    ) -> dict[str, list[Any]] | None:
+        self, sums: dict[tuple[str, int], list[Any]], index: int, window: Window, losses: Tensor
+    ) -> Curve | None:
         """Add up the spans of a window; return the curve of the longest prefix if it is one of them."""
-        document, longest = self.documents[item.order], None
+        document, longest = self.documents[index], None
         offset = window.begin - window.special
         for span in window.spans:
             part = losses[span.first - window.first_scored : span.stop - window.first_scored]
@@ -225,7 +220,7 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
             size, words = document.bytes_between(first, stop), document.words_between(first, stop)
             weight = span.weight
             if span.protocol == "longppl":
-                key = self._key_tokens[item.order][first:stop]
+                key = self._key_tokens[index][first:stop]
                 part, size, words, weight = part[key], None, None, float(key.sum())
             nats = float(part.sum())
             weighted = nats if weight == len(part) else nats / max(1, len(part)) * weight
@@ -238,48 +233,45 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
     def collect(self, values: Mapping[Key, Value]) -> PerplexityResult:
         """Add up the parts of every document, and leave out the cells in which any document failed."""
         sums: dict[tuple[str, str, int, int], list[Any]] = {}
-        curves: dict[str, tuple[list[float], list[int]]] = {}
+        curves: dict[str, Curve] = {}
         for item in self.items:
             value = values[item.key]
             for protocol, length, *numbers in value.get("sums", ()):
                 key = item.label, protocol, length, item.order
                 sums[key] = _plus(sums.get(key, NOTHING), numbers)
             if part := value.get("curve"):
-                nats, tokens = [nan_if_none(loss) for loss in part["nats"]], part["tokens"]
-                if before := curves.get(item.label):
-                    nats = [a + b for a, b in zip(before[0], nats, strict=True)]
-                    tokens = [a + b for a, b in zip(before[1], tokens, strict=True)]
-                curves[item.label] = nats, tokens
+                part = {**part, "nats": [nan_if_none(loss) for loss in part["nats"]]}
+                curves[item.label] = _sum_of_curves(curves.get(item.label), part)
         for (*_, index), total in sums.items() if self.settings.preset == "lm-eval" else ():
             if total[3] is not None:  # the harness counts re.split(r"\s+"): white ends too
                 total[3] += self.documents[index].white_ends
         labels = [candidate.label for candidate in self.candidates]
         protocols, longest = self.settings.protocols, self.settings.lengths[-1]
         reasons = Failures.of(self.items, values.get).reasons()
-        failures = [
-            Failure(label, str(protocol), int(length), reason)
-            for (label, (protocol, length)), reason in reasons.items()
-        ]
         for label in labels:
             if (label, ("prefix", longest)) in reasons:
                 curves.pop(label, None)  # of some documents only
+
+        def rank(key: tuple[Any, ...]) -> tuple[int, ...]:
+            return labels.index(key[0]), protocols.index(key[1]), *key[2:]
+
         return PerplexityResult(
             candidates=[
                 MethodEntry.of(c, not (c.length_dependent or c.auto_scale)) for c in self.candidates
             ],
             documents=[document.to_dict() for document in self.documents],
             records=[
-                Record(label, protocol, length, self.documents[index].name, *total)
-                for (label, protocol, length, index), total in sorted(
-                    sums.items(),
-                    key=lambda e: (labels.index(e[0][0]), protocols.index(e[0][1]), *e[0][2:]),
-                )
-                if (label, (protocol, length)) not in reasons
+                Record(*key[:3], self.documents[key[3]].name, *sums[key])
+                for key in sorted(sums, key=rank)
+                if (key[0], key[1:3]) not in reasons
             ],
-            failures=sorted(
-                failures, key=lambda each: (labels.index(each.method), each.protocol, each.length)
-            ),
-            curves=curves,
+            failures=[
+                Failure(label, str(protocol), int(length), reason)
+                for (label, (protocol, length)), reason in sorted(
+                    reasons.items(), key=lambda item: (labels.index(item[0][0]), *item[0][1])
+                )
+            ],
+            curves={label: (each["nats"], each["tokens"]) for label, each in curves.items()},
             **self.described,
         )
 
@@ -367,7 +359,7 @@ def prepare(
     lengths = within_reach(model, candidates, settings.lengths, given=options.lengths is not None)
     if lengths != settings.lengths:
         settings, policy = settings_of(dataclasses.replace(options, lengths=lengths), original)
-    special = special_tokens(tokenizer, policy)
+    special = special_prefix(tokenizer, policy)
     needed = max(1, settings.shortest_document - len(special))
     windows = settings.windows_per_document or 1
     documents, skipped, about = source.load(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
 from hf_posenc.evaluation.scoring.decoder import input_device
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
@@ -70,7 +70,7 @@ class AnswerScorer:
     Where the scorer's `pieces` is false, answers are not read from a cache either.
     """
 
-    def __init__(self, model: nn.Module, scorer: FrugalScorer) -> None:
+    def __init__(self, model: nn.Module, scorer: TokenScorer) -> None:
         self.model, self.scorer = model, scorer
         forward = unwrap(model).forward  # an adapter's names no arguments
         self._few_logits = "logits_to_keep" in inspect.signature(forward).parameters
@@ -117,7 +117,7 @@ class AnswerScorer:
         ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
         # The last token predicts nothing, but where the length matters it is of that length.
         read_last = not self.scorer.pieces
-        return self.scorer.logits(ids, len(prompt.ids), read_last=read_last)
+        return self.scorer.whole_logits(ids, len(prompt.ids), read_last=read_last)
 
     def _alone(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
         """Return the sums of answers, each from a forward of its own; those that differ in the last token share one."""

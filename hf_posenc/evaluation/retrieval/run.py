@@ -33,7 +33,6 @@ from hf_posenc.evaluation.retrieval.tasks import (
     settings_of,
 )
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 _SCORES = ("correct", "score", "nats", "rank", "candidates", "distance", "text")
@@ -107,7 +106,7 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
         ids = self.prompt(self.items[0].sample).ids
         identity.check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
-            self.scorer = FrugalScorer(TokenScorer(model, ids, chunk=settings.chunk))
+            self.scorer = TokenScorer(model, ids, chunk=settings.chunk)
         self._answers = AnswerScorer(model, self.scorer)
 
     def prompt(self, sample: Sample) -> Prompt:
@@ -127,7 +126,7 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
         behind = len(prompt.answer.ids) if forced else task.new_tokens
         if item.candidate is not None and item.candidate.most is not None:
             prompt = prompt.truncated(item.candidate.most, len(self.special), behind)
-        self.scorer.scorer.check_length(prompt.longest + behind)
+        self.scorer.check_length(prompt.longest + behind)
         if forced:
             return asdict(self._answers(prompt))
         self.scorer.reset(prompt.ids)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -172,37 +171,6 @@ _NEAR = 1e-2
 """Largest difference of a slice, relative to the largest value: rounding of half precision, not another function."""
 
 
-@dataclass(frozen=True)
-class MLP:
-    """A module that projects from an intermediate size to the hidden one, and others to that size (gate and value).
-
-    Attributes:
-        hidden: Features that it reads and returns.
-        intermediate: Features between its projections.
-        up: Features that the projections to that size return together.
-        projections: How many those are.
-    """
-
-    module: nn.Module
-    hidden: int
-    intermediate: int
-    up: int
-    projections: int
-
-
-def mlps(root: nn.Module) -> Iterator[MLP]:
-    """Yield the MLPs inside a module, those of experts in a list included."""
-    for module in root.modules():
-        children = [
-            (child, size) for child in module.children() if (size := linear_features(child))
-        ]
-        for last, (intermediate, out) in children:
-            others = [s[1] for child, s in children if child is not last and s[0] == out]
-            up = sum(size for size in others if size in (intermediate, 2 * intermediate))
-            if up and not intermediate == out == up:
-                yield MLP(module, out, intermediate, up, len(others))
-
-
 def linear_features(module: nn.Module) -> tuple[int, int] | None:
     """Return the features in and out of a linear layer, quantized (its weight is packed) and GPT-2's included."""
     for names in (("in_features", "out_features"), ("nx", "nf")):
@@ -214,9 +182,17 @@ def linear_features(module: nn.Module) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def tokenwise_mlps(model: nn.Module) -> list[nn.Module]:
-    """Return the MLPs of a model that compute tokens one by one, as a probe of random features shows."""
-    candidates = {id(each.module): each for each in mlps(model)}
-    return [each.module for each in candidates.values() if _is_tokenwise(each)]
+    """Return the MLPs of a model that compute tokens one by one, as a probe of random features shows.
+
+    A candidate has linear layers from the hidden size, and one back to it from a larger size.
+    """
+    found = []
+    for module in model.modules():
+        linear = [size for child in module.children() if (size := linear_features(child))]
+        hidden = linear[0][0] if linear else 0
+        if any(wide > hidden == out for wide, out in linear) and _is_tokenwise(module, hidden):
+            found.append(module)
+    return found
 
 
 @contextlib.contextmanager
@@ -240,15 +216,14 @@ def in_slices(modules: Iterable[nn.Module], tokens: int) -> Iterator[None]:
         yield
 
 
-def _is_tokenwise(mlp: MLP) -> bool:
-    weight = next(mlp.module.parameters())
+def _is_tokenwise(module: nn.Module, features: int) -> bool:
+    weight = next(module.parameters())
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _PROBE, mlp.hidden, generator=draw).to(weight.device, dtype)
+    hidden = torch.randn(1, _PROBE, features, generator=draw).to(weight.device, dtype)
     try:
-        whole = mlp.module(hidden)
-        parts = [mlp.module(part) for part in hidden.split(_PART, 1)]
-        off = (torch.cat(parts, 1) - whole).abs().max()
+        whole = module(hidden)
+        off = (torch.cat([module(part) for part in hidden.split(_PART, 1)], 1) - whole).abs().max()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return False  # it reads more than the hidden states, or returns more
     return whole.shape == hidden.shape and bool(off <= _NEAR * whole.abs().max())

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     tokenwise_mlps,
     without_cache,
 )
+from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
 from hf_posenc.model.unwrapping import unwrap
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
 
+LEAST_CHUNK, LEAST_MLP, LEAST_PREFILL, SHRINK = 64, 512, 512, 4
+"""Where memory runs out: limits of what is run at a time, in tokens, and the factor of a reduction."""
+
+T = TypeVar("T")
 _TILE = 64
 """Least rows of the last of several chunks: CPU matrix products of few rows may round differently."""
 _PROBE_TOKENS = 9
@@ -57,6 +62,10 @@ class TokenScorer:
     than rounding, the scorer logs a warning and uses the plain forward from then on. A prefill in pieces is tried
     before it is used (`prefill.Prefill`): if it changes the numbers, a warning reports that texts are run whole.
 
+    Whenever memory runs out, less is run at a time from then on: fewer windows first, then fewer logits if the head ran
+    out of memory, otherwise the MLPs in slices, then the prefill in pieces. Once nothing is left to reduce, the
+    platform's error is raised.
+
     Args:
         model: A causal language model, patched or not; the caller sets its evaluation mode.
         probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used, all of them for texts that try
@@ -67,14 +76,17 @@ class TokenScorer:
             by default all. It bounds the activations of a layer, so that only the cache grows with the text.
         mlp: Tokens that the MLP of a layer runs at a time; by default all. It bounds the activations of MLPs, and needs
             no cache.
+        batch: Windows that are run at a time; by default all that are given.
 
     Attributes:
         exact: Whether the probe's logits by head replay were bit-identical to those of the plain forward.
         replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
+        pieces: Whether the prefill may be reduced to pieces: they give the same numbers for the current patch.
+        stateful: Whether the model keeps the largest length it has read as state (transformers' own dynamic RoPE).
+            Two tokens in front of every forward reset it.
+        patient: Whether less is run at a time when memory runs out; otherwise the error is raised.
 
-        in_head: Whether the last computation was one of logits, rather than of the decoder.
-
-    `chunk`, `prefill` and `mlp` may be changed between calls.
+    `batch`, `chunk`, `prefill` and `mlp` may be changed between calls.
 
     Raises:
         PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead.
@@ -97,11 +109,12 @@ class TokenScorer:
         chunk: int | None = None,
         prefill: int | None = None,
         mlp: int | None = None,
+        batch: int | None = None,
     ) -> None:
-        sizes = {"chunk": (chunk, 1), "prefill": (prefill, LEAST), "mlp": (mlp, 1)}
-        for name, (tokens, least) in sizes.items():
-            if tokens is not None:
-                read_whole(tokens, name, least)
+        sizes = {"chunk": chunk, "prefill": prefill, "mlp": mlp, "batch": batch}
+        for name, size in sizes.items():
+            if size is not None:
+                read_whole(size, name, LEAST if name == "prefill" else 1)
         if not hasattr(unwrap(model), "get_input_embeddings"):
             raise PosencError(
                 f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."
@@ -111,14 +124,14 @@ class TokenScorer:
             raise PosencError(
                 f"The probe is a list of at least 2 token ids, not one of shape {tuple(probe_ids.shape)}."
             )
-        self.model = model
+        self.model, self.batch, self.mlp = model, batch, mlp
         self.prefill: int | None = None
-        self.mlp: int | None = None
-        self.in_head = False
+        self.pieces, self.stateful, self.patient = True, False, True
+        self._in_head = False  # the last computation was one of logits, rather than of the decoder
         self._options = without_cache(model)
         if sizes_alone(model) is not None:  # `--dry-run`: head replay is expected to work
             self.replays, self.exact, self.positions = True, True, None
-            self.chunk, self.prefill, self.mlp = chunk or 1, prefill, mlp
+            self.chunk, self.prefill = chunk or 1, prefill
             return
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
         with torch.no_grad():
@@ -128,7 +141,7 @@ class TokenScorer:
             self.chunk = chunk or (limit - limit % _TILE if limit > _TILE else limit)
             self.replays, self.exact = self._probe(probe, full)
         self.positions = position_limit(model)
-        self.prefill, self.mlp = prefill, mlp
+        self.prefill = prefill
         self._pieces = Prefill(model, probe_ids, self._losses)
         if not self.replays:
             logger.warning(
@@ -142,13 +155,21 @@ class TokenScorer:
         """The reason that the last texts were not run in pieces, although `prefill` is set."""
         return self._pieces.refused
 
+    @property
+    def head_replay(self) -> str:
+        """Agreement of head replay with full logits on the probe: `"bit-exact"`, `"up to rounding"` or `"off"`."""
+        return ("bit-exact" if self.exact else "up to rounding") if self.replays else "off"
+
+    @property
+    def reduced(self) -> dict[str, int | None]:
+        """Windows and tokens that are run at a time, after any reduction."""
+        prefill = self.prefill if self.refused is None else None
+        return {"batch": self.batch, "chunk": self.chunk, "mlp": self.mlp, "prefill": prefill}
+
     @functools.cached_property
     def mlps(self) -> list[nn.Module]:
         """The MLPs that can be run over slices of the tokens."""
         return tokenwise_mlps(self.model)
-
-    def _sliced(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.mlp is None else in_slices(self.mlps, self.mlp)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
@@ -168,14 +189,29 @@ class TokenScorer:
         """
         windows = token_ids(ids, self.model)
         shape, windows = windows.shape, windows.reshape(-1, windows.shape[-1])
-        losses = _nats(self.logits(windows, first, read_last=read_last), windows, first)
+
+        def score(part: Tensor) -> Tensor:
+            return _nats(self.logits(part, first, read_last=read_last), part, first)
+
+        losses = torch.cat(list(self._in_parts(windows, shape[-1], score)))
         return losses.reshape(*shape[:-1], -1)
+
+    @torch.no_grad()
+    def whole_logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Tensor:
+        """Return the logits that predict tokens `first .. n-1` of a window of shape (n,), (n - first, vocabulary)."""
+
+        def joined(part: Tensor) -> Tensor:
+            chunks = list(self.logits(part[0], first, read_last=read_last))
+            return torch.cat([chunk.to(chunks[0].device) for chunk in chunks])
+
+        return next(self._in_parts(ids[None], len(ids) - first, joined))
 
     @torch.no_grad()
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
         """Yield the logits that predict tokens `first .. n-1`, a chunk at a time, with the arguments of a call.
 
-        Each chunk has shape (m, vocabulary) or (windows, m, vocabulary), with m up to `chunk`.
+        Each chunk has shape (m, vocabulary) or (windows, m, vocabulary), with m up to `chunk`. The windows are run all
+        at once, and a lack of memory is raised.
         """
         ids = token_ids(ids, self.model)
         if not isinstance(first, int) or not 1 <= first < ids.shape[-1]:
@@ -192,12 +228,55 @@ class TokenScorer:
             pieces = None if size is None else self._pieces.pieces(size, read.shape[1])
             chunks = self._replay(read, *positions, pieces)
         else:
-            self.in_head = False
+            self._in_head = False
             with self._sliced():
                 whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
+
+    def reset(self, ids: Tensor) -> None:
+        """Make a stateful model forget the largest length it has read; it reads two of these token ids, shape (n,)."""
+        if self.stateful:
+            list(self.logits(ids[:2], 1))
+
+    def _in_parts(self, windows: Tensor, scored: int, run: Callable[[Tensor], T]) -> Iterator[T]:
+        """Yield the results for windows (k, n), `batch` of them at a time, with less at a time if memory runs out."""
+        done = 0
+        while done < len(windows):
+            part = windows[done : done + (self.batch or len(windows))]
+            try:
+                self.reset(part[0])
+                result = run(part)
+            except Exception as error:
+                if not self.patient or not is_out_of_memory(error):
+                    raise
+                release(error)
+                if not self._reduce(part, scored):
+                    raise
+                continue
+            done += len(part)
+            yield result
+
+    def _reduce(self, windows: Tensor, scored: int) -> bool:
+        """Run less at a time from now on; return False if nothing can be reduced."""
+        count, tokens = windows.shape
+        prefill = min(self.prefill or tokens, tokens)
+        mlp = min(self.mlp or prefill, prefill)
+        if count > 1:
+            self.batch = count // 2
+        elif self._in_head:
+            if self.chunk <= LEAST_CHUNK or scored <= LEAST_CHUNK:
+                return False
+            self.chunk = max(LEAST_CHUNK, min(self.chunk, tokens) // SHRINK)
+        elif mlp > LEAST_MLP and self.mlps:
+            self.mlp = max(LEAST_MLP, mlp // SHRINK)
+        # Refused pieces are run whole all the same.
+        elif prefill > LEAST_PREFILL and self.pieces and self.replays and self.refused is None:
+            self.prefill = max(LEAST_PREFILL, prefill // SHRINK)
+        else:
+            return False
+        return True
 
     def check_length(self, tokens: int) -> None:
         """Raise if the model has no positions for so many tokens."""
@@ -241,7 +320,7 @@ class TokenScorer:
             options = self._options
             if pieces is not None:
                 options = pieces.arguments(before, windows, begin, end)
-            output, self.in_head = None, False
+            output, self._in_head = None, False
             with (
                 replaced(decoder, "forward", run),
                 self._sliced(),
@@ -253,8 +332,11 @@ class TokenScorer:
                     # A head may count the token ids and fail on a single position. The decoder's output is complete.
                     if output is None or pieces is not None:
                         raise
-            self.in_head = True
+            self._in_head = True
             yield begin, end, output
+
+    def _sliced(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.mlp is None else in_slices(self.mlps, self.mlp)
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
         """Return the losses of a text run in these pieces, shape (n - 1,)."""

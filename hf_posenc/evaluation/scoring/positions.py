@@ -2,102 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device, input_embeddings
+from hf_posenc.evaluation.scoring.decoder import (
+    evaluation_mode,
+    input_device,
+    input_embeddings,
+    without_cache,
+)
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.seams.handover import tables_in_place
 from hf_posenc.seams.held import TableEnd
-
-_TOKENS = 4  # of the forward that shows which embeddings are read by position
-
-
-class _Lookups(TorchFunctionMode):
-    """Keeps the number of positions of everything that is read by position.
-
-    Attributes:
-        embeddings: Of embeddings that are parameters.
-        tables: Of other tables that are indexed; some of them grow when they are too short.
-        ends: Of tensors whose last `_TOKENS` elements are taken, such as biases by distance; likewise.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings, self.tables, self.ends = list[int](), list[int](), list[int]()
-
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if function is F.embedding and len(args) > 1 and isinstance(args[1], nn.Parameter):
-            if (first := _first_row(args[0])) is not None:
-                self.embeddings.append(args[1].shape[0] - first)  # OPT's first position is row 2
-        elif function is torch.Tensor.__getitem__ and args[0].is_floating_point():
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if isinstance(index[0], torch.Tensor) and (first := _first_row(index[0])) is not None:
-                self.tables.append(args[0].shape[0] - first)
-            size = args[0].shape[-1] if args[0].dim() else 0
-            last = index[-1] if len(index) == args[0].dim() else None
-            if isinstance(last, slice) and last == slice(size - _TOKENS, None):
-                self.ends.append(size)
-        return function(*args, **(kwargs or {}))
-
-
-def _first_row(index: torch.Tensor) -> int | None:
-    """Return the first of `_TOKENS` rising numbers; `None` for other numbers."""
-    if index.numel() != _TOKENS or index.is_floating_point() or index.dtype == torch.bool:
-        return None
-    rows: list[int] = index.flatten().tolist()
-    return rows[0] if rows == list(range(rows[0], rows[0] + _TOKENS)) else None
+from hf_posenc.seams.probes import TOKENS, ordinary_tokens
+from hf_posenc.seams.traces import read_tables, rows_read
 
 
 def position_limit(model: nn.Module) -> int | None:
     """Return the most tokens that a model, patched or not, has positions for; `None` where nothing ends.
 
     Rotations, distances and recurrences have no end. Embeddings of positions (GPT-2, OPT, BERT) and precomputed tables
-    of sines and cosines (GPT-J, CTRL) or of distances (MPT) do. An embedding is one of positions if equal tokens read
-    rising rows of it: that is tried on a few tokens, and only on a model with more embeddings than that of its tokens,
-    or without a rotary table. Any other table is tried just past its end, since some grow.
+    of sines and cosines (GPT-J, CTRL) or of distances (MPT) do. A trace of what is read by position finds them; it is
+    made of a model with more embeddings than that of its tokens, or without a rotary table.
     """
+    inner: Any = unwrap(model, adapters=False)
     growing, tables = tables_in_place(unwrap(model)), _tables(model)
     limits = [
         table.tensor().shape[0]
         for table in tables
         if isinstance(table, SinCosTable) and id(table.module) not in growing
     ]
-    tokens, inner = input_embeddings(model), unwrap(model, adapters=False)
+    tokens = input_embeddings(model)
     others = any(isinstance(each, nn.Embedding) and each is not tokens for each in model.modules())
     if others or not tables:
-        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-        ids = torch.full((1, _TOKENS), 0 if padding else 1, device=input_device(model))
-        with evaluation_mode(model), torch.no_grad():
-            try:
-                with _Lookups() as lookups:
-                    inner(input_ids=ids)
-            except Exception:  # whatever it is, the measurement meets and reports it
-                return min(limits, default=None)
-            limits += _patched_ends(inner) or lookups.embeddings
-            limits += [size for size in {*lookups.tables} if _ends_at(inner, ids[:, :1], size)]
-            # A bias by distance, made anew in every forward, ends where the config says (MPT).
-            limits += [size for size in {*lookups.ends} if size == _longest(inner)]
+        # A patched table has a hook: a short text may read it at other rows.
+        hooks = (hook for module in inner.modules() for hook in module._forward_pre_hooks.values())
+        patched = [hook.positions for hook in hooks if isinstance(hook, TableEnd)]
+        try:
+            limits += patched or _ends(inner)
+        except Exception:  # whatever it is, the measurement meets and reports it
+            return min(limits, default=None)
+        # A bias by distance, made anew in every forward, ends where the config says (MPT).
+        if not tables and (longest := _longest(inner)) is not None:
+            limits.append(longest)
     return min(limits, default=None)
 
 
-def _patched_ends(model: nn.Module) -> list[int]:
-    """Return the positions of patched tables, which a short text may read at other rows."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return [hook.positions for hook in hooks if isinstance(hook, TableEnd)]
+def _ends(model: Any) -> Iterator[int]:
+    """Yield the positions of every table of positions that a model reads."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tables = [reading for reading in read_tables(model) if reading.first is not None]
+    reads = rows_read(model, ordinary_tokens(model, TOKENS)) if tables else {}
+    for table in tables:
+        tensor, last = tensors[table.name], max(int(row.max()) for _, row in reads[table.name])
+        end = tensor.shape[table.axis] - (last - TOKENS + 1)
+        # A buffer may grow when it is too short.
+        if isinstance(tensor, nn.Parameter) or not _runs(model, end + 1):
+            yield end
 
 
 def _tables(model: nn.Module) -> list[Any]:
@@ -107,16 +73,14 @@ def _tables(model: nn.Module) -> list[Any]:
         return []
 
 
-def _ends_at(model: nn.Module, ids: torch.Tensor, position: int) -> bool:
-    """Return whether a token at this position is refused, and the one before it is not."""
+def _runs(model: Any, tokens: int) -> bool:
+    ids = torch.ones(1, tokens, dtype=torch.int64, device=input_device(model))
     try:
-        for place in (position - 1, position):
-            model(input_ids=ids, position_ids=torch.full_like(ids, place))
-    except IndexError:
-        return place == position
-    except Exception:  # it takes no positions
+        with evaluation_mode(model), torch.no_grad():
+            model(input_ids=ids, **without_cache(model))
+    except (IndexError, RuntimeError):
         return False
-    return False
+    return True
 
 
 def _longest(model: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,11 @@ def test_special_tokens_in_front() -> None:
     assert special_prefix(with_bos, "auto") == [0]
     assert special_prefix(plain, "always") == special_prefix(with_bos, "always") == [0]
     assert special_prefix(with_bos, "never") == []
+    for bos, eos, expected in ((0, 2, [0]), (None, 2, [2])):
+        either = SimpleNamespace(bos_token_id=bos, eos_token_id=eos)
+        assert special_prefix(either, "bos-or-eos") == expected
+    with pytest.raises(PosencError, match="has neither"):
+        special_prefix(SimpleNamespace(bos_token_id=None, eos_token_id=None), "bos-or-eos")
     plain.bos_token = None
     with pytest.raises(PosencError, match="has no BOS token"):
         special_prefix(plain, "always")

@@ -17,7 +17,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
-    LongDocument,
     Skipped,
     TokenizedDocument,
     load_documents,
@@ -269,15 +268,3 @@ def test_datasets_that_are_damaged_or_empty(tmp_path: Path) -> None:
     assert "of dataset" in refusal(tmp_path / "damaged")
     (tmp_path / "damaged" / "state.json").write_text("{")
     assert "cannot be read" in refusal(tmp_path / "damaged")
-
-
-def test_a_line_of_several_megabytes(tmp_path: Path) -> None:
-    text = prose(1000).replace("\n", " ") * 3000
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    (tmp_path / "b.txt").write_text(text)
-    row, file = read_paths([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
-    assert row == Document(f"{tmp_path}/a.jsonl:1", text)
-    assert isinstance(file, LongDocument)
-    usable, _ = load_documents([row, file], byte_tokenizer(), min_tokens=9, max_tokens=5000)
-    assert [len(document) for document in usable] == [5000, 5000]
-    assert usable[0].ids.tolist() == usable[1].ids.tolist()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,15 @@ from hf_posenc.evaluation.documents import (
     Document,
     LongDocument,
     Skipped,
-    UnreadableError,
     load_documents,
     read_paths,
     readers,
+    storage,
     tokenize,
 )
-from hf_posenc.evaluation.documents import storage as spool
-from hf_posenc.evaluation.documents import tokens as cutting
 from hf_posenc.evaluation.documents import tokens as joining
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.documents.storage import TokenCache
-from hf_posenc.evaluation.documents.tokens import Numbers
 from hf_posenc.evaluation.options import ReadingOptions
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK, json_lines
@@ -87,70 +82,44 @@ def test_a_long_file_of_white_space_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("budget", [0, 7000, 30_000])
-def test_tokens_beyond_the_budget_lie_in_files(
-    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [0, 4500, 30_000])
+def test_long_documents_lie_in_files(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool, "BUDGET", budget)
     sizes = (5000, 20, 9000, 200, 4000)
     source = [Document(f"d{size}", prose(size, size)) for size in sizes]
     torn = write(tmp_path / "torn.txt.gz", gzip.compress(prose(9000).encode())[:-9])
+    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source if each != source[1]]
+    monkeypatch.setattr(storage, "IN_MEMORY", limit)
     entries = [*source[:2], *read_paths([str(torn)]), *source[2:]]
     usable, skipped = load_documents(entries, byte_tokenizer(), min_tokens=64)
-    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source if each != source[1]]
     assert [document.to_dict() for document in usable] == expected
     assert [entry.name for entry in skipped] == ["d20", str(torn)]
-    memories = {document.ids.untyped_storage().data_ptr() for document in usable}
-    assert (
-        len(memories) == {0: 1, 7000: 1, 30_000: 4}[budget]
-    )  # those in the file share its mapping
-
-
-def test_what_is_not_kept_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, create = [], tempfile.TemporaryFile
-
-    def spy(**options: Any) -> Any:
-        made.append(create(**options))
-        return made[-1]
-
-    def failing() -> Iterator[Numbers]:
-        yield ten
-        raise UnreadableError("cut off")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", spy)
-    monkeypatch.setattr(spool, "BUDGET", 0)
-    ten = np.arange(30).reshape(10, 3)
-    storage = spool.Spool()
-    kept = storage.store([ten])
-    with pytest.raises(UnreadableError):
-        storage.store(failing())
-    storage.forget(storage.store([ten, ten]))
-    (file,) = made
-    file.flush()
-    assert file.tell() == 30 * 8
-    assert [column.tolist() for column in storage.columns(kept)] == ten.T.tolist()
+    for document in usable:
+        mapped = not document.ids.is_contiguous()  # rows with the ends beside each id
+        assert mapped == (len(document) > limit)
 
 
 def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.BytesIO):
-        def __init__(self, **_: object) -> None: ...
+        def __init__(self, *_: object, **__: object) -> None: ...
 
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(spool, "BUDGET", 0)
+    monkeypatch.setattr(storage, "IN_MEMORY", 0)
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
         tokenize(Document("d", prose(100)), byte_tokenizer())
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("budget", [0, 1 << 24])
+@pytest.mark.parametrize("limit", [0, 1 << 24])
 def test_tokens_and_names_are_fixed_for_ever(
-    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of interrupted runs and results name documents by these fields."""
-    monkeypatch.setattr(spool, "BUDGET", budget)
+    monkeypatch.setattr(storage, "IN_MEMORY", limit)
     monkeypatch.chdir(tmp_path)
     write(Path("a.txt"), "\ufeff" + prose(300) + "\r\nnaïve 東京 😀\n")
     write(Path("b.txt.gz"), gzip.compress((prose(9000, 1) + " é").encode()))
@@ -163,9 +132,9 @@ def test_tokens_and_names_are_fixed_for_ever(
     )
     tokenizer, digests = AutoTokenizer.from_pretrained(model_path()), []
     files = ["a.txt", "b.txt.gz", "c.jsonl", "d.npy", "e.bin", "f.txt", "a.txt", "none.txt"]
-    for limit in (None, 1000):
+    for most in (None, 1000):
         entries = read_paths(files, token_dtype="uint32")
-        usable, skipped = load_documents(entries, tokenizer, min_tokens=25, max_tokens=limit)
+        usable, skipped = load_documents(entries, tokenizer, min_tokens=25, max_tokens=most)
         ends = [
             end.tolist() for d in usable for end in (d.byte_ends, d.word_ends) if end is not None
         ]
@@ -261,9 +230,9 @@ def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 def test_the_page_names_the_limits_that_hold() -> None:
     page = (Path(__file__).parents[3] / "docs" / "documents.md").read_text(encoding="utf-8")
     sizes = joining.SIZES
-    limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, spool.BUDGET)
+    limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, storage.IN_MEMORY)
     for limit in limits:
         assert f"{limit:,}" in page
     assert f"text of up to {readers.SMALL >> 20} MiB is read at once" in page
     assert f"may have up to {readers.LONGEST >> 20} MiB" in page
-    assert f"count beyond {cutting.LONGEST_COUNT}" in page
+    assert f"count beyond {joining.LONGEST_COUNT}" in page

@@ -28,7 +28,6 @@ from hf_posenc.evaluation.measuring.store import Key, Records, Shard
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity import PerplexityRun, prepare
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.files import to_json
 from tests.support import zoo
@@ -48,11 +47,11 @@ class Text(Item):
 class Losses(Measurement[Text, tuple[Sums, dict[Any, str]]]):
     """The loss of random texts; those of `unlucky` numbers fail."""
 
-    scorer: FrugalScorer
+    scorer: TokenScorer
 
     def __init__(self, specs: tuple[str, ...], unlucky: tuple[int, ...] = ()) -> None:
         self.model = zoo.build("llama")
-        self.scorer = FrugalScorer(TokenScorer(self.model, zoo.tokens(16)[0]))
+        self.scorer = TokenScorer(self.model, zoo.tokens(16)[0])
         self.unlucky, self.measured = unlucky, list[int]()
         self.items = [
             Text(
@@ -72,7 +71,7 @@ class Losses(Measurement[Text, tuple[Sums, dict[Any, str]]]):
             self.measured.append(item.order)
             if item.order in self.unlucky:
                 raise RuntimeError(f"no luck with {item.order}")
-            return float(self.scorer([item.ids], 1)[0].sum())
+            return float(self.scorer(item.ids).sum())
 
         loss = attempt(score)
         return {} if loss is None else {"loss": loss}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_posenc import patch_model, patched
+from hf_posenc import patch_model, patched, unpatch_model
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
@@ -98,16 +96,8 @@ def test_rolling_log_likelihoods_are_our_sums(
 
     if patch is not None:
         assert abs(found[2] / unpatched[2] - 1) > 1e-4
-
-
-def test_the_patch_goes_and_the_numbers_come_back(
-    model: Any, tokenizer: Any, texts: list[str]
-) -> None:
-    lm = harness(model, tokenizer, max_length=TRAINED)
-    before = rolling(lm, texts)
-    with patched(model, **YARN):
-        assert rolling(lm, texts) != before
-    assert rolling(lm, texts) == before
+        unpatch_model(model)
+        assert rolling(lm, texts) == unpatched
 
 
 def test_the_length_is_read_from_the_config(model: Any, tokenizer: Any) -> None:
@@ -143,46 +133,6 @@ def test_generation_is_the_patched_model_s(
     new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert generated() == tokenizer.decode(new, skip_special_tokens=True)
     assert generated() != plain
-
-
-def test_a_task_of_the_harness(model: Any, tokenizer: Any, texts: list[str]) -> None:
-    """A task with the metrics of its wikitext task, on texts that are here."""
-    from datasets import Dataset, DatasetDict
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    sizes: dict[str, Callable[[str], int]] = {
-        "word_perplexity": lambda text: len(text.split()),
-        "byte_perplexity": lambda text: len(text.encode()),
-        "bits_per_byte": lambda text: len(text.encode()),
-    }
-
-    def process(doc: dict[str, str], results: tuple[float]) -> dict[str, tuple[float, int]]:
-        return {name: (results[0], size(doc["text"])) for name, size in sizes.items()}
-
-    task = {
-        "task": "held_out_modules",
-        "custom_dataset": lambda **_: DatasetDict({"test": Dataset.from_dict({"text": texts})}),
-        "test_split": "test",
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "process_results": process,
-        "metric_list": [{"metric": name} for name in sizes],
-    }
-    with patched(model, **YARN):
-        lm = harness(model, tokenizer)
-        scores = rolling(lm, texts)
-        manager = TaskManager(include_defaults=False)  # no index of thousands of files
-        results = simple_evaluate(model=lm, tasks=[task], bootstrap_iters=0, task_manager=manager)
-    found = results["results"]["held_out_modules"]
-    counts = {name: [size(text) for text in texts] for name, size in sizes.items()}
-    for name in ("word_perplexity", "byte_perplexity"):
-        expected = peers.weighted_perplexity(scores, counts[name])
-        assert found[f"{name},none"] == pytest.approx(expected, rel=1e-9)
-    bits = peers.bits_per_byte(scores, counts["bits_per_byte"])
-    assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
-    assert math.log2(found["byte_perplexity,none"]) == pytest.approx(bits, rel=1e-9)
 
 
 @pytest.mark.parametrize("text", ["one two", " one two", "one  two\n", "\n one\ttwo \n"])

@@ -20,8 +20,6 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import (
     Candidate,
     checked_candidates,
-    original_length,
-    parse_candidates,
 )
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
@@ -222,16 +220,6 @@ def test_the_scale_follows_the_length_and_never_shrinks_a_text() -> None:
     assert [own.scale_at(length) for length in LENGTHS] == [1.0, 2.0, 4.0, 8.0]
 
 
-def test_the_model_is_as_before() -> None:
-    model = tiny().train()
-    config, state = copy.deepcopy(model.config.to_dict()), copy.deepcopy(model.state_dict())
-    run(model, ["none", "yarn", "dynamic_yarn"])
-    assert hf_posenc.get_patch(model) is None
-    assert model.training
-    assert model.config.to_dict() == config
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
 def test_several_tail_windows_add_up() -> None:
     settings = Settings(
         lengths=(32, 64), protocols=("tail",), tail_tokens=10, windows_per_document=3
@@ -263,25 +251,6 @@ def test_a_length_that_the_model_cannot_take_is_a_named_failure_and_the_others_a
         document = next(document for document in DOCUMENTS if document.name == record.document)
         nats, _ = reference(model, document, record.protocol, record.length, 16)
         assert record.nats == pytest.approx(nats, rel=2e-6)
-
-
-@pytest.mark.usefixtures("quick_collection")
-def test_running_out_of_memory_is_a_failure_of_that_length() -> None:
-    model = tiny()
-
-    def refuse(module: Any, args: Any, kwargs: Any) -> None:
-        if kwargs["input_ids"].shape[1] > 128:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
-
-    model.model.register_forward_pre_hook(refuse, with_kwargs=True)
-    measurement = run(model, ["none", "yarn"])
-    expected = [
-        Failure(m, p, 256, "out of memory")
-        for m in ("none", "yarn (auto)")
-        for p in ("prefix", "tail")
-    ]
-    assert measurement.failures == expected
-    assert {record.length for record in measurement.records} == {32, 64, 128}
 
 
 def test_a_length_that_fails_for_one_document_has_no_records_of_the_others() -> None:
@@ -327,30 +296,6 @@ def test_progress_counts_the_tokens_of_the_run(
     assert done == sorted(done)
     assert {call[2] for call in calls} == {done[-1]}
     assert list(dict.fromkeys(label for label, *_ in calls)) == labels
-
-
-def test_candidates_that_cannot_be_measured() -> None:
-    with pytest.raises(PosencError, match="Unknown method 'yarm'"):
-        parse_candidates(["yarm:scale=8"])
-    with pytest.raises(PosencError, match="none is given twice"):
-        parse_candidates(["none", "yarn", "none"])
-    with pytest.raises(PosencError, match="--patch yarn: GPT2LMHeadModel has no rotary embedding"):
-        Candidate.parse("yarn").checked(tiny("gpt2"))
-    patched = hf_posenc.patch_model(tiny(), "pi", scale=2)
-    assert Candidate.parse("none").checked(patched).original is None
-    with pytest.raises(
-        PosencError, match=r"--patch yarn: this model carries a saved patch \(pi\(scale=2\)\)"
-    ):
-        Candidate.parse("yarn").checked(patched)
-
-
-def test_the_original_length_is_the_patches_or_the_configs() -> None:
-    model = tiny()
-    own = Candidate.parse("yarn:original_max_position_embeddings=32").checked(model)
-    assert original_length(model, [Candidate.parse("none"), own]) == 32
-    assert original_length(model, [Candidate.parse("none")]) == 64
-    model.config.max_position_embeddings = 1024
-    assert original_length(model, [Candidate.parse("none")]) == 1024
 
 
 def test_truncation_takes_the_original_length_that_is_given() -> None:

@@ -103,11 +103,7 @@ def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
     assert math.log(high / low) == pytest.approx(2 * 2.571 * 0.187 / math.sqrt(6), rel=0.01)
     assert f"{low:.3g}-{high:.3g}" in text
     assert max(map(len, shown(result, width=60).splitlines())) <= 60
-
-
-def test_the_lowest_number_of_a_column_is_bold() -> None:
-    grid = example(CURVES).table("tail")
-    fields = zip(*(row.fields[1:4] for row in grid.rows), strict=True)
+    fields = zip(*(row.fields[1:4] for row in result.table("tail").rows), strict=True)
     bold = [[field.spans[0].mark == "best" for field in column] for column in fields]
     assert bold == [[True, True, False], [False, True, False], [False, True, False]]
 
@@ -148,7 +144,15 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
     result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
     result.write_json(tmp_path / "r.json")
-    again = PerplexityResult.from_dict(json.loads((tmp_path / "r.json").read_text()))
+    text = (tmp_path / "r.json").read_text()
+    values = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert values["protocols"]["tail"].startswith("the same last 128 tokens")
+    assert values["skipped"] == [{"name": "bad.txt", "reason": "not UTF-8"}]
+    shared = [method["prefix_from_one_forward"] for method in values["methods"]]
+    assert shared == [True, False, True]
+    assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
+    assert values["records"][-1]["nats"] is values["summary"][-1]["perplexity"] is None
+    again = PerplexityResult.from_dict(values)
     again.write_json(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "r.json").read_bytes()
     assert shown(again) == shown(result)
@@ -256,30 +260,6 @@ def test_notes_and_guide() -> None:
     assert "tail scores the same tokens" in protocol
 
 
-def test_json_has_everything_and_no_nan(tmp_path: Path) -> None:
-    curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
-    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
-    result.write_json(tmp_path / "r.json")
-    text = (tmp_path / "r.json").read_text()
-    values = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
-    assert values["protocols"]["tail"].startswith("the same last 128 tokens")
-    assert values["settings"]["tail_tokens"] == 128
-    assert values["head_replay"] == "bit-exact"
-    assert values["skipped"] == [{"name": "bad.txt", "reason": "not UTF-8"}]
-    assert values["failures"][0]["reason"] == "out of memory"
-    assert {"torch", "transformers", "python"} <= set(values["environment"])
-    assert [method["prefix_from_one_forward"] for method in values["methods"]] == [
-        True,
-        False,
-        True,
-    ]
-    assert (values["methods"][1]["auto_scale"], values["methods"][1]["original"]) == (True, 256)
-    assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
-    assert values["records"][-1]["nats"] is None
-    assert values["summary"][-1]["perplexity"] is None
-    assert len(values["documents"]) == 6
-
-
 def test_csv_has_a_row_for_every_cell() -> None:
     result = example(CURVES, failures=[Failure("none", "tail", 1024, "out of memory")])
     reader = csv.DictReader(io.StringIO(result.files()["perplexity.csv"]))
@@ -300,77 +280,40 @@ def test_csv_has_a_row_for_every_cell() -> None:
     assert (failed["perplexity"], failed["status"]) == ("", "out of memory")
 
 
-def test_the_plot_is_drawn_in_both_formats_and_is_reproducible(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    curves = {**CURVES, "ntk": (14.55, math.nan, 30.0)}
-    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
-    for name in ("a", "b"):
-        plots.write_figure(plots.figure(result), tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    svg = (tmp_path / "a.svg").read_text()
-    for text in (
-        "none",
-        "yarn (auto)",
-        "trained length",
-        "perplexity",
-        "context length L (tokens)",
-        ">1k<",
-    ):
-        assert text in svg
-    assert svg == (tmp_path / "b.svg").read_text()
-
-
 def test_panels_lines_and_axes() -> None:
     pytest.importorskip("matplotlib")
-    drawn = plots.figure(
-        example({**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)})
-    )
-    prefix, tail = drawn.axes
-    assert [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)] == [
-        "prefix",
-        "tail",
-    ]
+    curves = {**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)}
+    prefix, tail = plots.figure(example(curves)).axes
+    titles = [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)]
+    assert titles == ["prefix", "tail"]
     assert (prefix.get_xscale(), prefix.get_yscale()) == ("log", "log")
     assert prefix.get_ylim() == tail.get_ylim()
     lines: dict[str, Any] = {str(line.get_label()): line for line in tail.get_lines()}
     assert list(lines["yarn (auto)"].get_ydata()) == pytest.approx([14.55, 14.21, 15.66])
     assert list(lines["ntk (auto)"].get_xdata()) == [256, 1024]  # nan is no point
-    assert lines["yarn (scale 4)"].get_color() == lines["yarn (auto)"].get_color()
-    assert lines["yarn (scale 4)"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
-    assert (
-        len(
-            {
-                lines[label].get_color()
-                for label in ("none", "yarn (auto)", "pi (scale 4)", "ntk (auto)")
-            }
-        )
-        == 4
-    )
     assert 256 in [line.get_xdata()[0] for label, line in lines.items() if label.startswith("_")]
     low, high = prefix.get_ylim()
     assert 3 <= len([tick for tick in prefix.get_yticks() if low <= tick <= high]) <= 8
     names = {text.get_text(): text for text in tail.get_legend().get_texts()}  # type: ignore[union-attr]
     named = {label: line for label, line in lines.items() if not label.startswith("_")}
-    ends = sorted(named, key=lambda label: -named[label].get_ydata()[-1])
-    assert list(names) == ends
+    assert list(names) == sorted(named, key=lambda label: -named[label].get_ydata()[-1])
     assert all(names[label].get_color() == named[label].get_color() for label in names)
 
 
-def test_the_control_is_grey_and_a_dynamic_method_has_the_colour_of_its_static_form() -> None:
+def test_a_method_has_one_colour_and_the_control_is_grey() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.colors import to_rgb
 
-    curves = dict.fromkeys(("none", "truncation", "yarn", "dynamic_yarn", "rerope"), (9.0,) * 3)
-    lines = {
-        str(line.get_label()): line for line in plots.figure(example(curves)).axes[0].get_lines()
-    }
-    assert lines["dynamic_yarn"].get_color() == lines["yarn (auto)"].get_color()
-    assert lines["dynamic_yarn"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
+    specs = ("none", "truncation", "yarn", "yarn:scale=4", "dynamic_yarn", "rerope")
+    figure = plots.figure(example(dict.fromkeys(specs, (9.0,) * 3)))
+    lines = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+    for other in ("dynamic_yarn", "yarn (scale 4)"):
+        assert lines[other].get_color() == lines["yarn (auto)"].get_color()
+        assert lines[other].get_linestyle() != lines["yarn (auto)"].get_linestyle()
     red, green, blue = to_rgb(lines["truncation"].get_color())
     assert red == green == blue
-    assert (
-        len({line.get_color() for label, line in lines.items() if not label.startswith("_")}) == 4
-    )
+    colours = {line.get_color() for label, line in lines.items() if not label.startswith("_")}
+    assert len(colours) == 4
 
 
 def test_without_matplotlib_the_plot_says_what_to_install(

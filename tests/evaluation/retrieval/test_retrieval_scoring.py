@@ -24,7 +24,6 @@ from hf_posenc.evaluation.retrieval.prompts import (
 )
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.evaluation.retrieval.test_retrieval_prompts import make
 from tests.support import zoo
@@ -40,7 +39,7 @@ def prompt_of(task: str = "passkey", length: int = LENGTH, **place: Any) -> Prom
 
 
 def scorer_of(model: Any) -> AnswerScorer:
-    return AnswerScorer(model, FrugalScorer(TokenScorer(model, torch.arange(9))))
+    return AnswerScorer(model, TokenScorer(model, torch.arange(9)))
 
 
 def reference(model: Any, prompt: Prompt, answer: Answer) -> tuple[float, list[bool]]:

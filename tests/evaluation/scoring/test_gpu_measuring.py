@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import patched
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.live_bytes import forward_cost
@@ -97,13 +96,13 @@ def test_peak_memory_is_linear_in_length() -> None:
 def test_memory_that_runs_out_is_answered_with_less_at_a_time() -> None:
     model, ids = wide(torch.float32), text(LENGTH)
     expected = TokenScorer(model, ids)(ids)
-    scorer = FrugalScorer(TokenScorer(model, ids))
+    scorer = TokenScorer(model, ids)
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_allocated() + forward_cost(model, LENGTH).activations // 2
     torch.cuda.set_per_process_memory_fraction(allowed / total)
-    (losses,) = scorer([ids], 1)
+    losses = scorer(ids)
     assert scorer.reduced["prefill"] is not None
     torch.testing.assert_close(losses, expected, atol=1e-2, rtol=1e-2)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity, measure_retrieval
 from hf_posenc.evaluation.bench.run import bench
@@ -19,7 +16,7 @@ from hf_posenc.evaluation.scoring.positions import position_limit
 from tests.support import zoo
 from tests.support.families import build_text_model
 from tests.support.selection import quick
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 TEXTS = [prose(400, index) for index in range(2)]
 
@@ -107,16 +104,6 @@ def test_generated_tokens_count() -> None:
     options["depths"] = (0.5,)
     result = measure_retrieval(model, byte_tokenizer(), decode="generate", **options)
     assert "tokens: GPT2LMHeadModel has positions for 256." in result.failures[0].reason
-
-
-def test_a_command_answers_with_one_line(tmp_path: Path) -> None:
-    model = tiny_checkpoint(tmp_path / "model", "gpt2")
-    (tmp_path / "text.txt").write_text(TEXTS[0])
-    command = ["perplexity", str(model), "--text", str(tmp_path / "text.txt"), "--patch", "none"]
-    output = ["--lengths", "128", "--output", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, [*command, *output])
-    assert result.exit_code == 2
-    assert "error: 128 tokens: GPT2LMHeadModel has positions for 64." in result.stderr
 
 
 @pytest.mark.parametrize("family", ["gptj", "roformer"])

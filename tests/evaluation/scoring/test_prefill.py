@@ -16,7 +16,6 @@ from hf_posenc import patch_model, unpatch_model
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
 from hf_posenc.model import masks
@@ -193,7 +192,7 @@ def test_a_lack_of_memory_stays_one() -> None:
     limit(model.backbone.layers[0], 750)
     ids = zoo.tokens(1050)[0]
     with pytest.raises(torch.OutOfMemoryError):
-        FrugalScorer(TokenScorer(model, ids[:16], chunk=64))([ids], 1)
+        TokenScorer(model, ids[:16], chunk=64)(ids)
 
 
 def test_a_lack_of_memory_is_no_refusal() -> None:
@@ -310,8 +309,8 @@ def test_mlps_are_run_in_slices_and_texts_in_pieces(part: str) -> None:
     expected = TokenScorer(model, ids)(ids)
     mlp = model.model.layers[0].mlp
     limited = limit(mlp.down_proj if part == "mlp" else mlp, 700)
-    scorer = FrugalScorer(TokenScorer(model, ids[:16]))
-    (losses,) = scorer([ids], 1)
+    scorer = TokenScorer(model, ids[:16])
+    losses = scorer(ids)
     assert limited.largest == 600
     assert (scorer.reduced["mlp"], scorer.reduced["prefill"]) == (
         (600, None) if part == "mlp" else (512, 600)

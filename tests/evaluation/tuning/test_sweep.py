@@ -17,11 +17,12 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
+from hf_posenc.evaluation.measuring.execute import Attempt
 from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.options import SweepOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.tuning import tried
 from hf_posenc.evaluation.tuning.sweep import (
     SweepResult,
@@ -135,13 +136,13 @@ def test_rounds_double_the_documents_and_halve_the_methods() -> None:
 
 def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     forwarded: list[int] = []
-    plain = FrugalScorer.__call__
+    plain = TokenScorer.__call__
 
-    def scorer(self: Any, windows: Sequence[torch.Tensor], *how: Any, **more: Any) -> Any:
+    def scorer(self: Any, windows: torch.Tensor, *how: Any, **more: Any) -> Any:
         forwarded.extend(len(window) for window in windows)
         return plain(self, windows, *how, **more)
 
-    monkeypatch.setattr(FrugalScorer, "__call__", scorer)
+    monkeypatch.setattr(TokenScorer, "__call__", scorer)
     model = tiny()
     candidates = tried(model, crossed(("pi", "ntk", "yarn"), (2.0, 4.0)))
     job = sweep_of(model, 5, candidates)
@@ -389,15 +390,16 @@ def test_failures_are_cells() -> None:
 def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = PerplexityRun._losses
+    plain = Attempt.__call__
 
-    def losses(self: PerplexityRun, item: Any, windows: Any, attempt: Any) -> Any:
-        if (item.label, windows[0].tokens, item.document) == ("ntk (scale 4)", 160, "d1"):
-            attempt.fail(torch.OutOfMemoryError("CUDA out of memory"), [("tail", 160)])
+    def attempt(self: Any, forward: Any, cells: Any) -> Any:
+        cells, item = list(cells), self._item
+        if (item.label, item.document, cells) == ("ntk (scale 4)", "d1", [("tail", 160)]):
+            self.fail(torch.OutOfMemoryError("CUDA out of memory"), cells)
             return None
-        return plain(self, item, windows, attempt)
+        return plain(self, forward, cells)
 
-    monkeypatch.setattr(PerplexityRun, "_losses", losses)
+    monkeypatch.setattr(Attempt, "__call__", attempt)
     model = tiny()
     candidates = tried(model, crossed(("yarn", "ntk", "pi:layers=[9]"), (2.0, 4.0)))
     result = finished(sweep_of(model, 3, candidates))

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support.processes import PATIENCE, running
 from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
@@ -167,7 +167,7 @@ def test_without_a_winner_the_exit_status_is_1(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(FrugalScorer, "__call__", full)
+    monkeypatch.setattr(TokenScorer, "__call__", full)
     result = invoke(*arguments("sweep", model, folder, tmp_path))
     assert result.exit_code == 1
     assert "OOM" in result.stdout
