@@ -27,6 +27,7 @@ from hf_posenc.evaluation.documents import read_embedded
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json, write_atomically
+from hf_posenc.training import TrainingLog
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (256, 512, 1024)
@@ -58,11 +59,23 @@ POSITIONS: dict[str, list[str]] = {
     "the same with a curriculum": ["--positions", "random", "--curriculum", "1,2,4", *_SHORT],
     "random real numbers": ["--positions", "random_float", *_SHORT],
 }  # fmt: skip
+# Ways that train on blocks of 256 tokens alone, for 1,024.
+_PI = ["--patch", "pi:scale=4", *_SHORT]
+SHORT: dict[str, list[str]] = {
+    "blocks of 256 tokens": [*_PI, "--block_length", "256"],
+    "the same, distilled": [*_PI, "--block_length", "256", "--distill", "short"],
+    "EndPrompt": [*_PI, "--positions", "endprompt"],
+    "EndPrompt, distilled": [*_PI, "--positions", "endprompt", "--distill", "short"],
+    "EndPrompt, teaching itself": [*_PI, "--positions", "endprompt", "--distill", "positions"],
+    "PoSE": [*_PI, "--positions", "pose"],
+    "PoSE, distilled": [*_PI, "--positions", "pose", "--distill", "short"],
+    "PoSE, teaching itself": [*_PI, "--positions", "pose", "--distill", "positions"],
+}  # fmt: skip
 CONVERSIONS: dict[str, list[str]] = {
     "no rotation at all (DroPE)": ["--recipe", "scripts/recipes/drope.yaml"],
     "none in layers 1 and 3 (SWAN)": ["--recipe", "scripts/recipes/swan.yaml"],
 }
-GROUPS = {"ways": WAYS, "positions": POSITIONS, "conversions": CONVERSIONS}
+GROUPS = {"ways": WAYS, "positions": POSITIONS, "short": SHORT, "conversions": CONVERSIONS}
 # The constant softmax scale of DroPE, for a model in which it was trained as 1.
 _TEMPERATURES = ("1.1", "1.2", "1.4")
 
@@ -70,7 +83,7 @@ _TEMPERATURES = ("1.1", "1.2", "1.4")
 def main(
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
     group: Annotated[
-        str, typer.Option(help="Ways to compare: ways, positions, conversions.")
+        str, typer.Option(help="Ways to compare: ways, positions, short, conversions.")
     ] = "ways",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
@@ -80,7 +93,8 @@ def main(
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
-    before = _untrained({_patch_of(ways[name]) for name in ways})
+    patches = {_patch_of(ways[name]) for name in ways}
+    before = _untrained(patches | ({"none", EMBEDDED_PATCH} if group == "short" else set()))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
@@ -99,6 +113,7 @@ def main(
                 "format": 1,
                 "steps": steps,
                 "environment": environment(),
+                **({"untrained": before} if group == "short" else {}),
                 "ways": {name: rows[name] for name in ways if name in rows},
             }
             write_atomically(output, to_json(values))
@@ -119,6 +134,7 @@ def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[st
         raise typer.BadParameter(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1]}")
     model = from_pretrained(str(folder), dtype=torch.float32)
     cells = _measured(model, None)
+    cells["seconds_per_step"] = round(float(TrainingLog.read(folder).run["seconds"]) / steps, 3)
     if _patch_of(options) == "nope":
         unpatch_model(model)
         scaled = {f: f"nope+temperature:law=constant,factor={f}" for f in _TEMPERATURES}

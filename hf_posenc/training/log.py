@@ -230,12 +230,29 @@ def loss_figure(log_history: History, table: PerplexityResult | None = None) -> 
         raise PosencError("No finite loss was logged, so there is none to draw.")
     lines = {} if table is None else score_points(table)
     wide = any(len(points) > 1 for points in lines.values())
-    width, columns = (8.1, 2) if wide else (4.4, 1)
-    with plots.styled_panels(width, _HEIGHT, columns) as (figure, panels):
-        _loss_panel(panels[0], losses, loss_points(log_history, "eval_loss"))
-        panels[0].set_xlabel(_step_label(log_history))
-        if wide:
-            assert table is not None
+    counted = [entry for entry in log_history if "num_input_tokens_seen" in entry]
+    label = "step"
+    if counted and counted[-1]["step"]:
+        tokens = counted[-1]["num_input_tokens_seen"] / counted[-1]["step"]
+        label = f"step ({tokens:,.0f} tokens each)"
+    with plots.styled_panels(8.1 if wide else 4.4, _HEIGHT, 1 + wide) as (figure, panels):
+        means, width = smoothed(losses)
+        drawn = {"training": (losses, {"linewidth": 1.3})}
+        if means:
+            drawn = {
+                "logged": (losses, {"linewidth": 0.6, "alpha": 0.45}),
+                f"mean of {width}": (means, {"linewidth": 1.6}),
+            }
+        for name, (points, style) in drawn.items():
+            panels[0].plot(*zip(*points, strict=True), label=name, color=plots.COLOURS[0], **style)
+        if held_out := loss_points(log_history, "eval_loss"):
+            panels[0].plot(*zip(*held_out, strict=True), label="evaluation", **_marked(1))
+        if means or held_out:
+            panels[0].legend(frameon=False)
+        panels[0].set_title("training loss", loc="left")
+        panels[0].set_xlabel(label)
+        panels[0].set_ylabel("nats per token")
+        if wide and table is not None:
             _score_panel(panels[1], table, lines)
     return figure
 
@@ -270,36 +287,20 @@ def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
     return [(sum(steps) / width, math.fsum(losses) / width) for steps, losses in parts], width
 
 
-def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
-    (means, width), colour = smoothed(losses), plots.COLOURS[0]
-    thin: dict[str, Any] = {"label": "training", "linewidth": 1.3}
-    if means:
-        thin = {"label": "logged", "linewidth": 0.6, "alpha": 0.45}
-    panel.plot(*zip(*losses, strict=True), color=colour, **thin)
-    if means:
-        panel.plot(*zip(*means, strict=True), color=colour, linewidth=1.6, label=f"mean of {width}")
-    if held_out:
-        panel.plot(*zip(*held_out, strict=True), label="evaluation", **_style(1, 0))
-    if means or held_out:
-        panel.legend(frameon=False)
-    panel.set_title("training loss", loc="left")
-    panel.set_ylabel("nats per token")
-
-
 def _score_panel(panel: Axes, table: PerplexityResult, lines: Mapping[int, Points]) -> None:
     names = [f"{length:,} tokens" for length in lines]
     for index, points in enumerate(lines.values()):
         if points:
-            panel.plot(*zip(*points, strict=True), label=names[index], **_style(index, index))
+            panel.plot(*zip(*points, strict=True), label=names[index], **_marked(index))
     first, original = table.candidates[0], table.original
     unpatched = None if first.method else table.cell(first.label, "tail", original or 0)
     if unpatched is not None and math.isfinite(unpatched.perplexity):
         # A line of the data, so that its name is at its end, as for the others.
         names.append(f"{first.label} at {original:,}: {number(unpatched.perplexity)}")
         steps = [step for points in lines.values() for step, _ in points]
-        ends, values = [min(steps), max(steps)], [unpatched.perplexity] * 2
         dotted: dict[str, Any] = {"color": plots.CONTROL_COLOUR, "linestyle": _DOTTED}
-        panel.plot(ends, values, label=names[-1], linewidth=1.0, **dotted)
+        ends = [min(steps), max(steps)], [unpatched.perplexity] * 2
+        panel.plot(*ends, label=names[-1], linewidth=1.0, **dotted)
     panel.set_title("held-out perplexity, tail", loc="left")
     panel.set_xlabel("step")
     panel.set_ylabel("perplexity")
@@ -307,15 +308,7 @@ def _score_panel(panel: Axes, table: PerplexityResult, lines: Mapping[int, Point
     plots.name_lines(panel, names)
 
 
-def _style(colour: int, marker: int) -> dict[str, Any]:
+def _marked(index: int) -> dict[str, Any]:
     colours, markers = plots.COLOURS, plots.MARKERS
-    own = {"color": colours[colour % len(colours)], "marker": markers[marker % len(markers)]}
+    own = {"color": colours[index % len(colours)], "marker": markers[index % len(markers)]}
     return {**plots.MARKED, **own}
-
-
-def _step_label(log_history: History) -> str:
-    """Return `step`, with the number of tokens per step if the Trainer counts them."""
-    counted = [entry for entry in log_history if "num_input_tokens_seen" in entry]
-    if not counted or not counted[-1]["step"]:
-        return "step"
-    return f"step ({counted[-1]['num_input_tokens_seen'] / counted[-1]['step']:,.0f} tokens each)"

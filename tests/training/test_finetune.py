@@ -17,8 +17,8 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts.finetune import RECIPE, finetune, main
+from scripts.finetune_model import apply_patch, resolve_lengths
 from scripts.finetune_options import parse_arguments
 from tests.support.selection import late
 from tests.support.verifying import verify_here

@@ -18,7 +18,7 @@ from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_embeddings
 from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 
-_TOKENS = 12
+_TOKENS, _PROMPT = 12, 4
 _DOCUMENTS = ((4, 5, 3), (6, 2, 4))
 _SEED = 0
 
@@ -93,7 +93,7 @@ def check_dependencies(
             "texts. Use positions='contiguous'."
         )
     exact = _logits_at(model, batch, drawn)
-    if torch.equal(exact, _logits_at(model, batch, torch.arange(_TOKENS).expand_as(drawn))):
+    if torch.equal(exact, _logits_at(model, batch, torch.arange(drawn.shape[1]).expand_as(drawn))):
         raise PosencError(
             f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
             "positions='contiguous'."
@@ -175,7 +175,8 @@ def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]
     ]
     short = copy.copy(collator)
     if collator.positions in DRAWS:
-        short.target_length, short.curriculum = 2 * _TOKENS, ()
+        short.terminal_prompt = collator.terminal_prompt[:_PROMPT]
+        short.target_length, short.curriculum = 2 * (_TOKENS + len(short.terminal_prompt)), ()
     for short.seed in itertools.count():
         batch = short(examples)
         if collator.positions not in DRAWS or bool(_jumps(batch).any(-1).all()):
