@@ -35,6 +35,7 @@ TRAININGS = {
     # chunks of 50 tokens: the head runs six times in a forward
     "full": "--patch yarn:scale=2 --loss_chunk 50 --gradient_checkpointing",
     "lora": "--patch rerope:window=16 --train lora --positions packed --target_length 128 --loss_chunk 50",
+    "distilled": "--patch yarn:scale=2 --positions pose --target_length 128 --distill positions --loss_chunk 50",
     "encoding": "--patch kerple_log --train encoding --positions pose --target_length 128 --loss_chunk 50",
 }
 

@@ -33,6 +33,7 @@ from tests.support.dependency_cases import (
     batch_of,
     by_change,
     expected,
+    given_of,
     logits,
     patched,
     tiny,
@@ -56,7 +57,8 @@ MODELS = [
 
 
 def check(model: Any, positions: str, **options: Any) -> None:
-    check_dependencies(model, PositionCollator(positions, target_length=TARGET, **options))
+    given = {"target_length": TARGET, **given_of(positions), **options}
+    check_dependencies(model, PositionCollator(positions, **given))
 
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +271,7 @@ class Apart(PositionCollator):
 @pytest.mark.parametrize("drawn", DRAWS)
 def test_drawn_positions_are_refused_where_parts_do_not_see_each_other(drawn: str) -> None:
     with pytest.raises(PosencError, match=r"separates the parts of a text.*'contiguous'"):
-        check_dependencies(tiny("llama", "sdpa"), Apart(drawn, target_length=TARGET))
+        check_dependencies(tiny("llama", "sdpa"), Apart(drawn, **given_of(drawn)))
 
 
 @pytest.mark.parametrize(("how", "drawn"), covering(["roformer", "nope"], DRAWS))
