@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
+from transformers import Trainer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
@@ -137,9 +137,7 @@ def finetune(parsed: options.Arguments) -> None:
     training.check_run(model, positions=data.positions, arguments=arguments)
     finetune_model.partition_weights(model, arguments)
 
-    settings = settings_of(
-        arguments, **options.decisive(parsed, loaded, patch, lengths, blocks.counts, prompt)
-    )
+    settings = settings_of(arguments, **options.decisive(parsed, loaded, patch, lengths, blocks))
     with training.TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
         trainer = Trainer(
             model=model,
@@ -148,13 +146,8 @@ def finetune(parsed: options.Arguments) -> None:
             eval_dataset=[],  # the scores are the evaluation
             data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[
-                *(collator, callbacks.RunTime()),
-                *(callbacks.StopOnNonFinite(), callbacks.ProgressLines()),
-            ],
+            callbacks=[collator, callbacks.RunTime(), callbacks.StopOnNonFinite()],
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
         if scores is not None:
             trainer.add_callback(training.PerplexityCallback(scores, trainer))
         folder.train(trainer)

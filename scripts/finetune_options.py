@@ -20,8 +20,8 @@ from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.lengths import read_length
 from hf_posenc.patch.report import Patch
-from hf_posenc.training.batches.blocks import Blocks, Counts
-from hf_posenc.training.batches.collator import DRAWS, PROMPTED
+from hf_posenc.training.batches.blocks import Blocks
+from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PROMPTED
 from hf_posenc.training.parameters import Trained
 from scripts.finetune_model import Lengths, will_be_sharded
 
@@ -38,10 +38,11 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 }
 
 
-def _option(default: Any, text: str) -> Any:
+def _option(default: Any, text: str, **more: Any) -> Any:
+    metadata = {"help": text, **more}  # for `ArgumentParser.add_argument`
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Length(int):
@@ -108,24 +109,13 @@ class DataArguments:
     )
     stream_blocks: bool = _option(False, "Cut documents while training, instead of before it.")
     preprocessing_num_workers: int = _option(1, "Processes that tokenize.")
-    positions: Literal[
-        "contiguous",
-        "packed",
-        "pose",
-        "random",
-        "random_float",
-        "cream",
-        "endprompt",
-        "endprompt_random",
-    ] = _option(
+    positions: str = _option(
         "contiguous",
         "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
         "all others: short blocks whose positions reach the target length.",
+        choices=POSITIONS,
     )
-    terminal_prompt: str | None = _option(
-        None,
-        f"The end of every block for --positions endprompt and endprompt_random; default: {PROMPT!r}.",
-    )
+    terminal_prompt: str = _option(PROMPT, "The end of every block, of --positions endprompt.")
     curriculum: str | None = _option(
         None,
         "Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after another, each "
@@ -218,7 +208,7 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
             f"--stream_blocks: a worker that is started by {context} cannot read the documents. Give "
             "--dataloader_num_workers 0, or leave --stream_blocks out."
         )
-    if data.positions not in PROMPTED and data.terminal_prompt is not None:
+    if data.positions not in PROMPTED and data.terminal_prompt != PROMPT:
         raise PosencError(f"--terminal_prompt is for --positions {' or '.join(PROMPTED)}.")
     _check_distillation(choice, data, arguments)
     if arguments.output_dir == "":
@@ -358,12 +348,7 @@ def command_line() -> str:
 
 
 def decisive(
-    options: Arguments,
-    weights: str,
-    patch: Patch | None,
-    lengths: Lengths,
-    counts: Counts,
-    prompt: list[int],
+    options: Arguments, weights: str, patch: Patch | None, lengths: Lengths, blocks: Blocks
 ) -> dict[str, Any]:
     """Return everything that determines the losses of a run beside transformers' own options."""
     choice, data, _ = options
@@ -373,9 +358,9 @@ def decisive(
         "patch": None if patch is None else patch.config.to_dict(),
         "choice": {key: value for key, value in asdict(choice).items() if key not in names},
         "positions": data.positions,
-        **({"terminal_prompt": prompt} if prompt else {}),
+        **({"terminal_prompt": data.terminal_prompt} if data.positions in PROMPTED else {}),
         "lengths": asdict(lengths),
-        "blocks": counts.sha256,
+        "blocks": blocks.counts.sha256,
     }
 
 
@@ -383,8 +368,7 @@ def prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
     """Return the tokens of the terminal prompt, which are the last of a block; none without one."""
     if data.positions not in PROMPTED:
         return []
-    prompt = PROMPT if data.terminal_prompt is None else data.terminal_prompt
-    ids = [*map(int, tokenizer(prompt, add_special_tokens=False)["input_ids"])]
+    ids = [*map(int, tokenizer(data.terminal_prompt, add_special_tokens=False)["input_ids"])]
     if not 0 < len(ids) <= block - 2:
         raise PosencError(
             f"--terminal_prompt has {len(ids)} tokens; between 1 and {block - 2:,} fit into a block of {block:,} with "

@@ -105,9 +105,10 @@ def unpatched_teacher(model: nn.Module, train: Trained = "full") -> nn.Module:
             "The weights of this model are sharded, so that no unpatched one can be made of it. Train it on one "
             "process or with DDP, or without the unpatched teacher."
         )
-    shared = {} if train == "full" else {id(weight): weight for weight in model.parameters()}
-    teacher = unpatch_model(copy.deepcopy(model, shared)).eval()  # type: ignore[arg-type]
-    return teacher if shared else teacher.requires_grad_(False)
+    copied = train == "full"
+    known: Any = {} if copied else {id(weight): weight for weight in model.parameters()}
+    teacher = unpatch_model(copy.deepcopy(model, known)).eval()
+    return teacher.requires_grad_(False) if copied else teacher
 
 
 @dataclass

@@ -143,10 +143,9 @@ def test_a_terminal_prompt_follows_a_curriculum(positions: str) -> None:
         alone = collator(positions, target_length=length)(rows)["position_ids"]
         assert torch.equal(found, alone)
         assert torch.equal(found[:, :16], torch.arange(16).expand(40, 16))
-        assert (int(found[:, -1].max()), len({*found[:, -1].tolist()}) > 1) == (
-            length - 1,
-            positions == "endprompt_random",
-        )
+        last = {*found[:, -1].tolist()}
+        assert last == {length - 1} or (positions == "endprompt_random" and len(last) > 5)
+        assert max(last) < length
     if positions == "endprompt_random":  # anew in every epoch
         made.set_epoch(1)
         assert not torch.equal(made(rows)["position_ids"], batch["position_ids"])
