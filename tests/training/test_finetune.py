@@ -377,7 +377,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no accumulation": (("--gradient_accumulation_steps", "0"), "gradient_accumulation_steps 0: at least 1"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
-    "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
+    "a wrong choice": (("--positions", "posee"), r"'endprompt_random'\). See finetune.py --help.$"),
     "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
