@@ -116,14 +116,12 @@ def finetune(parsed: options.Arguments) -> None:
         terminal_prompt=prompt,
     )
     training.check_dependencies(model, collator, largest=blocks.counts.largest)
-    sharded = finetune_model.will_be_sharded(arguments)
-    if scores is not None and choice.patch is not None and not sharded:
-        with finetune_model.without_patch(model):
-            scores.measure(model)
-
-    teacher = None
+    teacher, sharded = None, finetune_model.will_be_sharded(arguments)
     if choice.distill == "short":
         teacher = training.unpatched_teacher(model, choice.train)
+    if scores is not None and None not in (choice.patch, patch) and not sharded:
+        scores.measure(training.unpatched_teacher(model, "encoding"))
+
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
     model = training.choose_parameters(
         model, choice.train, **lora, lora_dropout=choice.lora_dropout

@@ -26,10 +26,8 @@ from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.gguf_file import find_gguf
 from hf_posenc.model.context import length_of
-from hf_posenc.model.parameters import PARAMETERS, trained_parameters
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.parameters import PARAMETERS
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
-from hf_posenc.saving import apply_config
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checks import is_set, wants_fsdp
@@ -152,23 +150,6 @@ def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
             stacklevel=3,
         )
     return stages
-
-
-@contextlib.contextmanager
-def without_patch(model: nn.Module) -> Iterator[None]:
-    """Remove a model's patch within the block, and restore it with its trained parameters."""
-    patch = get_patch(model)
-    if patch is None:
-        yield
-        return
-    trained = {n: p.detach().clone() for n, p in trained_parameters(unwrap(model)).items()}
-    unpatch_model(model)
-    try:
-        yield
-    finally:
-        apply_config(model, patch.config, trained=True)
-        for name, tensor in trained_parameters(unwrap(model)).items():
-            tensor.data.copy_(trained[name])
 
 
 def check_short(lengths: Lengths, distill: str | None) -> None:
