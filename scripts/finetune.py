@@ -121,6 +121,8 @@ def finetune(parsed: options.Arguments) -> None:
         teacher = training.unpatched_teacher(model, choice.train)
     if scores is not None and None not in (choice.patch, patch) and not sharded:
         scores.measure(training.unpatched_teacher(model, "encoding"))
+        if not getattr(model, "is_quantized", False):
+            model.to(arguments.device)  # where its weights are now
 
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
     model = training.choose_parameters(
