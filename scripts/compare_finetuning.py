@@ -10,6 +10,7 @@ are the same for all.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -88,20 +89,22 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
 ) -> None:
-    """Run every way with every seed and write tail perplexities before and after."""
+    """Run every way with every seed that the file has not yet, and write tail perplexities before and after."""
     from hf_posenc.cli.loading import one_thread
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
     patches = {_patch_of(ways[name]) for name in ways}
     before = _untrained(patches | ({"none", EMBEDDED_PATCH} if group == "short" else set()))
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    known = json.loads(output.read_text(encoding="utf-8"))["ways"] if output.is_file() else {}
+    runs = {name: list(known.get(name, {}).get("runs", ())) for name in ways}
     with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
             for name in ways:
-                cells = _trained(Path(work) / "run", ways[name], steps, seed)  # it keeps its blocks
-                print(name, seed, cells["tail"], flush=True)
-                runs[name].append({"seed": seed, **cells})
+                if seed not in [run["seed"] for run in runs[name]]:
+                    cells = _trained(Path(work) / "run", ways[name], steps, seed)
+                    print(name, seed, cells["tail"], flush=True)
+                    runs[name].append({"seed": seed, **cells})
                 one = {k: v for k, v in runs[name][0].items() if k != "seed"}
                 rows[name] = {
                     "options": ways[name],
