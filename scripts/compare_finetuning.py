@@ -1,8 +1,9 @@
 """Train the embedded model in several ways with `scripts/finetune.py`, and write their perplexities.
 
-    python scripts/compare_finetuning.py --output docs/data/benchmarks/finetuning.json
-    python scripts/compare_finetuning.py --output positions.json --group positions --steps 100 --seeds 42,43,44
-    python scripts/compare_finetuning.py --output conversions.json --group conversions --steps 100 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output docs/data/benchmarks/finetuning.json
+    python -m scripts.compare_finetuning --output positions.json --group positions --steps 100 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output short.json --group short --steps 60 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output conversions.json --group conversions --steps 100 --seeds 42,43,44
 
 Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens
 are the same for all.
@@ -11,9 +12,6 @@ are the same for all.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +27,9 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.training import TrainingLog
+from scripts import finetune, finetune_options
+from scripts.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (256, 512, 1024)
 EMBEDDED_PATCH = "yarn:scale=4"  # that of scripts/recipes/embedded.yaml
 # Blocks of 256 tokens: eight to a step are as many tokens as two of 1,024.
@@ -67,10 +66,8 @@ SHORT: dict[str, list[str]] = {
     "the same, distilled": [*_PI, "--block_length", "256", "--distill", "short"],
     "EndPrompt": [*_PI, "--positions", "endprompt"],
     "EndPrompt, distilled": [*_PI, "--positions", "endprompt", "--distill", "short"],
-    "EndPrompt, teaching itself": [*_PI, "--positions", "endprompt", "--distill", "positions"],
     "PoSE": [*_PI, "--positions", "pose"],
     "PoSE, distilled": [*_PI, "--positions", "pose", "--distill", "short"],
-    "PoSE, teaching itself": [*_PI, "--positions", "pose", "--distill", "positions"],
 }  # fmt: skip
 CONVERSIONS: dict[str, list[str]] = {
     "no rotation at all (DroPE)": ["--recipe", "scripts/recipes/drope.yaml"],
@@ -124,17 +121,11 @@ def main(
 
 def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[str, Any]:
     """Return tail perplexities by length at the end of a training; of DroPE also with a constant softmax scale."""
-    command = [
-        *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh", "--no_score"),
-        *("--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"),
-        *("--seed", str(seed), "--eval_strategy", "no", *options),
+    given = [
+        *("--fresh", "--no_score", "--output_dir", str(folder), "--max_steps", str(steps)),
+        *("--seed", str(seed), "--save_strategy", "no", "--eval_strategy", "no", *options),
     ]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, check=False, text=True, capture_output=True, env=environ, cwd=ROOT
-    )
-    if done.returncode:
-        raise typer.BadParameter(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1]}")
+    finetune.finetune(finetune_options.parse_arguments(finetune.RECIPE, given))
     model = from_pretrained(str(folder), dtype=torch.float32)
     cells = _measured(model, None)
     cells["seconds_per_step"] = round(float(TrainingLog.read(folder).run["seconds"]) / steps, 3)
