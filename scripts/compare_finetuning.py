@@ -108,15 +108,15 @@ def main(
                     **(one if group == "ways" else {"runs": runs[name]}),
                     "before": before[_patch_of(ways[name])],
                 }
-            values = {
-                "kind": "finetuning",
-                "format": 1,
-                "steps": steps,
-                "environment": environment(),
-                **({"untrained": before} if group == "short" else {}),
-                "ways": {name: rows[name] for name in ways if name in rows},
-            }
-            write_atomically(output, to_json(values))
+                values = {
+                    "kind": "finetuning",
+                    "format": 1,
+                    "steps": steps,
+                    "environment": environment(),
+                    **({"untrained": before} if group == "short" else {}),
+                    "ways": {name: rows[name] for name in ways if name in rows},
+                }
+                write_atomically(output, to_json(values))
 
 
 def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[str, Any]:
