@@ -122,8 +122,7 @@ class SaveOnSignal(TrainerCallback):
 
 def _ends_epoch(state: TrainerState) -> bool:
     """Return whether the last step was the last of its epoch, or of all: the Trainer treats both as the end."""
-    whole = state.epoch is not None and float(state.epoch).is_integer()
-    return whole or state.global_step >= state.max_steps
+    return float(state.epoch or 0.5).is_integer() or state.global_step >= state.max_steps
 
 
 class ExactResume(TrainerCallback):
