@@ -129,9 +129,13 @@ def finetune(parsed: options.Arguments) -> None:
         model, choice.train, **lora, lora_dropout=choice.lora_dropout
     )
     if choice.distill is not None:
-        weight = choice.distill_weight or 1.0
-        more = {"teacher": teacher, "chunk": choice.loss_chunk}
-        training.distill(model, positions=data.positions, weight=weight, **more)
+        training.distill(
+            model,
+            positions=data.positions,
+            weight=choice.distill_weight or 1.0,
+            teacher=teacher,
+            chunk=choice.loss_chunk,
+        )
     elif choice.loss_chunk != 0:
         training.chunk_loss(model, choice.loss_chunk)
     training.check_run(model, positions=data.positions, arguments=arguments)

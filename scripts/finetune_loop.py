@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
@@ -42,7 +43,7 @@ def main() -> None:
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)
     method, settings = parse_method(run.patch)
-    patch = get_patch(patch_model(model, method, **settings))
+    patch: Any = get_patch(patch_model(model, method, **settings))
     target = run.target_length or patch.extended_length
     drawn = run.positions in collator.DRAWS  # up to the target
     length = patch.original_max_position_embeddings if drawn else target

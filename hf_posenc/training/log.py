@@ -239,9 +239,9 @@ def loss_figure(log_history: History, table: PerplexityResult | None = None) -> 
             panel.set_ylabel(unit)
         if both:
             for index, (length, points) in enumerate(lines.items()):
-                look = {"color": plots.COLOURS[index % 8], "marker": plots.MARKERS[index % 8]}
-                name = f"{length:,} tokens"
-                panels[1].plot(*zip(*points, strict=True), label=name, **plots.MARKED, **look)
+                colour, marker = plots.COLOURS[index % 8], plots.MARKERS[index % 8]
+                look: dict[str, Any] = {**plots.MARKED, "color": colour, "marker": marker}
+                panels[1].plot(*zip(*points, strict=True), label=f"{length:,} tokens", **look)
             plots.value_axis(panels[1])
             plots.name_lines(panels[1], [f"{length:,} tokens" for length in lines])
     return figure

@@ -84,12 +84,13 @@ def _with_row(table: PerplexityResult, row: PerplexityResult) -> PerplexityResul
     now = (last.step, entry.method is not None)
     labels = [e.label for stage, e in rows_of(table) if (stage.step, e.method is not None) < now]
     earlier = _select(table, labels)
-    lists = ("candidates", "records", "failures")
+    names = ("candidates", "records", "failures")
+    lists: dict[str, Any] = {n: [*getattr(earlier, n), *getattr(row, n)] for n in names}
     return dataclasses.replace(
         row,
         source={**row.source, "stages": [*earlier.source["stages"], *row.source["stages"]]},
         curves={**earlier.curves, **row.curves},
-        **{name: [*getattr(earlier, name), *getattr(row, name)] for name in lists},
+        **lists,
     )
 
 
