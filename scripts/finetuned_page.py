@@ -104,8 +104,8 @@ def short() -> str:
     }
     intro = (
         "Tail perplexity of the embedded Llama (trained at 256 tokens) with `pi:scale=4`, after "
-        f"{result['steps']} steps of 8 blocks of 256 tokens. The time of a step is the least of the seeds, relative to "
-        "the first row with a training"
+        f"{result['steps']} steps of 8 blocks of 256 tokens. The time of a step is CPU time of forward and backward, "
+        "relative to the first row with a training"
     )
     return _of_ways(result, untrained, intro, "short", timed=True)
 
