@@ -93,10 +93,11 @@ def main(
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
+    known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {"ways": {}}
     patches = {_patch_of(ways[name]) for name in ways}
-    before = _untrained(patches | ({"none", EMBEDDED_PATCH} if group == "short" else set()))
-    known = json.loads(output.read_text(encoding="utf-8"))["ways"] if output.is_file() else {}
-    runs = {name: list(known.get(name, {}).get("runs", ())) for name in ways}
+    patches |= {"none", EMBEDDED_PATCH} if group == "short" else set()
+    before = known.get("untrained") or _untrained(patches)
+    runs = {name: list(known["ways"].get(name, {}).get("runs", ())) for name in ways}
     with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
             for name in ways:
