@@ -218,27 +218,30 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
 def _check_distillation(
     choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments
 ) -> None:
-    kind, weight, problem = choice.distill, choice.distill_weight, ""
-    if kind is None and weight is not None:
-        problem = f"--distill_weight {weight:g} is for --distill: leave it out"
-    elif weight is not None and not 0 < weight < math.inf:
-        problem = f"--distill_weight {weight:g}: a positive number is needed"
-    elif kind is not None and choice.loss_chunk == 0:
-        problem = f"--distill {kind} is computed in chunks: leave --loss_chunk 0 out"
-    elif kind == "positions" and data.positions not in DRAWS:
-        problem = (
-            f"--distill positions compares drawn positions with those that the model knows, and --positions "
-            f"{data.positions} draws none: use one of {', '.join(DRAWS)}"
-        )
-    elif kind == "short" and (choice.patch or "").strip().lower() == UNPATCHED:
-        problem = "--distill short: without a patch, the model would be its own teacher"
-    elif kind == "short" and will_be_sharded(arguments):
-        problem = (
+    kind, weight = choice.distill, choice.distill_weight
+    given, unpatched = f"--distill_weight {weight or 0:g}", (choice.patch or "").strip().lower()
+    problems = (
+        (not kind and weight is not None, f"{given} is for --distill: leave it out"),
+        (not 0 < (1 if weight is None else weight) < math.inf, f"{given}: a positive number is needed"),
+        (kind and choice.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss_chunk 0 out"),
+        (
+            kind == "positions" and data.positions not in DRAWS,
+            "--distill positions compares drawn positions with those that the model knows, and --positions "
+            f"{data.positions} draws none: use one of {', '.join(DRAWS)}",
+        ),
+        (
+            kind == "short" and unpatched == UNPATCHED,
+            "--distill short: without a patch, the model would be its own teacher",
+        ),
+        (
+            kind == "short" and will_be_sharded(arguments),
             "--distill short needs the unpatched model beside the trained one, and no process holds a sharded model "
-            "whole: train without FSDP and DeepSpeed, or without --distill short"
-        )
-    if problem:
-        raise PosencError(f"{problem}.")
+            "whole: train without FSDP and DeepSpeed, or without --distill short",
+        ),
+    )  # fmt: skip
+    for wrong, problem in problems:
+        if wrong:
+            raise PosencError(f"{problem}.")
 
 
 def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
