@@ -224,20 +224,12 @@ def _check_distillation(
         (not kind and weight is not None, f"{given} is for --distill: leave it out"),
         (not 0 < (1 if weight is None else weight) < math.inf, f"{given}: a positive number is needed"),
         (kind and choice.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss_chunk 0 out"),
-        (
-            kind == "positions" and data.positions not in DRAWS,
-            "--distill positions compares drawn positions with those that the model knows, and --positions "
-            f"{data.positions} draws none: use one of {', '.join(DRAWS)}",
-        ),
-        (
-            kind == "short" and unpatched == UNPATCHED,
-            "--distill short: without a patch, the model would be its own teacher",
-        ),
-        (
-            kind == "short" and will_be_sharded(arguments),
-            "--distill short needs the unpatched model beside the trained one, and no process holds a sharded model "
-            "whole: train without FSDP and DeepSpeed, or without --distill short",
-        ),
+        (kind == "positions" and data.positions not in DRAWS,
+         f"--distill positions: --positions {data.positions} draws none: use one of {', '.join(DRAWS)}"),
+        (kind == "short" and unpatched == UNPATCHED,
+         "--distill short: without a patch, the model would be its own teacher"),
+        (kind == "short" and will_be_sharded(arguments),
+         "--distill short: no process holds a sharded model whole: leave it out, or train without FSDP and DeepSpeed"),
     )  # fmt: skip
     for wrong, problem in problems:
         if wrong:
