@@ -1,8 +1,9 @@
 """Train the embedded model in several ways with `scripts/finetune.py`, and write their perplexities.
 
-    python scripts/compare_finetuning.py --output docs/data/benchmarks/finetuning.json
-    python scripts/compare_finetuning.py --output positions.json --group positions --steps 100 --seeds 42,43,44
-    python scripts/compare_finetuning.py --output conversions.json --group conversions --steps 100 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output docs/data/benchmarks/finetuning.json
+    python -m scripts.compare_finetuning --output positions.json --group positions --steps 100 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output short.json --group short --steps 60 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output conversions.json --group conversions --steps 100 --seeds 42,43,44
 
 Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens
 are the same for all.
@@ -10,25 +11,27 @@ are the same for all.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 import yaml
+from transformers import Trainer
 
 from hf_posenc import from_pretrained, unpatch_model
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.documents import read_embedded
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
+from scripts import finetune, finetune_options
+from scripts.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (256, 512, 1024)
 EMBEDDED_PATCH = "yarn:scale=4"  # that of scripts/recipes/embedded.yaml
 # Blocks of 256 tokens: eight to a step are as many tokens as two of 1,024.
@@ -58,11 +61,21 @@ POSITIONS: dict[str, list[str]] = {
     "the same with a curriculum": ["--positions", "random", "--curriculum", "1,2,4", *_SHORT],
     "random real numbers": ["--positions", "random_float", *_SHORT],
 }  # fmt: skip
+# Ways that train on blocks of 256 tokens alone, for 1,024.
+_PI = ["--patch", "pi:scale=4", *_SHORT]
+SHORT: dict[str, list[str]] = {
+    "blocks of 256 tokens": [*_PI, "--block_length", "256"],
+    "the same, distilled": [*_PI, "--block_length", "256", "--distill", "short"],
+    "EndPrompt": [*_PI, "--positions", "endprompt"],
+    "EndPrompt, distilled": [*_PI, "--positions", "endprompt", "--distill", "short"],
+    "PoSE": [*_PI, "--positions", "pose"],
+    "PoSE, distilled": [*_PI, "--positions", "pose", "--distill", "short"],
+}  # fmt: skip
 CONVERSIONS: dict[str, list[str]] = {
     "no rotation at all (DroPE)": ["--recipe", "scripts/recipes/drope.yaml"],
     "none in layers 1 and 3 (SWAN)": ["--recipe", "scripts/recipes/swan.yaml"],
 }
-GROUPS = {"ways": WAYS, "positions": POSITIONS, "conversions": CONVERSIONS}
+GROUPS = {"ways": WAYS, "positions": POSITIONS, "short": SHORT, "conversions": CONVERSIONS}
 # The constant softmax scale of DroPE, for a model in which it was trained as 1.
 _TEMPERATURES = ("1.1", "1.2", "1.4")
 
@@ -70,55 +83,67 @@ _TEMPERATURES = ("1.1", "1.2", "1.4")
 def main(
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
     group: Annotated[
-        str, typer.Option(help="Ways to compare: ways, positions, conversions.")
+        str, typer.Option(help="Ways to compare: ways, positions, short, conversions.")
     ] = "ways",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
 ) -> None:
-    """Run every way with every seed and write tail perplexities before and after."""
+    """Run every way with every seed that the file has not yet, and write tail perplexities before and after."""
     from hf_posenc.cli.loading import one_thread
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
-    before = _untrained({_patch_of(ways[name]) for name in ways})
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {"ways": {}}
+    patches = {_patch_of(ways[name]) for name in ways}
+    patches |= {"none", EMBEDDED_PATCH} if group == "short" else set()
+    before = known.get("untrained") or _untrained(patches)
+    runs = {name: list(known["ways"].get(name, {}).get("runs", ())) for name in ways}
     with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
             for name in ways:
-                cells = _trained(Path(work) / "run", ways[name], steps, seed)  # it keeps its blocks
-                print(name, seed, cells["tail"], flush=True)
-                runs[name].append({"seed": seed, **cells})
+                if seed not in [run["seed"] for run in runs[name]]:
+                    cells = _trained(Path(work) / "run", ways[name], steps, seed)
+                    print(name, seed, cells["tail"], flush=True)
+                    runs[name].append({"seed": seed, **cells})
                 one = {k: v for k, v in runs[name][0].items() if k != "seed"}
                 rows[name] = {
                     "options": ways[name],
                     **(one if group == "ways" else {"runs": runs[name]}),
                     "before": before[_patch_of(ways[name])],
                 }
-            values = {
-                "kind": "finetuning",
-                "format": 1,
-                "steps": steps,
-                "environment": environment(),
-                "ways": {name: rows[name] for name in ways if name in rows},
-            }
-            write_atomically(output, to_json(values))
+                values = {
+                    "kind": "finetuning",
+                    "format": 1,
+                    "steps": steps,
+                    "environment": environment(),
+                    **({"untrained": before} if group == "short" else {}),
+                    "ways": {name: rows[name] for name in ways if name in rows},
+                }
+                write_atomically(output, to_json(values))
 
 
 def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[str, Any]:
-    """Return tail perplexities by length at the end of a training; of DroPE also with a constant softmax scale."""
-    command = [
-        *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh", "--no_score"),
-        *("--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"),
-        *("--seed", str(seed), "--eval_strategy", "no", *options),
+    """Return tail perplexities by length at the end of a training, and the least CPU time of a step without optimizer.
+
+    Of DroPE also the perplexities with a constant softmax scale.
+    """
+    plain, seconds = Trainer.training_step, list[float]()
+
+    def timed(*given: Any) -> Any:
+        began = time.process_time()
+        loss = plain(*given)
+        seconds.append(time.process_time() - began)
+        return loss
+
+    given = [
+        *("--fresh", "--no_score", "--output_dir", str(folder), "--max_steps", str(steps)),
+        *("--seed", str(seed), "--save_strategy", "no", "--eval_strategy", "no", *options),
     ]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, check=False, text=True, capture_output=True, env=environ, cwd=ROOT
-    )
-    if done.returncode:
-        raise typer.BadParameter(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1]}")
+    with replaced(Trainer, "training_step", timed):
+        finetune.finetune(finetune_options.parse_arguments(finetune.RECIPE, given))
     model = from_pretrained(str(folder), dtype=torch.float32)
     cells = _measured(model, None)
+    cells["seconds_per_step"] = round(min(seconds), 4)
     if _patch_of(options) == "nope":
         unpatch_model(model)
         scaled = {f: f"nope+temperature:law=constant,factor={f}" for f in _TEMPERATURES}

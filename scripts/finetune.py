@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
+from transformers import Trainer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
@@ -23,7 +23,7 @@ from hf_posenc.cli import loading
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.cli.loading import EMBEDDED
 from hf_posenc.evaluation.measuring.identity import weights_hash
-from hf_posenc.training import checks, preparation
+from hf_posenc.training import checks
 from hf_posenc.training.folder import settings_of
 from hf_posenc.training.scoring import precision_of
 from scripts import finetune_callbacks as callbacks
@@ -64,14 +64,15 @@ def finetune(parsed: options.Arguments) -> None:
         model = loading.load_model(name, dtype=dtype, device="cpu", attn=choice.attn)
     loaded = weights_hash(model)
     set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
-    preparation.apply_patch(model, choice.patch, data.target_length)
+    finetune_model.apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
     if arguments.verify_export:
         result.check_verifiable(patch, choice.train)
-    lengths = preparation.resolve_lengths(
-        model, data.positions, data.target_length, data.block_length
+    lengths = finetune_model.resolve_lengths(
+        model, data.positions, data.target_length, data.block_length, data.curriculum
     )
-    lengths = options.with_curriculum(lengths, data.curriculum)
+    prompt = options.prompt_ids(data, tokenizer, lengths.block)
+    finetune_model.check_short(lengths, choice.distill)
     hub, repository = result.Hub.taken_from(arguments), "PATH"
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token fails before the training
@@ -96,7 +97,7 @@ def finetune(parsed: options.Arguments) -> None:
     blocks, source = documents.training_blocks(
         data,
         tokenizer,
-        lengths.block,
+        lengths.block - len(prompt),
         cache=output / "blocks",
         seed=arguments.seed,
         held_out=held_out,
@@ -112,25 +113,35 @@ def finetune(parsed: options.Arguments) -> None:
         curriculum=lengths.curriculum,
         seed=arguments.seed,
         flatten=finetune_model.needs_one_row(model, data.positions),
+        terminal_prompt=prompt,
     )
     training.check_dependencies(model, collator, largest=blocks.counts.largest)
-    sharded = finetune_model.will_be_sharded(arguments)
-    if scores is not None and choice.patch is not None and not sharded:
-        with finetune_model.without_patch(model):
-            scores.measure(model)
+    teacher, sharded = None, finetune_model.will_be_sharded(arguments)
+    if choice.distill == "short":
+        teacher = training.unpatched_teacher(model, choice.train)
+    if scores is not None and None not in (choice.patch, patch) and not sharded:
+        scores.measure(training.unpatched_teacher(model, "encoding"))
+        if not getattr(model, "is_quantized", False):
+            model.to(arguments.device)  # where its weights are now
 
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
     model = training.choose_parameters(
         model, choice.train, **lora, lora_dropout=choice.lora_dropout
     )
-    if choice.loss_chunk != 0:
+    if choice.distill is not None:
+        training.distill(
+            model,
+            positions=data.positions,
+            weight=choice.distill_weight or 1.0,
+            teacher=teacher,
+            chunk=choice.loss_chunk,
+        )
+    elif choice.loss_chunk != 0:
         training.chunk_loss(model, choice.loss_chunk)
     training.check_run(model, positions=data.positions, arguments=arguments)
     finetune_model.partition_weights(model, arguments)
 
-    settings = settings_of(
-        arguments, **options.decisive(parsed, loaded, patch, lengths, blocks.counts)
-    )
+    settings = settings_of(arguments, **options.decisive(parsed, loaded, patch, lengths, blocks))
     with training.TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
         trainer = Trainer(
             model=model,
@@ -139,13 +150,8 @@ def finetune(parsed: options.Arguments) -> None:
             eval_dataset=[],  # the scores are the evaluation
             data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[
-                *(collator, callbacks.RunTime()),
-                *(callbacks.StopOnNonFinite(), callbacks.ProgressLines()),
-            ],
+            callbacks=[collator, callbacks.RunTime(), callbacks.StopOnNonFinite()],
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
         if scores is not None:
             trainer.add_callback(training.PerplexityCallback(scores, trainer))
         folder.train(trainer)

@@ -1,4 +1,4 @@
-"""Callbacks of scripts/finetune.py: progress, the time over all calls of a run, a stop at a loss that is not finite."""
+"""Callbacks of scripts/finetune.py: the time over all calls of a run, and a stop at a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 import time
 from typing import Any
 
-from rich.console import Console
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
 from hf_posenc.training.callbacks import metric_name
 from hf_posenc.training.scoring import Scores
-
-_LINES = 30  # approximate number of progress lines of a run
 
 
 class StopOnNonFinite(TrainerCallback):
@@ -29,31 +26,6 @@ class StopOnNonFinite(TrainerCallback):
                 )
 
 
-class ProgressLines(TrainerCallback):
-    """Prints about thirty lines of progress per run, in the first process."""
-
-    def __init__(self) -> None:
-        self._print = Console(highlight=False, soft_wrap=True).print
-        self._began, self._first = 0.0, 0
-
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        self._began, self._first = time.perf_counter(), state.global_step
-        if state.is_world_process_zero and state.global_step:
-            self._print(f"resuming after step {state.global_step:,} of {state.max_steps:,}")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        step, steps = state.global_step, state.max_steps
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
-            return
-        if step % max(1, steps // _LINES) and step not in (1, steps):
-            return
-        left = (time.perf_counter() - self._began) / max(1, step - self._first) * (steps - step)
-        self._print(
-            f"step {step:,}/{steps:,}  loss {float(logs['loss']):.4f}  lr {float(logs.get('learning_rate', 0)):.2e}  "
-            f"gradient {float(logs.get('grad_norm', 0)):.2f}  {left:,.0f} s left"
-        )
-
-
 class RunTime(TrainerCallback):
     """Adds the seconds since the run began to each entry of the Trainer's log, over all calls that resumed it.
 
@@ -61,22 +33,22 @@ class RunTime(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        before = [entry["seconds"] for entry in state.log_history if "seconds" in entry]
-        self._before, self._begin = max(before, default=0.0), time.monotonic()
+        self._before = max((entry.get("seconds", 0.0) for entry in state.log_history), default=0.0)
+        self._begin = time.monotonic()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
         entry: dict[str, Any] = state.log_history[-1]
         seconds = entry["seconds"] = self._before + time.monotonic() - self._begin
         if "train_runtime" not in entry or not self._before:
             return
-        total, last = 0.0, 0
-        for each in state.log_history:
-            if "loss" in each:  # the mean since the entry before
-                total += each["loss"] * (int(each["step"]) - last)
-                last = int(each["step"])
+        logged = [each for each in state.log_history if "loss" in each]
+        steps = [0, *(each["step"] for each in logged)]  # a loss is the mean since the entry before
+        total = sum(
+            each["loss"] * (b - a) for each, a, b in zip(logged, steps, steps[1:], strict=False)
+        )
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         entry["train_runtime"] = seconds
-        entry["train_loss"] = total / last if last else None
+        entry["train_loss"] = total / steps[-1] if steps[-1] else None
         entry["train_steps_per_second"] = state.global_step / seconds
         entry["train_samples_per_second"] = state.global_step * batch / seconds
 

@@ -2,15 +2,17 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_seed
 
-from hf_posenc import embedded, evaluation, from_pretrained, training
-from hf_posenc.training import folder, preparation
-from hf_posenc.training.batches import blocks
+from hf_posenc import embedded, evaluation, from_pretrained, get_patch, patch_model, training
+from hf_posenc.patch.config import parse_method
+from hf_posenc.training import folder
+from hf_posenc.training.batches import blocks, collator
 
 
 @dataclass
@@ -40,15 +42,18 @@ def main() -> None:
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)
-    preparation.apply_patch(model, run.patch, run.target_length)
-    lengths = preparation.resolve_lengths(model, run.positions, run.target_length)
+    method, settings = parse_method(run.patch)
+    patch: Any = get_patch(patch_model(model, method, **settings))
+    target = run.target_length or patch.extended_length
+    drawn = run.positions in collator.DRAWS  # up to the target
+    length = patch.original_max_position_embeddings if drawn else target
     model = training.choose_parameters(model, run.train)
     training.chunk_loss(model)
-    collate = training.PositionCollator(run.positions, target_length=lengths.target, seed=run.seed)
+    collate = training.PositionCollator(run.positions, target_length=target, seed=run.seed)
     training.check_dependencies(model, collate)
     tokenizer = AutoTokenizer.from_pretrained(run.model)
     texts = evaluation.read_paths([run.text]) if run.text else blocks.read_standard_library()
-    data = training.prepare_blocks(texts, tokenizer, length=lengths.block, positions=run.positions)
+    data = training.prepare_blocks(texts, tokenizer, length=length, positions=run.positions)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # checkpoints contain its state
     output, accumulated = run.output_dir, run.gradient_accumulation_steps
     accelerator = Accelerator(log_with=run.report_to, project_dir=output, dataloader_config=order)

@@ -1,11 +1,15 @@
-"""The model and the data of scripts/finetune.py before the training, and the model's weights if it is sharded."""
+"""The model of scripts/finetune.py before the training: its patch, the lengths of the run, its weights if sharded."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +22,143 @@ from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, UntrainedWarning
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.gguf_file import find_gguf
-from hf_posenc.model.parameters import PARAMETERS, trained_parameters
-from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.patch.patching import get_patch, unpatch_model
-from hf_posenc.saving import apply_config
+from hf_posenc.model.context import length_of
+from hf_posenc.model.parameters import PARAMETERS
+from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.training.batches.blocks import Blocks
+from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checks import is_set, wants_fsdp
 
 _HALF = {"BF16": "bfloat16", "F16": "float16"}
+_KEEP = "Leave --patch out to train it further as it is"
 
 
-@contextlib.contextmanager
-def without_patch(model: nn.Module) -> Iterator[None]:
-    """Remove a model's patch within the block, and restore it with its trained parameters."""
+def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:
+    """Patch a model in place as `--patch` specifies; `None` is for a model that was loaded with its patch.
+
+    Methods without a given scale reach the target length. A patched model is not patched again without `replace=true`.
+    """
     patch = get_patch(model)
-    if patch is None:
-        yield
+    saved = "" if patch is None else f"this model was saved with {str(patch).splitlines()[0]}"
+    if text is None:
+        if patch is None:
+            raise PosencError(
+                "The model carries no patch: give --patch, e.g. yarn:scale=4, or --patch none to train it as it is."
+            )
         return
-    trained = {n: p.detach().clone() for n, p in trained_parameters(unwrap(model)).items()}
-    unpatch_model(model)
+    if text.strip().lower() == UNPATCHED:
+        if patch is not None:
+            raise PosencError(f"--patch none: {saved}. {_KEEP}.")
+        return
+    candidate = Candidate.parse(text, unpatched=False)
+    beside = dict(candidate.beside)
+    replaces = beside.pop("replace", False)
+    if patch is not None and not replaces:
+        raise PosencError(f"--patch {text}: {saved}. {_KEEP}, or replace it by replace=true.")
+    if patch is not None:
+        unpatch_model(model)
+        candidate = dataclasses.replace(candidate, beside=beside)
+    scale = 1.0
+    if candidate.auto_scale:
+        original = beside.get("original_max_position_embeddings")
+        original = original or length_of(model, replaced=bool(replaces))
+        if target_length is None or original is None:
+            raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
+        scale = max(1.0, target_length / original)
+    method, options = candidate.arguments(scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)  # they are about to be trained
+        patch_model(model, method, **options)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of a run in tokens: the model's original context, the target, and that of an example."""
+
+    original: int
+    target: int
+    block: int
+    drawn: bool = False  # positions are drawn up to the target
+    curriculum: tuple[int, ...] | None = None  # up to these lengths, one after another
+
+
+def resolve_lengths(
+    model: nn.Module,
+    positions: str,
+    target_length: int | None = None,
+    block_length: int | None = None,
+    curriculum: str | None = None,
+) -> Lengths:
+    """Return the lengths of a run; by default the target is the length that the model's patch reaches.
+
+    A block has that length by default, or the original length if positions are drawn. A curriculum such as "1,2,4,8"
+    has rising factors on the original length.
+    """
+    patch = get_patch(model)
+    original = original_length(model, ())
+    target = target_length or (None if patch is None else patch.extended_length)
+    if target is None:
+        why = "there is no patch" if patch is None else f"{patch.method} follows the text"
+        raise PosencError(f"No length to train for, since {why}: give --target_length, in tokens.")
+    original, drawn = original or target, positions in DRAWS
+    block = block_length or (min(original, target) if drawn else target)
+    if not 1 < block <= target:
+        raise PosencError(
+            f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."
+        )
+    lengths = Lengths(original, target, block, drawn)
+    if curriculum is None:
+        return lengths
+    return dataclasses.replace(lengths, curriculum=_stages(curriculum, lengths))
+
+
+def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
+    """Return the lengths of a curriculum, which fit between a block and the target."""
+    given = f"--curriculum {curriculum}"
+    original, target, block = lengths.original, lengths.target, lengths.block
+    if not lengths.drawn:
+        raise PosencError(
+            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
+        )
     try:
-        yield
-    finally:
-        apply_config(model, patch.config, trained=True)
-        for name, tensor in trained_parameters(unwrap(model)).items():
-            tensor.data.copy_(trained[name])
+        tokens = [float(factor) * original for factor in curriculum.split(",")]
+    except ValueError:
+        tokens = []
+    stages = tuple(int(each) for each in tokens if each.is_integer())
+    rises = all(before < after for before, after in itertools.pairwise(stages))
+    if not stages or len(stages) < len(tokens) or not rises:
+        raise PosencError(
+            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
+        )
+    if stages[0] < block:
+        raise PosencError(
+            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
+            f"factor, or give --block_length {max(stages[0], 2)}."
+        )
+    if stages[-1] > target:
+        raise PosencError(
+            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
+            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
+        )
+    if stages[-1] < target:
+        warnings.warn(
+            f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
+            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
+            stacklevel=3,
+        )
+    return stages
+
+
+def check_short(lengths: Lengths, distill: str | None) -> None:
+    """Check that blocks are within the original length, which the teacher of `--distill short` was trained on."""
+    if distill == "short" and lengths.block > lengths.original:
+        raise PosencError(
+            f"--distill short: blocks of {lengths.block:,} tokens are longer than the {lengths.original:,} that the "
+            f"unpatched model was trained on. Give --block_length {lengths.original}, or --positions pose."
+        )
 
 
 def check_enough(blocks: Blocks, arguments: TrainingArguments) -> None:

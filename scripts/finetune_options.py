@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import multiprocessing
 import shlex
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -19,17 +17,16 @@ from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArgum
 from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.lengths import read_length
 from hf_posenc.patch.report import Patch
-from hf_posenc.training.batches.blocks import (
-    Blocks,
-    Counts,
-)
-from hf_posenc.training.batches.collator import DRAWS
+from hf_posenc.training.batches.blocks import Blocks
+from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PROMPTED
 from hf_posenc.training.parameters import Trained
-from hf_posenc.training.preparation import Lengths
+from scripts.finetune_model import Lengths, will_be_sharded
 
 _HELP = "See finetune.py --help."
+PROMPT = " That is the end of the text. The answer to the question about the text above is:"
 # The least value of each number, and the first one above that is too large.
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "per_device_train_batch_size gradient_accumulation_steps max_steps": (1, math.inf),
@@ -41,10 +38,11 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 }
 
 
-def _option(default: Any, text: str) -> Any:
+def _option(default: Any, text: str, **more: Any) -> Any:
+    metadata = {"help": text, **more}  # for `ArgumentParser.add_argument`
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Length(int):
@@ -77,6 +75,12 @@ class PatchArguments:
     lora_rank: int = _option(16, "Rank of --train lora.")
     lora_alpha: int = _option(32, "Alpha of --train lora.")
     lora_dropout: float = _option(0.0, "Dropout of --train lora.")
+    distill: Literal["positions", "short"] | None = _option(
+        None,
+        "Keep predictions near a teacher's: of drawn positions near those of the model's own at positions 0 to n - 1 "
+        "(positions), or of blocks within the original length near those of the unpatched model (short).",
+    )
+    distill_weight: float | None = _option(None, "Weight of --distill beside the loss; default 1.")
     loss_chunk: int | None = _option(
         None,
         "Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.",
@@ -105,11 +109,13 @@ class DataArguments:
     )
     stream_blocks: bool = _option(False, "Cut documents while training, instead of before it.")
     preprocessing_num_workers: int = _option(1, "Processes that tokenize.")
-    positions: Literal["contiguous", "packed", "pose", "random", "random_float", "cream"] = _option(
+    positions: str = _option(
         "contiguous",
         "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
-        "pose, random, random_float, cream: short blocks whose positions reach the target length.",
+        "all others: short blocks whose positions reach the target length.",
+        choices=POSITIONS,
     )
+    terminal_prompt: str = _option(PROMPT, "The end of every block, of --positions endprompt.")
     curriculum: str | None = _option(
         None,
         "Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after another, each "
@@ -202,8 +208,32 @@ def _check(choice: PatchArguments, data: DataArguments, arguments: FinetuneArgum
             f"--stream_blocks: a worker that is started by {context} cannot read the documents. Give "
             "--dataloader_num_workers 0, or leave --stream_blocks out."
         )
+    if data.positions not in PROMPTED and data.terminal_prompt != PROMPT:
+        raise PosencError(f"--terminal_prompt is for --positions {' or '.join(PROMPTED)}.")
+    _check_distillation(choice, data, arguments)
     if arguments.output_dir == "":
         raise PosencError("--output_dir is empty: give a folder.")
+
+
+def _check_distillation(
+    choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments
+) -> None:
+    kind, weight = choice.distill, choice.distill_weight
+    given, unpatched = f"--distill_weight {weight or 0:g}", (choice.patch or "").strip().lower()
+    problems = (
+        (not kind and weight is not None, f"{given} is for --distill: leave it out"),
+        (not 0 < (1 if weight is None else weight) < math.inf, f"{given}: a positive number is needed"),
+        (kind and choice.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss_chunk 0 out"),
+        (kind == "positions" and data.positions not in DRAWS,
+         f"--distill positions: --positions {data.positions} draws none: use one of {', '.join(DRAWS)}"),
+        (kind == "short" and unpatched == UNPATCHED,
+         "--distill short: without a patch, the model would be its own teacher"),
+        (kind == "short" and will_be_sharded(arguments),
+         "--distill short: no process holds a sharded model whole: leave it out, or train without FSDP and DeepSpeed"),
+    )  # fmt: skip
+    for wrong, problem in problems:
+        if wrong:
+            raise PosencError(f"{problem}.")
 
 
 def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
@@ -313,7 +343,7 @@ def command_line() -> str:
 
 
 def decisive(
-    options: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
+    options: Arguments, weights: str, patch: Patch | None, lengths: Lengths, blocks: Blocks
 ) -> dict[str, Any]:
     """Return everything that determines the losses of a run beside transformers' own options."""
     choice, data, _ = options
@@ -323,48 +353,23 @@ def decisive(
         "patch": None if patch is None else patch.config.to_dict(),
         "choice": {key: value for key, value in asdict(choice).items() if key not in names},
         "positions": data.positions,
+        **({"terminal_prompt": data.terminal_prompt} if data.positions in PROMPTED else {}),
         "lengths": asdict(lengths),
-        "blocks": counts.sha256,
+        "blocks": blocks.counts.sha256,
     }
 
 
-def with_curriculum(lengths: Lengths, curriculum: str | None) -> Lengths:
-    """Return lengths with those of a curriculum such as "1,2,4,8", factors on the original length."""
-    if curriculum is None:
-        return lengths
-    given = f"--curriculum {curriculum}"
-    original, target, block = lengths.original, lengths.target, lengths.block
-    if not lengths.drawn:
+def prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
+    """Return the tokens of the terminal prompt, which are the last of a block; none without one."""
+    if data.positions not in PROMPTED:
+        return []
+    ids = [*map(int, tokenizer(data.terminal_prompt, add_special_tokens=False)["input_ids"])]
+    if not 0 < len(ids) <= block - 2:
         raise PosencError(
-            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
+            f"--terminal_prompt has {len(ids)} tokens; between 1 and {block - 2:,} fit into a block of {block:,} with "
+            "its text."
         )
-    try:
-        tokens = [float(factor) * original for factor in curriculum.split(",")]
-        stages = tuple(int(each) for each in tokens if each.is_integer())
-    except (ValueError, OverflowError):
-        stages = ()
-    rises = all(before < after for before, after in itertools.pairwise(stages))
-    if len(stages) != len(curriculum.split(",")) or not rises:
-        raise PosencError(
-            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
-        )
-    if stages[0] < block:
-        raise PosencError(
-            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
-            f"factor, or give --block_length {max(stages[0], 2)}."
-        )
-    if stages[-1] > target:
-        raise PosencError(
-            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
-            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
-        )
-    if stages[-1] < target:
-        warnings.warn(
-            f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
-            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
-            stacklevel=2,
-        )
-    return replace(lengths, curriculum=stages)
+    return ids
 
 
 def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,37 +122,35 @@ class Hub:
 
     def create(self) -> str:
         """Create the repository if missing, and return its full name."""
-        try:
-            repo = self._api().create_repo(self.repo, private=self.private, exist_ok=True)
+        api = HfApi(endpoint=self.endpoint, token=self.token)
+        with _explained(
+            f"The hub refuses {self.repo}", "Log in (`hf auth login`), or drop --push_to_hub"
+        ):
+            repo = api.create_repo(self.repo, private=self.private, exist_ok=True)
             if self.revision is not None:
-                self._api().create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
-        except Exception as error:  # network, token, name: each raises its own kind
-            raise PosencError(
-                f"The hub refuses {self.repo} ({one_line(error)}). Log in (`hf auth login`), or drop --push_to_hub."
-            ) from error
+                api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
         return str(repo.repo_id)
 
     def push(self, directory: Path | str) -> str:
         """Upload a saved model with its card, but without subfolders, and return the commit's address."""
-        directory = Path(directory)
-        if not (directory / CARD).is_file():
+        if not (Path(directory) / CARD).is_file():
             raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
-        name = self.create()
-        try:
-            commit = self._api().upload_folder(
+        name, excluded = self.create(), " ".join(f"--exclude '{each}'" for each in _NOT_PUSHED)
+        way = f"The result is complete in {directory}; push it with `hf upload {name} {directory} . {excluded}`"
+        with _explained(f"Pushing to {name} failed", way):
+            commit = HfApi(endpoint=self.endpoint, token=self.token).upload_folder(
                 repo_id=name,
                 folder_path=directory,
                 commit_message="Fine-tuned with hf_posenc",
                 revision=self.revision,
                 ignore_patterns=list(_NOT_PUSHED),
             )
-        except Exception as error:
-            excluded = " ".join(f"--exclude '{pattern}'" for pattern in _NOT_PUSHED)
-            raise PosencError(
-                f"Pushing to {name} failed ({one_line(error)}). The result is complete in {directory}; push it with "
-                f"`hf upload {name} {directory} . {excluded}`."
-            ) from error
         return str(commit.commit_url)
 
-    def _api(self) -> HfApi:
-        return HfApi(endpoint=self.endpoint, token=self.token)
+
+@contextlib.contextmanager
+def _explained(failure: str, way: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # network, token, name: each raises its own kind
+        raise PosencError(f"{failure} ({one_line(error)}). {way}.") from error

@@ -14,6 +14,7 @@ from scripts.results import BENCHMARKS, DOCS, made_with, perplexity, read
 
 WAYS = BENCHMARKS / "finetuning.json"
 POSITIONS = BENCHMARKS / "positions.json"
+SHORT = BENCHMARKS / "short_training.json"
 CONVERSIONS = BENCHMARKS / "conversions.json"
 FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
 COMMANDS = {
@@ -89,16 +90,50 @@ def ways() -> str:
 def positions() -> str:
     """Return the tail perplexities after training on each kind of positions, over several seeds."""
     result: dict[str, Any] = read(POSITIONS)
+    untrained = {"before": next(iter(result["ways"].values()))["before"]}
+    intro = f"Tail perplexity of the embedded Llama with `yarn:scale=4` after {result['steps']} steps of 2,048 tokens"
+    return _of_ways(result, untrained, intro, "positions")
+
+
+def short() -> str:
+    """Return the tail perplexities after training on short blocks alone, and the time of a step."""
+    result: dict[str, Any] = read(SHORT)
+    untrained = {
+        "no patch" if patch == "none" else f"`{patch}`, untrained": cells
+        for patch, cells in result["untrained"].items()
+    }
+    intro = (
+        "Tail perplexity of the embedded Llama (trained at 256 tokens) with `pi:scale=4`, after "
+        f"{result['steps']} steps of 8 blocks of 256 tokens. The time of a step is CPU time of forward and backward, "
+        "relative to the first row with a training"
+    )
+    return _of_ways(result, untrained, intro, "short", timed=True)
+
+
+def _of_ways(
+    result: Mapping[str, Any],
+    untrained: Mapping[str, Any],
+    intro: str,
+    group: str,
+    *,
+    timed: bool = False,
+) -> str:
+    """Return the table of a group of ways: the models before any training, and every way over the seeds."""
     rows = result["ways"]
-    first = next(iter(rows.values()))
-    lengths = list(first["before"]["tail"])
-    header = ["way", *(f"{int(length):,}" for length in lengths), "options"]
-    lines = [["before", *_over_seeds([first["before"]], lengths), ""]]
+    lengths = list(next(iter(untrained.values()))["tail"])
+    header = ["way", *(f"{int(n):,}" for n in lengths), *(["time of a step"] * timed), "options"]
+    lines = [
+        [name, *_over_seeds([cells], lengths), *([""] * timed), ""]
+        for name, cells in untrained.items()
+    ]
+    plain = 0.0
     for name, row in rows.items():
         options = f"`{' '.join(row['options'])}`" if row["options"] else ""
-        lines.append([name, *_over_seeds(row["runs"], lengths), options])
-    intro = f"Tail perplexity of the embedded Llama with `yarn:scale=4` after {result['steps']} steps of 2,048 tokens"
-    return _of_seeds(result, intro, header, lines, "positions")
+        seconds = min(run.get("seconds_per_step", 0.0) for run in row["runs"])
+        plain = plain or seconds
+        ratio = [f"{seconds / plain:.1f}"] if timed else []
+        lines.append([name, *_over_seeds(row["runs"], lengths), *ratio, options])
+    return _of_seeds(result, intro, header, lines, group)
 
 
 def conversions() -> str:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hf_posenc.training.checkpoints import last_complete_checkpoint as last_complete_checkpoint
     from hf_posenc.training.checks import check_run as check_run
     from hf_posenc.training.chunked_loss import chunk_loss as chunk_loss
+    from hf_posenc.training.distillation import distill as distill
+    from hf_posenc.training.distillation import unpatched_teacher as unpatched_teacher
     from hf_posenc.training.folder import TrainingFolder as TrainingFolder
     from hf_posenc.training.log import TrainingLog as TrainingLog
     from hf_posenc.training.log import loss_figure as loss_figure
@@ -35,6 +37,7 @@ _MODULES = {
     "checkpoints": "SafeCheckpoints last_complete_checkpoint",
     "checks": "check_run",
     "chunked_loss": "chunk_loss",
+    "distillation": "distill unpatched_teacher",
     "folder": "TrainingFolder",
     "log": "TrainingLog loss_figure",
     "parameters": "choose_parameters lora_config",

@@ -27,7 +27,7 @@ from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import write_atomically
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.checks import launcher
-from hf_posenc.training.ranks import all_max, gather, random_state
+from hf_posenc.training.ranks import gather, random_state
 from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -115,15 +115,14 @@ class SaveOnSignal(TrainerCallback):
     def _stop_if_signalled(self, control: TrainerControl) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._pending = self._pending or signal.SIGTERM
-        self.received = all_max(self._pending)
+        self.received = max(gather(self._pending))
         if self.received:
             control.should_save = control.should_training_stop = True
 
 
 def _ends_epoch(state: TrainerState) -> bool:
     """Return whether the last step was the last of its epoch, or of all: the Trainer treats both as the end."""
-    whole = state.epoch is not None and float(state.epoch).is_integer()
-    return whole or state.global_step >= state.max_steps
+    return float(state.epoch or 0.5).is_integer() or state.global_step >= state.max_steps
 
 
 class ExactResume(TrainerCallback):

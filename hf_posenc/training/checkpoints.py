@@ -86,11 +86,11 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
         >>> last_complete_checkpoint("longer") is None
         True
     """
-    complete = {path: _manifest(path) for path in complete_checkpoints(folder)}
+    complete = complete_checkpoints(folder)
     if not complete:
         return None
-    checkpoint, manifest = complete.popitem()
-    for name, size in (manifest or {"files": {}})["files"].items():
+    checkpoint = complete[-1]
+    for name, size in (_manifest(checkpoint) or {"files": {}})["files"].items():
         file = checkpoint / name
         if not file.is_file() or file.stat().st_size != size:
             state = "has another size" if file.is_file() else "is missing"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,7 @@ from hf_posenc.training.ranks import gather
 
 _CONFIGS = "scripts/configs/"
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
-_MODULES = (
-    *("accelerate.commands.launch", "accelerate/commands/launch.py"),
-    *("torch.distributed.run", "torch/distributed/run.py"),
-)
+_MODULES = re.compile(r"(accelerate[./]commands[./]launch|torch[./]distributed[./]run)(\.py)?$")
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
 
 
@@ -112,7 +109,7 @@ def launcher() -> tuple[int, list[str]] | None:
         parent = psutil.Process(os.getppid())
         command = parent.cmdline()
         for index, argument in enumerate(command[:4]):
-            if Path(argument).name in _LAUNCHERS or argument.endswith(_MODULES):
+            if Path(argument).name in _LAUNCHERS or _MODULES.search(argument):
                 return int(parent.pid), command[index + 1 :]
     return None
 
@@ -242,25 +239,23 @@ def _check_parallelism(
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
     for name, kind in (("Context", "cp_size"), ("Sequence", "sp_size")):
         size = getattr(config, kind, None) or 1
-        if size < 2:
-            continue
-        dropped = ""
+        dropped = [
+            f"{moving}, which scales with the positions in a part, would differ between processes"
+            for moving in _moving_tables(model, patch)
+        ]
+        if positions == "packed":
+            dropped.insert(0, "packed documents would attend to each other")
         if patch is not None and patch.layers:
-            dropped = (
-                f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence"
+            dropped.insert(
+                0,
+                f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence",
             )
-        elif positions == "packed":
-            dropped = "packed documents would attend to each other"
-        for moving in _moving_tables(model, patch):
-            dropped = (
-                dropped
-                or f"{moving}, which scales with the positions in a part, would differ between processes"
-            )
-        if dropped:
+        if size > 1 and dropped:
             raise PosencError(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
-                f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and positions='contiguous', "
-                "or train without it (FSDP2, ZeRO-3, tensor parallelism, --gradient_checkpointing)."
+                f"without any mask: {dropped[0]}. Use a static frequency method (yarn, ...) and "
+                "positions='contiguous', or train without it (FSDP2, ZeRO-3, tensor parallelism, "
+                "--gradient_checkpointing)."
             )
 
 
@@ -275,15 +270,15 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
     copies = arguments.deepspeed_plugin is not None or (wants_fsdp(arguments) and mixed)
     if not adam or copies:
         return
-    trained = [p for p in model.parameters() if p.requires_grad and p.numel() and not p.is_meta]
-    half = [p for p in trained if p.dtype in (torch.bfloat16, torch.float16)]
     moved = seen = 0.0
-    for parameter in half:
-        sample = parameter.detach().flatten()[:_SAMPLE]
-        share = float((sample - arguments.learning_rate != sample).double().mean())
-        moved, seen = moved + share * parameter.numel(), seen + parameter.numel()
-    if seen and moved < seen / 2:
-        dtype = str(half[0].dtype).removeprefix("torch.")
+    for parameter in model.parameters():
+        half = parameter.dtype in (torch.bfloat16, torch.float16)
+        if half and parameter.requires_grad and parameter.numel() and not parameter.is_meta:
+            sample = parameter.detach().flatten()[:_SAMPLE]
+            share = float((sample - arguments.learning_rate != sample).double().mean())
+            moved, seen = moved + share * parameter.numel(), seen + parameter.numel()
+            dtype = str(parameter.dtype).removeprefix("torch.")
+    if moved < seen / 2:
         raise PosencError(
             f"The weights are {dtype}, and for {1 - moved / seen:.0%} of them a step of the learning rate, "
             f"{arguments.learning_rate:g}, is lost in rounding. Load them in float32 (--dtype float32), with --bf16."
@@ -295,18 +290,17 @@ def _check_equal_weights(model: nn.Module) -> None:
 
     The draws of a patch or an adapter depend on the seed, and frequencies on the options of the process.
     """
-    values: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
-            values[name] = parameter.detach().flatten()[:64].to("cpu", torch.float32)
+    values = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     with contextlib.suppress(UnsupportedModelError):
-        for table in inspect_rope(model):
-            if not table.inv_freq.is_meta:
-                values[table.modules[0]] = table.inv_freq.cpu()
-    hashes = {name: hashlib.sha256(v.numpy().tobytes()).hexdigest() for name, v in values.items()}
-    for process, other in enumerate(gather(hashes)):
-        different = next((name for name in hashes if other.get(name) != hashes[name]), None)
-        if different is not None or len(other) != len(hashes):
+        values |= {table.modules[0]: table.inv_freq for table in inspect_rope(model)}  # type: ignore[misc]
+    begin = {
+        name: value.detach().flatten()[:64].float().tolist()
+        for name, value in values.items()
+        if not value.is_meta
+    }
+    for process, other in enumerate(gather(begin)):
+        different = next((name for name in begin if other.get(name) != begin[name]), None)
+        if different is not None or len(other) != len(begin):
             raise PosencError(
                 f"Process {process} starts from another {different or 'set of parameters'} than this one. Set the same "
                 "seed in all processes before the model is patched: transformers.set_seed(0)."

@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,6 +116,7 @@ class ChunkedLoss:
             forward is used. None until the first batch if the model cannot run before it: its weights are sharded or on
             the meta device, or its attention requires another device.
         active: False once removed.
+        beside: A further term of the loss in training, from the arguments and the decoder's output; `None` without one.
     """
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
@@ -123,6 +124,7 @@ class ChunkedLoss:
         self.chunk = chunk
         self.exact: bool | None = None
         self.active = True
+        self.beside: Callable[[Arguments, Any], Tensor] | None = None
         self._forward: Forward = model.forward
         self._had_forward = "forward" in vars(model)
         self._uses_loss_function = True  # the model's own, not code in its forward
@@ -149,6 +151,8 @@ class ChunkedLoss:
             arguments["labels"] = arguments.get("shift_labels")
         if not self.active or arguments["labels"] is None:
             return self._forward(*args, **kwargs)
+        if self.exact is None:
+            self._probe(last=True)
         if self.exact is False:
             return self._forward(**arguments)
         as_dict = arguments.get("return_dict")
@@ -156,24 +160,14 @@ class ChunkedLoss:
             as_dict = getattr(getattr(self.model, "config", None), "return_dict", True)
         if not as_dict:
             return self(**{**arguments, "return_dict": True}).to_tuple()
-        if arguments["labels"].numel() <= self.chunk:
+        beside = self.beside if self.model.training else None
+        if beside is None and arguments["labels"].numel() <= self.chunk:
             return _with_fields(self._forward(**arguments), logits=None)
-        if self.exact is not None:
-            return self._chunked(arguments)
-        # The first batch of a model that was not probed before: its beginning is the probe.
-        try:
-            with torch.no_grad():
-                self._find_decoder(arguments)
-        except Exception as error:
-            self._use_plain(one_line(error))
-            return self._forward(**arguments)
-        output = self._run(_without_loss(arguments))[1]
-        with torch.no_grad():
-            self._decide(*self._first_tokens(arguments, output))
-        with self._returning(output):
-            return self(**arguments)
+        result, output = self._chunked(arguments)
+        loss = result.loss if beside is None else result.loss + beside(arguments, output)
+        return _with_fields(result, loss=loss, logits=None)
 
-    def _run(self, arguments: Arguments, outputs: list[Any] | None = None) -> tuple[Any, Any]:
+    def run(self, arguments: Arguments, outputs: list[Any] | None = None) -> tuple[Any, Any]:
         """Run the forward with the logits of the last token only; return its output and the decoder's whole one."""
         outputs = [] if outputs is None else outputs
 
@@ -198,12 +192,15 @@ class ChunkedLoss:
         finally:
             setattr(parent, name, decoder)
 
-    def _chunked(self, arguments: Arguments) -> Any:
+    def _chunked(self, arguments: Arguments) -> tuple[Any, Any]:
+        """Return the model's output, with the loss of all tokens, and the decoder's."""
         if not self._uses_loss_function:
-            result, output = self._run(_without_loss(arguments))
-            targets = _shifted(arguments["labels"])
-            loss = self._mean_loss(output, arguments, targets, _cross_entropy)
-            return _with_fields(result, loss=loss, logits=None)
+            result, output = self.run(without_loss(arguments))
+            targets, head = shifted(arguments["labels"]), self.head(output, arguments)
+            loss = self.mean(
+                [output], targets, lambda aims, part, x: _cross_entropy(head(x, part), aims)
+            )
+            return _with_fields(result, loss=loss), output
         plain: Callable[..., Tensor] = self.model.loss_function  # type: ignore[assignment]
         outputs: list[Any] = []
 
@@ -212,80 +209,88 @@ class ChunkedLoss:
             targets, items = (kwargs.pop(n, None) for n in ("shift_labels", "num_items_in_batch"))
             ignored = kwargs.get("ignore_index", IGNORED)
             if targets is None:
-                targets = _shifted(labels, ignored)
+                targets = shifted(labels, ignored)
+            head = self.head(outputs[0], arguments)
 
-            def summed(logits: Tensor, aims: Tensor) -> Tensor:
+            def summed(aims: Tensor, part: slice, states: Tensor) -> Tensor:
                 # transformers divides the sum by this number if it is given
-                return plain(logits, aims, *args, shift_labels=aims, num_items_in_batch=1, **kwargs)
+                few = {**kwargs, "shift_labels": aims, "num_items_in_batch": 1}
+                return plain(head(states, part), aims, *args, **few)
 
-            return self._mean_loss(outputs[0], arguments, targets, summed, items, ignored)
+            return self.mean(outputs, targets, summed, items, ignored)
 
         # In transformers, the config chooses `PreTrainedModel.loss_function` until this is set.
         with replaced(self.model, "_loss_function", loss_function):
-            result, _ = self._run(arguments, outputs)
-        return _with_fields(result, logits=None)
+            return self.run(arguments, outputs)
 
-    def _mean_loss(
-        self,
-        output: Any,
-        arguments: Arguments,
-        targets: Tensor,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        items: Tensor | int | None = None,
-        ignored: int = IGNORED,
-    ) -> Tensor:
-        """Return the mean of all tokens' losses, or their sum by `items`, from slices of the decoder's output.
-
-        Targets (batch, n) are the labels that positions predict. The loss is the sum over logits, shape (batch, m,
-        vocabulary), and targets, shape (batch, m).
-        """
-        hidden = hidden_states(output)
+    def head(self, output: Any, arguments: Arguments) -> Callable[[Tensor, slice], Tensor]:
+        """Return the function from a slice of the decoder's hidden states to its logits, by the model's own forward."""
+        hidden, sums = hidden_states(output), SinglePrecisionSums()
         assert hidden is not None
-        step, sums = max(1, self.chunk // len(hidden)), SinglePrecisionSums()
         # Without loss, cache, and the balance of experts.
         accepted = inspect.signature(self._forward).parameters
         off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
-        options = {**_without_loss(arguments), **off}
+        options = {**without_loss(arguments), **off}
         options.pop("past_key_values", None)
         # The modules sharded by FSDP2 that are neither in the decoder nor around it.
         sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
         inside = set(self._decoder.modules())
         sharded = [p for p in sharded if p not in inside and self._decoder not in p.modules()]
 
-        def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
+        def logits(states: Tensor, part: slice) -> Tensor:
             # Contiguous, as the whole is: some heads view it in another shape.
             handed = _with_hidden(sliced(output, part), states.contiguous())
             few = {name: _slice_argument(value, hidden, part) for name, value in options.items()}
             with self._returning(handed), sums, unsharded(sharded):
-                return loss(self._forward(**few).logits, aims)
+                found: Tensor = self._forward(**few).logits
+                return found
 
+        return logits
+
+    def mean(
+        self,
+        outputs: Sequence[Any],
+        targets: Tensor,
+        loss: Callable[..., Tensor],
+        items: Tensor | int | None = None,
+        ignored: int = IGNORED,
+    ) -> Tensor:
+        """Return the mean of all tokens' losses, or their sum by `items`, from slices of decoders' outputs.
+
+        Targets (batch, n) are the labels that positions predict. `loss` returns the sum over a slice: of its targets
+        (batch, m), the slice, and the hidden states of each output, shape (batch, m, features).
+        """
         total: Any = 0
+        step = max(1, self.chunk // len(targets))
         # `split` is one node, whose backward joins the gradients of all slices once. Each `hidden[:, a:b]` would make a
         # gradient of the whole length, in time quadratic in the length.
-        for index, states in enumerate(hidden.split(step, dim=1)):
-            part = slice(index * step, index * step + states.shape[1])
+        states = [hidden_states(output).split(step, dim=1) for output in outputs]  # type: ignore[union-attr]
+        for index, few in enumerate(zip(*states, strict=True)):
+            part = slice(index * step, index * step + few[0].shape[1])
             aims = targets[:, part].contiguous()  # transformers flattens it by a view
             if torch.is_grad_enabled():
-                total = total + checkpoint(replay, states, aims, part, use_reentrant=False)
+                total = total + checkpoint(loss, aims, part, *few, use_reentrant=False)
             else:
-                total = total + replay(states, aims, part)
+                total = total + loss(aims, part, *few)
         count = (targets != ignored).sum() if items is None else items
         mean: Tensor = total / (count.to(total.device) if isinstance(count, Tensor) else count)
         return mean
 
-    def _probe(self) -> None:
-        """Compare both forwards on a few tokens, unless the model cannot run here."""
+    def _probe(self, *, last: bool = False) -> None:
+        """Compare both forwards on a few tokens; a model that cannot run waits for its first batch, the `last` try."""
         arguments = _probe_arguments(self.model)
         devices = {w.device for w in self.model.parameters() if w.device.type == "cuda"}
         with evaluation_mode(self.model), torch.random.fork_rng(list(devices)):
             try:
                 with torch.no_grad():
                     self._find_decoder(arguments)
-                    output = self._run(_without_loss(arguments))[1]
+                    output = self.run(without_loss(arguments))[1]
             except Exception as error:
-                logger.info("The loss in chunks waits for the first batch: %s", one_line(error))
+                if last:
+                    self._use_plain(one_line(error))
                 return
-            with torch.enable_grad():
+            # Weights that are sharded have no gradient here.
+            with torch.set_grad_enabled(not last):
                 self._decide(arguments, output)
 
     def _find_decoder(self, arguments: Arguments) -> None:
@@ -304,7 +309,7 @@ class ChunkedLoss:
             if module not in (self.model, embeddings) and embeddings in module.modules()
         ]
         try:
-            self._forward(**_without_loss(arguments))
+            self._forward(**without_loss(arguments))
         except _ReachedError as reached:
             self._path = str(reached)
         else:
@@ -317,21 +322,6 @@ class ChunkedLoss:
     def _decoder(self) -> nn.Module:
         """The part that was found, read on each access: wrappers such as FSDP's replace it."""
         return self.model.get_submodule(self._path)
-
-    def _first_tokens(self, arguments: Arguments, output: Any) -> tuple[Arguments, Any]:
-        """Return the first tokens of a batch and of the decoder's output for it.
-
-        All of them become labels, since a text may begin with many tokens without one. The balance of experts is left
-        out: the output counts all tokens for it.
-        """
-        hidden, first = hidden_states(output), slice(0, _PROBE_TOKENS)
-        assert hidden is not None
-        few = {name: _slice_argument(value, hidden, first) for name, value in arguments.items()}
-        few.pop("shift_labels", None)
-        few["labels"] = few.get("input_ids", torch.zeros_like(few["labels"])).contiguous()
-        if "output_router_logits" in inspect.signature(self._forward).parameters:
-            few["output_router_logits"] = False
-        return few, sliced(output, first)
 
     def _decide(self, arguments: Arguments, output: Any) -> None:
         """Choose the loss in chunks that equals the plain one for an output of the decoder, if any does."""
@@ -376,7 +366,7 @@ class ChunkedLoss:
             try:
                 with self._returning(handed):
                     expected = _loss_and_gradients(self._forward(**case), inputs)
-                    actual = _loss_and_gradients(self._chunked(case), inputs)
+                    actual = _loss_and_gradients(self._chunked(case)[0], inputs)
             except Exception as error:
                 return f"{type(error).__name__}: {one_line(error)}"
             close = [_is_close(*pair, hidden.dtype) for pair in zip(actual, expected, strict=True)]
@@ -481,12 +471,12 @@ def _method(model: nn.Module) -> Forward:
     return types.MethodType(forward, model)
 
 
-def _shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
     """Return the label that each position predicts: that of the next token, and `ignored` at the end."""
     return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
-def _without_loss(arguments: Arguments) -> Arguments:
+def without_loss(arguments: Arguments) -> Arguments:
     """Return the arguments of a forward without those of its loss."""
     loss = ("labels", "shift_labels", "num_items_in_batch")
     return {name: value for name, value in arguments.items() if name not in loss}

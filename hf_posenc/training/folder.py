@@ -96,16 +96,14 @@ def resume_point(
     a later one, the same command resumes from that. Another `device` is warned of.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    before = _read_settings(folder)
-    others = checkpoints(folder)
+    before, others = _read_settings(folder), checkpoints(folder)
     if before is None and others and not fresh:
         raise PosencError(
             f"{folder} holds {others[-1].name}, and no {SETTINGS} identifies its run. Choose another --output_dir "
             "(--resume_from_checkpoint can name a checkpoint in this one), or remove them with --fresh."
         )
     clear_partial(folder)
-    unknown = ["its settings are unknown"]
-    changed = unknown if before is None else differences(before["settings"], settings)
+    changed = differences(before["settings"], settings) if before else ["its settings are unknown"]
     complete = complete_checkpoints(folder)
     occupied = bool(complete) or any((folder / name).exists() for name in CONFIGS)
     if changed and occupied and fresh:
@@ -119,7 +117,7 @@ def resume_point(
             "it resumes from there, but with other losses than an uninterrupted run."
         )
     named = None if explicit is None else str(explicit)
-    resumed = before is not None and not changed and before.get("continued") == named
+    resumed = before and not changed and before.get("continued") == named
     if explicit is None or (complete and resumed):
         point = last_complete_checkpoint(folder)
         if point is not None and settings.get("arguments", {}).get("save_only_model"):
@@ -128,10 +126,28 @@ def resume_point(
                 "--resume_from_checkpoint to resume with a new one, or choose another --output_dir."
             )
     else:
-        point = _explicit_point(explicit, folder, complete, settings)
-    if point is not None and before is not None:
+        point = explicit
+        if not (explicit / "trainer_state.json").is_file():
+            raise PosencError(
+                f"{explicit} is no complete checkpoint: it has no trainer_state.json."
+            )
+        ahead = [path for path in complete if step_of(path) > step_of(explicit)]
+        if explicit.resolve().parent == folder.resolve() and ahead:
+            raise PosencError(
+                f"{ahead[-1].name} lies ahead of {explicit.name}, and the run would overwrite it. Give another "
+                f"--output_dir, remove {ahead[-1].name}, or leave --resume_from_checkpoint out to resume from it."
+            )
+        origin = _read_settings(explicit.parent)
+        changed = differences(origin["settings"], settings) if origin else ["they are unknown"]
+        if changed:
+            warnings.warn(
+                f"{explicit.name} has other settings, so the run is no exact continuation: {_list(changed)}.",
+                stacklevel=2,
+            )
+    now = {**environment(), "device": device}
+    if point is not None and before:
         then = {**before.get("environment", {}), "device": before.get("device")}
-        if moved := differences(then, {**environment(), "device": device}):
+        if moved := differences(then, now):
             warnings.warn(
                 f"The run resumes, but its losses may differ in their last bits: {_list(moved)}.",
                 stacklevel=2,
@@ -146,25 +162,6 @@ def resume_point(
     }
     write_atomically(folder / SETTINGS, to_json(written))
     return point
-
-
-def _explicit_point(explicit: Path, folder: Path, complete: list[Path], settings: Settings) -> Path:
-    if not (explicit / "trainer_state.json").is_file():
-        raise PosencError(f"{explicit} is no complete checkpoint: it has no trainer_state.json.")
-    ahead = [path for path in complete if step_of(path) > step_of(explicit)]
-    if explicit.resolve().parent == folder.resolve() and ahead:
-        raise PosencError(
-            f"{ahead[-1].name} lies ahead of {explicit.name}, and the run would overwrite it. Give another "
-            f"--output_dir, remove {ahead[-1].name}, or leave --resume_from_checkpoint out to resume from it."
-        )
-    origin = _read_settings(explicit.parent)
-    changed = ["they are unknown"] if origin is None else differences(origin["settings"], settings)
-    if changed:
-        warnings.warn(
-            f"{explicit.name} has other settings, so the run is no exact continuation: {_list(changed)}.",
-            stacklevel=3,
-        )
-    return explicit
 
 
 def _read_settings(folder: Path) -> dict[str, Any] | None:
@@ -192,17 +189,14 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
         return lines
     if before == now:
         return []
-    return [f"{name.removeprefix('arguments.')} was {_short(before)}, is {_short(now)}"]
+    texts = (json.dumps(value) for value in (before, now))
+    was, becomes = (text if len(text) <= 60 else f"{text[:57]}..." for text in texts)
+    return [f"{name.removeprefix('arguments.')} was {was}, is {becomes}"]
 
 
 def _list(changed: list[str]) -> str:
     more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
     return "; ".join(changed[:4]) + more
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class TrainingFolder:
@@ -344,13 +338,12 @@ class TrainingFolder:
             )
 
     def _raise_on_all(self, problem: str | None) -> None:
-        if problem is None:
-            return
-        self._lock.release()
-        leave_group()
-        if self._arguments.process_index == 0:
-            raise PosencError(problem)
-        sys.exit(2)  # the first process raises the error
+        if problem is not None:
+            self._lock.release()
+            leave_group()
+            if self._arguments.process_index == 0:
+                raise PosencError(problem)
+            sys.exit(2)  # the first process raises the error
 
     def _explain(self, error: BaseException) -> None:
         """Replace the error of a failed save by one line; other errors are unchanged."""

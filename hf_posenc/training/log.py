@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import Trainer
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -26,7 +26,6 @@ from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.scoring import precision_of, rows_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FILE = "training_log.json"
@@ -196,19 +195,13 @@ def published(scores: PerplexityResult) -> PerplexityResult:
 
 # The plot. Needs matplotlib (`pip install hf-posenc[plot]`).
 
-_HEIGHT = 3.1  # inches
-_DOTTED = (0, (1.5, 1.5))
+_SIZES = {1: (4.4, 3.1), 2: (8.1, 3.1)}  # inches, by panels
 _SMOOTHED = 8
 """The thick line is a mean over an eighth of the log, so that the trend is visible behind the noise of the batches."""
-_LEAST_SMOOTHED = 3  # logs
-
-Points = Sequence[tuple[float, float]]  # steps and values
 
 
 def loss_figure(log_history: History, table: PerplexityResult | None = None) -> Figure:
     """Draw the training loss by step and, on the right, held-out tail perplexities, one line per length.
-
-    The dotted line is the perplexity of the unpatched model at its trained length.
 
     Args:
         log_history: The Trainer's (`trainer.state.log_history`), or a list of `{"step": ..., "loss": ...}`.
@@ -229,29 +222,45 @@ def loss_figure(log_history: History, table: PerplexityResult | None = None) -> 
     if not losses:
         raise PosencError("No finite loss was logged, so there is none to draw.")
     lines = {} if table is None else score_points(table)
-    wide = any(len(points) > 1 for points in lines.values())
-    width, columns = (8.1, 2) if wide else (4.4, 1)
-    with plots.styled_panels(width, _HEIGHT, columns) as (figure, panels):
-        _loss_panel(panels[0], losses, loss_points(log_history, "eval_loss"))
-        panels[0].set_xlabel(_step_label(log_history))
-        if wide:
-            assert table is not None
-            _score_panel(panels[1], table, lines)
+    both = any(len(points) > 1 for points in lines.values())
+    with plots.styled_panels(*_SIZES[1 + both], 1 + both) as (figure, panels):
+        steps, values = zip(*losses, strict=True)
+        width = max(1, len(values) // _SMOOTHED)
+        means = np.convolve(values, np.ones(width) / width, "valid")
+        centres = np.convolve(steps, np.ones(width) / width, "valid")
+        colour = plots.COLOURS[0]
+        panels[0].plot(steps, values, color=colour, linewidth=0.6, alpha=0.45, label="logged")
+        panels[0].plot(centres, means, color=colour, linewidth=1.6, label=f"mean of {width}")
+        panels[0].legend(frameon=False)
+        titles = [("training loss", "nats per token"), ("held-out perplexity, tail", "perplexity")]
+        for panel, (title, unit) in zip(panels, titles, strict=False):
+            panel.set_title(title, loc="left")
+            panel.set_xlabel("step")
+            panel.set_ylabel(unit)
+        if both:
+            for index, (length, points) in enumerate(lines.items()):
+                colour, marker = plots.COLOURS[index % 8], plots.MARKERS[index % 8]
+                look: dict[str, Any] = {**plots.MARKED, "color": colour, "marker": marker}
+                panels[1].plot(*zip(*points, strict=True), label=f"{length:,} tokens", **look)
+            plots.value_axis(panels[1])
+            plots.name_lines(panels[1], [f"{length:,} tokens" for length in lines])
     return figure
 
 
-def loss_points(log_history: History, key: str = "loss") -> list[tuple[int, float]]:
+def loss_points(log_history: History) -> list[tuple[int, float]]:
     """Return the steps and finite losses of a log, in nats per token."""
-    points = [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
+    points = [
+        (int(entry["step"]), float(entry["loss"])) for entry in log_history if "loss" in entry
+    ]
     return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
 def score_points(table: PerplexityResult) -> dict[int, list[tuple[int, float]]]:
-    """Return the steps and finite tail perplexities of each length."""
+    """Return the steps and finite tail perplexities of each length at which there are any."""
     rows = rows_of(table)
     if len(rows) > 1 and rows[1][0].step == 0:
         rows = rows[1:]  # the first is of the unpatched model
-    return {
+    lines = {
         length: [
             (stage.step, cell.perplexity)
             for stage, row in rows
@@ -259,63 +268,4 @@ def score_points(table: PerplexityResult) -> dict[int, list[tuple[int, float]]]:
         ]
         for length in table.settings.lengths
     }
-
-
-def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
-    """Return the centred running mean of a line, and the number of points in each mean."""
-    width = len(points) // _SMOOTHED
-    if width < _LEAST_SMOOTHED:
-        return [], width
-    parts = (zip(*points[start:][:width], strict=True) for start in range(len(points) - width + 1))
-    return [(sum(steps) / width, math.fsum(losses) / width) for steps, losses in parts], width
-
-
-def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
-    (means, width), colour = smoothed(losses), plots.COLOURS[0]
-    thin: dict[str, Any] = {"label": "training", "linewidth": 1.3}
-    if means:
-        thin = {"label": "logged", "linewidth": 0.6, "alpha": 0.45}
-    panel.plot(*zip(*losses, strict=True), color=colour, **thin)
-    if means:
-        panel.plot(*zip(*means, strict=True), color=colour, linewidth=1.6, label=f"mean of {width}")
-    if held_out:
-        panel.plot(*zip(*held_out, strict=True), label="evaluation", **_style(1, 0))
-    if means or held_out:
-        panel.legend(frameon=False)
-    panel.set_title("training loss", loc="left")
-    panel.set_ylabel("nats per token")
-
-
-def _score_panel(panel: Axes, table: PerplexityResult, lines: Mapping[int, Points]) -> None:
-    names = [f"{length:,} tokens" for length in lines]
-    for index, points in enumerate(lines.values()):
-        if points:
-            panel.plot(*zip(*points, strict=True), label=names[index], **_style(index, index))
-    first, original = table.candidates[0], table.original
-    unpatched = None if first.method else table.cell(first.label, "tail", original or 0)
-    if unpatched is not None and math.isfinite(unpatched.perplexity):
-        # A line of the data, so that its name is at its end, as for the others.
-        names.append(f"{first.label} at {original:,}: {number(unpatched.perplexity)}")
-        steps = [step for points in lines.values() for step, _ in points]
-        ends, values = [min(steps), max(steps)], [unpatched.perplexity] * 2
-        dotted: dict[str, Any] = {"color": plots.CONTROL_COLOUR, "linestyle": _DOTTED}
-        panel.plot(ends, values, label=names[-1], linewidth=1.0, **dotted)
-    panel.set_title("held-out perplexity, tail", loc="left")
-    panel.set_xlabel("step")
-    panel.set_ylabel("perplexity")
-    plots.value_axis(panel)
-    plots.name_lines(panel, names)
-
-
-def _style(colour: int, marker: int) -> dict[str, Any]:
-    colours, markers = plots.COLOURS, plots.MARKERS
-    own = {"color": colours[colour % len(colours)], "marker": markers[marker % len(markers)]}
-    return {**plots.MARKED, **own}
-
-
-def _step_label(log_history: History) -> str:
-    """Return `step`, with the number of tokens per step if the Trainer counts them."""
-    counted = [entry for entry in log_history if "num_input_tokens_seen" in entry]
-    if not counted or not counted[-1]["step"]:
-        return "step"
-    return f"step ({counted[-1]['num_input_tokens_seen'] / counted[-1]['step']:,.0f} tokens each)"
+    return {length: points for length, points in lines.items() if points}

@@ -192,7 +192,14 @@ def lora_config(
                 "the modules that get a LoRA (target_modules=[...]), or use train='full'."
             )
     if modules_to_save is None:
-        kept = _norms(decoder)
+        shared = _shared(decoder)
+        kept = [
+            module
+            for module in _text_modules(decoder)
+            if "Norm" in type(module).__name__
+            and [*module.parameters(recurse=False)]
+            and id(module) not in shared
+        ]
         if tied and not tieable:
             warnings.warn(
                 f"The embeddings of {type(model).__name__} stay frozen: its head shares them, and PEFT can train both "
@@ -247,17 +254,6 @@ def _attention_projections(decoder: nn.Module) -> list[nn.Module]:
         if _ATTENTION.search(type(attention).__name__)
         for module in _text_modules(attention)
         if _is_linear(module) and id(module) not in excluded
-    ]
-
-
-def _norms(decoder: nn.Module) -> list[nn.Module]:
-    shared = _shared(decoder)
-    return [
-        module
-        for module in _text_modules(decoder)
-        if "Norm" in type(module).__name__
-        and list(module.parameters(recurse=False))
-        and id(module) not in shared
     ]
 
 

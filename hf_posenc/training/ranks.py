@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import reduce
 from torch import nn
 
 from hf_posenc.errors import PosencError
@@ -45,14 +44,6 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * count
     dist.all_gather_object(values, value)
     return values
-
-
-def all_max(number: int) -> int:
-    """Return the largest number of all ranks, on every rank. Call it on all ranks."""
-    state = PartialState()
-    if state.num_processes == 1:
-        return number
-    return int(reduce(torch.tensor(number, device=state.device), "max").item())
 
 
 def barrier() -> None:

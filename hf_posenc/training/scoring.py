@@ -79,17 +79,17 @@ def _select(table: PerplexityResult, labels: Collection[str]) -> PerplexityResul
 
 def _with_row(table: PerplexityResult, row: PerplexityResult) -> PerplexityResult:
     """Append a row. Rows of later steps belong to a training that this one replaces, and are removed."""
-    rows = [*rows_of(table), *rows_of(row)]
-    order = [(stage.step, entry.method is not None) for stage, entry in rows]
-    labels = [entry.label for (_, entry), at in zip(rows, order, strict=True) if at < order[-1]]
+    ((last, entry),) = rows_of(row)
+    now = (last.step, entry.method is not None)
+    labels = [e.label for stage, e in rows_of(table) if (stage.step, e.method is not None) < now]
     earlier = _select(table, labels)
+    names = ("candidates", "records", "failures")
+    lists: dict[str, Any] = {n: [*getattr(earlier, n), *getattr(row, n)] for n in names}
     return dataclasses.replace(
         row,
         source={**row.source, "stages": [*earlier.source["stages"], *row.source["stages"]]},
-        candidates=[*earlier.candidates, *row.candidates],
-        records=[*earlier.records, *row.records],
-        failures=[*earlier.failures, *row.failures],
         curves={**earlier.curves, **row.curves},
+        **lists,
     )
 
 
@@ -335,13 +335,12 @@ def label_of(model: nn.Module, step: int = 0) -> str:
     """Return the label of a row: the patch, and the number of steps of training."""
     patch = get_patch(model)
     name = UNPATCHED if patch is None else Candidate.installed(patch.config).label
-    if step:
-        return f"{name}, {_after(step)}"
-    return name if patch is None else f"{name}, before"
+    state = _after(step) or ("" if patch is None else "before")
+    return f"{name}, {state}" if state else name
 
 
 def _after(step: int) -> str:
-    return f"after {step:,} step{'s' * (step > 1)}"
+    return f"after {step:,} step{'s' * (step > 1)}" if step else ""
 
 
 def precision_of(arguments: TrainingArguments) -> torch.dtype | None:
@@ -364,8 +363,7 @@ def conclusion(scores: PerplexityResult) -> str:
         numbers = []
         for stage, row in rows_of(shown):
             cell = shown.cell(row.label, protocol, length or 0)
-            name = "unpatched" if row.method is None else "patched"
-            name = _after(stage.step) if stage.step else name
+            name = _after(stage.step) or ("unpatched" if row.method is None else "patched")
             numbers.append(f"{number(None if cell is None else cell.perplexity)} {name}")
         parts.append(f"at {length:,} tokens: {', '.join(numbers)}")
     return f"{protocol} perplexity {'; '.join(parts)}"

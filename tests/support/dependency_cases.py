@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
-from hf_posenc.training.batches.collator import DRAWS, PositionCollator
+from hf_posenc.training.batches.collator import DRAWS, PROMPTED, PositionCollator
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.zoo_registry import quiet
@@ -68,14 +68,21 @@ def patched(name: str, attention: str = "sdpa") -> PreTrainedModel:
     return model
 
 
+def given_of(positions: str) -> dict[str, Any]:
+    """What the collator needs for these positions."""
+    prompt = {"terminal_prompt": [3, 4]} if positions in PROMPTED else {}
+    return {"target_length": TARGET, **prompt} if positions in DRAWS else {}
+
+
 def batch_of(positions: str, **options: Any) -> dict[str, Any]:
     """Two rows as the collator makes them; drawn positions jump in both."""
-    target = {"target_length": TARGET} if positions in DRAWS else {}
+    given = {**given_of(positions), **options}
+    text = LENGTH - len(given.get("terminal_prompt", ()))
     rows = [
-        {"input_ids": zoo.tokens(LENGTH, seed=seed)[0], "document_lengths": lengths}
+        {"input_ids": zoo.tokens(LENGTH, seed=seed)[0][:text], "document_lengths": lengths}
         for seed, lengths in enumerate(DOCUMENTS)
     ]
-    batch = PositionCollator(positions, seed=1, **{**target, **options})(rows)
+    batch = PositionCollator(positions, seed=1, **given)(rows)
     if positions in DRAWS:
         assert all(int(row.diff().max()) > 1 for row in batch["position_ids"])
     return batch

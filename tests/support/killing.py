@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
+from hf_posenc.training import PositionCollator, distill, unpatched_teacher
 from hf_posenc.training.folder import TrainingFolder, settings_of
 from hf_posenc.training.parameters import choose_parameters
 from scripts.finetune_model import partition_weights
@@ -70,9 +71,17 @@ SHARDED = {
 
 
 def train(
-    folder: Path, moment: Moment | None = None, *, kind: str = "full", **options: Any
+    folder: Path,
+    moment: Moment | None = None,
+    *,
+    kind: str = "full",
+    distilled: str | None = None,
+    **options: Any,
 ) -> None:
-    """Trains a patched Llama with dropout for 12 steps of 2 x 2 examples, in epochs of 5 steps, and saves it."""
+    """Trains a patched Llama with dropout for 12 steps of 2 x 2 examples, in epochs of 5 steps, and saves it.
+
+    It is `distilled` by itself, with a terminal prompt, or by the unpatched model, with PoSE.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=48,
@@ -90,7 +99,13 @@ def train(
         os.environ.update(SHARDED)
         del os.environ["ACCELERATE_USE_CPU"]
         allow()
+    teacher = unpatched_teacher(patched, chosen) if distilled == "short" else None
     model: Any = choose_parameters(patched, chosen, lora_rank=2, lora_dropout=0.2)
+    collator = None
+    if distilled is not None:
+        positions, prompt = ("pose", ()) if teacher else ("endprompt_random", (1, 2, 3))
+        collator = PositionCollator(positions, target_length=40, terminal_prompt=prompt)
+        distill(model, positions=positions, teacher=teacher, chunk=8)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     ids = torch.randint(0, 48, (20 * processes, 24)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]
@@ -111,8 +126,14 @@ def train(
     arguments = TrainingArguments(str(folder), **values)
     partition_weights(model, arguments)
     with TrainingFolder(arguments, settings_of(arguments, kind=kind)) as run:
+        callbacks = [_AtStep(moment), *([] if collator is None else [collator])]
         trainer = Trainer(
-            model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[_AtStep(moment)]
+            model,
+            arguments,
+            collator,
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            callbacks=callbacks,
         )
         run.train(trainer)
         run.save(trainer.save_model)

@@ -17,8 +17,8 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts.finetune import RECIPE, finetune, main
+from scripts.finetune_model import apply_patch, resolve_lengths
 from scripts.finetune_options import parse_arguments
 from tests.support.selection import late
 from tests.support.verifying import verify_here
@@ -70,7 +70,7 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     verify_here(monkeypatch)
     output = run(tmp_path, texts, "--verify_export")
     shown = capsys.readouterr()
-    assert "step 2/2" in shown.out
+    assert "'train_loss'" in shown.out
     assert "after 2 steps" in shown.out
     assert "in a clean process" in shown.err
     scores = PerplexityResult.from_dict(json.loads((output / "perplexity.json").read_text()))
@@ -121,12 +121,13 @@ def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
 
 
 @pytest.mark.parametrize(
-    "positions", ["pose", *late(["packed", "random", "random_float", "cream"])]
+    "positions", ["endprompt", *late(["pose", "packed", "random", "random_float", "cream"])]
 )
 def test_every_way_of_giving_positions_trains(
     tmp_path: Path, texts: dict[str, Path], positions: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = run(tmp_path, texts, "--positions", positions, "--no_score")
+    distilled = () if positions == "packed" else ("--distill", "positions")
+    output = run(tmp_path, texts, "--positions", positions, "--no_score", *distilled)
     assert f"its plots are in {output}" in capsys.readouterr().out  # without scores
     assert len(losses(output)) == 2
     assert TrainingLog.read(output).data["positions"] == positions
@@ -309,6 +310,20 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         (*RANDOM, "1,2,4,8"),
         "1,2,4,8 reaches 2,048 tokens, beyond the target of 1,024. Give the patch a scale of 8, or end .* 4",
     ),
+    "a prompt for other positions": (("--terminal_prompt", "Now:"), "for --positions endprompt or endprompt_random"),
+    "a prompt of no tokens": (
+        ("--positions", "endprompt", "--terminal_prompt", ""),
+        "--terminal_prompt has 0 tokens; between 1 and 62 fit into a block of 64",
+    ),
+    "a weight of nothing": (("--distill_weight", "2"), "--distill_weight 2 is for --distill"),
+    "a weight below zero": (("--distill", "short", "--distill_weight=-1"), "--distill_weight -1: a positive number"),
+    "a distillation of whole logits": (("--distill", "short", "--loss_chunk", "0"), "leave --loss_chunk 0 out"),
+    "a view of the same positions": (("--distill", "positions"), "--positions contiguous draws none: use one of pose"),
+    "a model that is its own teacher": (("--distill", "short", "--patch", "none"), "would be its own teacher"),
+    "a teacher beyond its length": (
+        ("--distill", "short", "--block_length", "512"),
+        "blocks of 512 tokens are longer than the 256 .* Give --block_length 256",
+    ),
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
     "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
@@ -362,7 +377,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no accumulation": (("--gradient_accumulation_steps", "0"), "gradient_accumulation_steps 0: at least 1"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
-    "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
+    "a wrong choice": (("--positions", "posee"), r"'endprompt_random'\). See finetune.py --help.$"),
     "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),

@@ -257,6 +257,20 @@ def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> Non
     run.check(folder)
 
 
+@pytest.mark.parametrize(
+    ("distilled", "kind", "processes"),
+    [("positions", "full", 1), ("short", "full", 1), ("short", "lora", 2), ("positions", "sharded full", 2)],
+)  # fmt: skip
+def test_a_distilled_run_continues_as_if_nothing_had_happened(
+    whole: Any, tmp_path: Path, distilled: str, kind: str, processes: int
+) -> None:
+    run, folder = whole(distilled=distilled, kind=kind, processes=processes), tmp_path / "run"
+    for step in (5, 8):
+        codes = launch(folder, Moment(step=step, rank=processes - 1), **run.options)
+        assert codes[-1] == SIGKILLED
+    run.check(folder)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_launcher_is_told_to_stop(tmp_path: Path, processes: int) -> None:
     """With one process, `accelerate launch` dies of the signal and does not pass it on; with two, it does."""

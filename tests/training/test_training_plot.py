@@ -12,7 +12,7 @@ from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.log import loss_figure, loss_points, score_points, smoothed
+from hf_posenc.training.log import loss_figure, loss_points, score_points
 from hf_posenc.training.scoring import Scores
 from tests.support.tiny_text import byte_tokenizer
 from tests.training.test_training_scoring import HELD_OUT, LENGTHS, patched_model, tiny_model
@@ -23,7 +23,6 @@ LOG: list[dict[str, Any]] = [
     {"eval_tail_perplexity_64": 9.0, "step": 0},
     *({"loss": 5 - 0.01 * n, "step": n, "num_input_tokens_seen": 100 * n} for n in range(1, 41)),
     {"loss": math.nan, "step": 41, "num_input_tokens_seen": 4100},
-    {"eval_loss": 4.5, "step": 40},
     {"train_runtime": 3.0, "train_loss": 4.7, "step": 40},
 ]
 
@@ -42,15 +41,6 @@ def table() -> PerplexityResult:
     return made
 
 
-def test_losses_are_those_of_the_log_and_the_mean_of_a_straight_line_is_the_line() -> None:
-    assert loss_points(LOG) == [(n, 5 - 0.01 * n) for n in range(1, 41)]
-    assert loss_points(LOG, "eval_loss") == [(40, 4.5)]
-    means, width = smoothed(loss_points(LOG))
-    assert (width, [step for step, _ in means]) == (5, [*range(3, 39)])
-    assert [loss for _, loss in means] == pytest.approx([5 - 0.01 * step for step, _ in means])
-    assert smoothed(loss_points(LOG)[:20]) == ([], 2)
-
-
 def test_the_right_half_is_the_table(table: PerplexityResult) -> None:
     lines = score_points(table)
     assert list(lines) == [*LENGTHS, 96]
@@ -63,17 +53,17 @@ def test_the_right_half_is_the_table(table: PerplexityResult) -> None:
 
 
 def test_what_is_drawn(table: PerplexityResult) -> None:
+    """The logged losses, their mean, which is the line itself for a straight one, and the table."""
+    assert loss_points(LOG) == [(n, 5 - 0.01 * n) for n in range(1, 41)]
     left, right = loss_figure(LOG, table).axes
-    assert left.get_xlabel() == "step (100 tokens each)"
-    assert [line.get_label() for line in left.get_lines()] == ["logged", "mean of 5", "evaluation"]
+    logged, mean = (line.get_xydata().tolist() for line in left.get_lines())  # type: ignore[union-attr]
+    assert logged == [list(point) for point in loss_points(LOG)]
+    assert [step for step, _ in mean] == pytest.approx([*range(3, 39)])
+    assert [loss for _, loss in mean] == pytest.approx([5 - 0.01 * step for step, _ in mean])
+    assert left.get_lines()[1].get_label() == "mean of 5"
     drawn = {str(line.get_label()): line.get_xydata().tolist() for line in right.get_lines()}  # type: ignore[union-attr]
-    for length, points in score_points(table).items():
-        assert drawn.pop(f"{length:,} tokens") == [list(point) for point in points]
-    own = table.cell("none", "tail", 64)
-    assert own is not None
-    ((name, line),) = drawn.items()
-    assert name.startswith("none at 64: ")
-    assert line == [[0, own.perplexity], [20, own.perplexity]]
+    expected = score_points(table)
+    assert drawn == {f"{n:,} tokens": [list(each) for each in expected[n]] for n in expected}
 
 
 def test_with_one_measurement_or_none_there_is_one_panel(table: PerplexityResult) -> None:
@@ -81,7 +71,7 @@ def test_with_one_measurement_or_none_there_is_one_panel(table: PerplexityResult
     scores = Scores(byte_tokenizer(), HELD_OUT, lengths=LENGTHS)
     assert len(loss_figure(LOG, scores.measure(patched_model())).axes) == 1
     with pytest.raises(PosencError, match="No finite loss"):
-        loss_figure(LOG[-3:])
+        loss_figure(LOG[-2:])
 
 
 @pytest.mark.parametrize(("low", "high"), [(9.0, 10.5), (1.0, 1.001), (99.0, 101.0), (3.0, 900.0)])

@@ -96,11 +96,6 @@ class Cutter:
     unused: int = 0
     _parts: list[Numbers] = field(default_factory=list)  # ids and labels, shape (2, n)
 
-    @property
-    def least(self) -> int:
-        """The number of tokens that a document needs."""
-        return 1 if self.packed else self.length - len(self.prefix) - len(self.suffix)
-
     def cut(self, document: TokenizedDocument) -> Iterator[Block]:
         """Yield the blocks that a document fills; if packed, its last tokens may wait for the next document."""
         ids = document.tokens(0, len(document)).numpy()
@@ -259,8 +254,7 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     from datasets import interleave_datasets
 
     sources, weights = [blocks for blocks, _ in parts], [weight for _, weight in parts]
-    good = (isinstance(w, int | float) and w > 0 and math.isfinite(w) for w in weights)
-    if not weights or not all(good):
+    if not weights or not all(0 < weight < math.inf for weight in weights):
         raise PosencError(f"A mixture needs positive weights; these are {weights}.")
     kinds = {(each.streamed, each.counts.length, *each.rows.column_names) for each in sources}
     if len(kinds) > 1:
@@ -274,18 +268,17 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     counts = [blocks.counts for blocks in sources]
     digest = json.dumps([[c.sha256 for c in counts], weights, seed])
     length, blocks = counts[0].length, 0 if sources[0].streamed else len(rows)
-    read = sum(c.tokens + c.unused for c in counts)
+    read, used = sum(c.tokens + c.unused for c in counts), blocks * length
+    summed = ("documents", "conversations", "skipped")
     mixed = Counts(
-        length=length,
-        blocks=blocks,
-        documents=sum(c.documents for c in counts),
-        tokens=min(read, blocks * length),
-        unused=max(0, read - blocks * length),
+        length,
+        blocks,
+        tokens=min(read, used),
+        unused=max(0, read - used),
         largest=max(c.largest for c in counts),
         sha256=hashlib.sha256(digest.encode()).hexdigest(),
-        conversations=sum(c.conversations for c in counts),
-        skipped=sum(c.skipped for c in counts),
         reasons=tuple(itertools.chain(*(c.reasons for c in counts)))[:_MAX_REASONS],
+        **{name: sum(getattr(c, name) for c in counts) for name in summed},
     )
     return Blocks(rows, mixed)
 
@@ -370,10 +363,11 @@ def prepare_blocks(
         cutter = Cutter(length, packed, prefix, suffix)
         return Writer(entries, tokenizer, cutter, limit, workers)
 
+    first = writer()  # refuses a missing library
     if not stream and cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
         with disk_errors(f"{_UNWRITTEN} {place}"), tempfile.TemporaryDirectory() as folder:
-            writer().write(Path(folder))
+            first.write(Path(folder))
             return Blocks.read(Path(folder), in_memory=True)
     if not isinstance(source, Mapping):
         raise PosencError(
@@ -390,14 +384,12 @@ def prepare_blocks(
         "source": {**source, "files": _file_stamps(source)},
     }
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
-    if not stream:
-        assert cache is not None
-        return _read_cached(Path(cache), key[:32], writer())
+    if not stream and cache is not None:
+        return _read_cached(Path(cache), key[:32], first)
     if iter(entries) is entries:
         raise PosencError(
             "A stream reads its documents in every epoch: give a list or a Source, not an iterator."
         )
-    writer()  # refuses a missing library
     from datasets import IterableDataset
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -523,7 +515,9 @@ class Writer:
                 raise PosencError(
                     f"{document.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
                 ) from error
-        if len(document) < (least := self.cutter.least):
+        cut = self.cutter
+        least = 1 if cut.packed else cut.length - len(cut.prefix) - len(cut.suffix)
+        if len(document) < least:
             reason = f"too short: {len(document):,} tokens, {least:,} are needed"
             return Skipped(document.name, reason)
         return document

@@ -1,7 +1,8 @@
 """Batches for all kinds of positions, and positions that reach a long context from short examples.
 
 Each draw takes the number of tokens n, the target length L and a random generator, and returns n rising positions
-within 0 .. L - 1, shape (n,): whole numbers, or float32 of any value.
+within 0 .. L - 1, shape (n,): whole numbers, or float32 of any value. Those of a terminal prompt also take its number
+of tokens k, the last k of the n.
 
 Without an attention mask, transformers reads document boundaries from `position_ids`: every step other than 1 between
 two neighbours begins a new document, and attention does not cross it (`masking_utils.find_packed_sequence_indices`).
@@ -27,7 +28,7 @@ from hf_posenc.errors import PosencError, unknown
 from hf_posenc.lengths import read_length
 
 Numbers = NDArray[np.int64]
-Draw = Callable[[int, int, np.random.Generator], NDArray[Any]]
+Draw = Callable[..., NDArray[Any]]
 
 CREAM_SIGMA = 3.0
 """Standard deviation of CREAM's Gaussian, in halves of the trained length (the default of the authors' code)."""
@@ -96,11 +97,29 @@ def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
     return np.concatenate([head, between, tail]).astype(np.int64)
 
 
+def endprompt(length: int, target: int, random: np.random.Generator, prompt: int = 1) -> Numbers:
+    """EndPrompt (Chen et al. 2026, arXiv 2605.14589): the text at 0 .. n - k - 1, the prompt at L - k .. L - 1."""
+    positions = np.arange(length, dtype=np.int64)
+    positions[length - prompt :] += target - length
+    return positions
+
+
+def endprompt_random(
+    length: int, target: int, random: np.random.Generator, prompt: int = 1
+) -> Numbers:
+    """EndPrompt's random variant: the prompt begins anywhere behind the text, uniformly, as in the authors' code."""
+    return endprompt(length, int(random.integers(length, target, endpoint=True)), random, prompt)
+
+
+PROMPTED = {"endprompt": endprompt, "endprompt_random": endprompt_random}
+"""The draws of a terminal prompt, which is appended to every example."""
+
 DRAWS: dict[str, Draw] = {
     "pose": pose,
     "random": randomized,
     "random_float": random_floats,
     "cream": cream,
+    **PROMPTED,
 }
 
 POSITIONS = ("contiguous", "packed", *DRAWS)
@@ -125,7 +144,8 @@ class PositionCollator(TrainerCallback):
 
     Args:
         positions: `"contiguous"`: 0 .. n - 1. `"packed"`: an example holds several documents, which begin at 0 each
-            and do not attend to each other. `"pose"`, `"random"`, `"random_float"`, `"cream"`: the draws of `DRAWS`.
+            and do not attend to each other. `"pose"`, `"random"`, `"random_float"`, `"cream"`, `"endprompt"`,
+            `"endprompt_random"`: the draws of `DRAWS`.
         target_length: The long context that drawn positions reach, in tokens, also as `"32k"`; unused by the other two.
             By default the last length of the curriculum.
         curriculum: Rising lengths in tokens, up to the long context (Randomized YaRN, arXiv 2606.23687).
@@ -133,10 +153,11 @@ class PositionCollator(TrainerCallback):
         pad_token_id: Padding behind the shorter examples of a batch; it is masked.
         flatten: For packed batches: put all examples into one row. Flash attention, which gets no mask, separates
             documents only in batches of one row.
+        terminal_prompt: Token ids that `"endprompt"` and `"endprompt_random"` append to every example, with a loss.
 
     Raises:
-        PosencError: An unknown name, a number that is none, drawn positions without a target length, or a curriculum
-            that does not rise, exceeds the target length, or has no draws to bound.
+        PosencError: An unknown name, a number that is none, drawn positions without a target length, a curriculum that
+            does not rise, exceeds the target length, or has no draws to bound, or a terminal prompt of other positions.
 
     Examples:
         >>> from hf_posenc.training import PositionCollator
@@ -155,6 +176,7 @@ class PositionCollator(TrainerCallback):
         seed: int = 0,
         pad_token_id: int = 0,
         flatten: bool = False,
+        terminal_prompt: Sequence[int] = (),
     ) -> None:
         if positions not in POSITIONS:
             raise unknown("kind of positions", positions, POSITIONS)
@@ -176,6 +198,12 @@ class PositionCollator(TrainerCallback):
             raise PosencError(
                 f"The curriculum ends at {stages[-1]:,} tokens, beyond target_length={target:,}: end it there, or "
                 "give a longer one."
+            )
+        self.terminal_prompt = np.array(terminal_prompt, dtype=np.int64)
+        if bool(len(self.terminal_prompt)) != (positions in PROMPTED):
+            raise PosencError(
+                f"A terminal prompt of {len(self.terminal_prompt)} tokens and positions={positions!r}: give "
+                f"terminal_prompt, token ids, with {' or '.join(PROMPTED)}, and with no other kind."
             )
         self.positions, self.target_length, self.curriculum = positions, target, tuple(stages)
         self.seed, self.pad_token_id = seed, pad_token_id
@@ -245,10 +273,11 @@ class PositionCollator(TrainerCallback):
                 `labels`, if not empty, are its labels; otherwise every token is its own.
 
         Returns:
-            `input_ids` and `labels` (b, n), int64. Packed: `position_ids` (b, n), and `use_cache` False. Flattened: all
-            of them (1, b n). Drawn: `position_ids` and `attention_mask` (b, n); with a curriculum of k lengths
-            `position_ids` (b, k, n), of which the model gets one (b, n). Contiguous: `attention_mask`, if lengths
-            differ. A document's first token has the label -100: no token of that document precedes it.
+            `input_ids` and `labels` (b, n), int64; a terminal prompt is their end. Packed: `position_ids` (b, n), and
+            `use_cache` False. Flattened: all of them (1, b n). Drawn: `position_ids` and `attention_mask` (b, n); with
+            a curriculum of k lengths `position_ids` (b, k, n), of which the model gets one (b, n). Contiguous:
+            `attention_mask`, if lengths differ. A document's first token has the label -100: no token of that document
+            precedes it.
 
         Raises:
             PosencError: Examples with labels of another number, packed without document lengths, or of more tokens than
@@ -263,6 +292,8 @@ class PositionCollator(TrainerCallback):
                     f"Example {index} of the batch has {len(label):,} labels for {len(row):,} tokens: give one each, "
                     "-100 where there is no loss."
                 )
+            row = np.concatenate([row, self.terminal_prompt])
+            label = np.concatenate([label, self.terminal_prompt])
             lengths = self._documents(example, len(row))
             label[np.cumsum(lengths) - lengths] = IGNORED
             rows.append(row)
@@ -312,7 +343,9 @@ class PositionCollator(TrainerCallback):
                 f"An example has {len(ids):,} tokens, more than {limit}{target:,}: positions={self.positions!r} "
                 "spreads short examples over a longer context."
             )
-        return DRAWS[self.positions](len(ids), target, generator(self.seed, self.epoch, ids))
+        prompt = (len(self.terminal_prompt),) if self.positions in PROMPTED else ()
+        random = generator(self.seed, self.epoch, ids)
+        return DRAWS[self.positions](len(ids), target, random, *prompt)
 
 
 def _numbers(values: Any) -> Numbers:

@@ -1,4 +1,4 @@
-"""Check of a collator's batches: which token's logits depend on which other tokens, measured in the live model."""
+"""Check of a collator's batches in the live model: do logits depend on the tokens in front of a jump of positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,19 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
-from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_embeddings
+from hf_posenc.evaluation.scoring.decoder import (
+    READS_AHEAD_HALF,
+    evaluation_mode,
+    input_embeddings,
+)
+from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 
-_TOKENS = 12
+_TOKENS, _PROMPT = 12, 4
 _DOCUMENTS = ((4, 5, 3), (6, 2, 4))
 _SEED = 0
+_ROUNDING = 1e-5
+"""Of the largest logit, in single precision: experts are chosen per batch, which changes the order of sums."""
 
 
 def check_dependencies(
@@ -66,70 +73,70 @@ def check_dependencies(
     drawn = batch["position_ids"] if positions in DRAWS else torch.empty(0)
     fractions = positions in DRAWS and drawn.is_floating_point()
     try:
-        depends = dependencies(model, batch)
-    # A kernel may require another device, or have no backward on this one.
-    except (RuntimeError, ImportError) as error:
+        exact = _logits(model, batch)
+        reads = [] if positions == "contiguous" else _reads_across(model, batch, exact)
+    except (RuntimeError, ImportError) as error:  # a kernel may require another device
         with contextlib.suppress(RuntimeError, ImportError):
-            if fractions and _logits_at(model, batch, drawn.long()) is not None:
+            if fractions and _logits(model, batch, drawn.long()) is not None:
                 raise PosencError(
                     f"{name} takes whole positions only, not positions={positions!r}: {one_line(error)}. Use "
                     "positions='random'."
                 ) from error
         warnings.warn(f"{unverified}: {one_line(error)}.", stacklevel=2)
         return
-    if positions == "packed":
-        document = _jumps(batch).cumsum(-1).to(depends.device)
-        if bool((depends & (document[:, :, None] != document[:, None, :])).any()):
-            raise PosencError(
-                f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no "
-                "mask, or its mask ignores positions. Use positions='contiguous', or another attention implementation "
-                "(--attn sdpa)."
-            )
+    if positions == "packed" and any(reads):
+        raise PosencError(
+            f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no mask, "
+            "or its mask ignores positions. Use positions='contiguous', or another attention implementation (--attn "
+            "sdpa)."
+        )
     if positions not in DRAWS:
         return
-    if not _crosses_jumps(depends, batch):
+    if not all(reads):
         raise PosencError(
             f"{name} separates the parts of a text where positions jump: positions={positions!r} would train on short "
             "texts. Use positions='contiguous'."
         )
-    exact = _logits_at(model, batch, drawn)
-    if torch.equal(exact, _logits_at(model, batch, torch.arange(_TOKENS).expand_as(drawn))):
+    if torch.equal(exact, _logits(model, batch, torch.arange(drawn.shape[1]).expand_as(drawn))):
         raise PosencError(
             f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
             "positions='contiguous'."
         )
     whole = (to(drawn).long() for to in (torch.floor, torch.round, torch.ceil) if fractions)
-    if any(torch.equal(exact, _logits_at(model, batch, each)) for each in whole):
+    if any(torch.equal(exact, _logits(model, batch, each)) for each in whole):
         raise PosencError(
             f"{name} rounds positions: positions={positions!r} would train on whole ones. Use positions='random'."
         )
 
 
-def dependencies(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the dependencies of tokens' logits on tokens' embeddings, by the gradient: 0 for a masked key.
-
-    The batch has b rows of n tokens and no labels. The result is bool, shape (b, n, n): query, key.
-    """
-    rows = []
-    with _embedding_leaves(model) as leaves:
-        logits = _logits(model, batch)
-        weights = torch.randn(
-            logits.shape[-1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32
-        ).to(logits.device)
-        scores = (logits.float() * weights).sum(-1)
-        for query in range(scores.shape[1]):
-            gradients = torch.autograd.grad(
-                scores[:, query].sum(), leaves, retain_graph=True, materialize_grads=True
-            )
-            rows.append(torch.stack([each.abs().amax(-1) for each in gradients]).amax(0) > 0)
-    return torch.stack(rows, dim=1)
+def _reads_across(model: nn.Module, batch: Mapping[str, Any], exact: Tensor) -> list[bool]:
+    """Return, for every jump of positions, whether the logits behind it depend on the tokens in front of it."""
+    full = (torch.float32, torch.float64)
+    half = exact.dtype not in full or rounding_dtype(model) not in full
+    rounding = float(exact.abs().max()) * (READS_AHEAD_HALF if half else _ROUNDING)
+    found = []
+    for row, index in _jumps(batch).nonzero().tolist():
+        if index:
+            ids = batch["input_ids"].clone()
+            ids[row, :index] -= 1
+            moved = (_logits(model, {**batch, "input_ids": ids}) - exact)[row, index:].abs().max()
+            found.append(float(moved) > rounding)
+    return found
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+@torch.no_grad()
+def _logits(model: nn.Module, batch: Mapping[str, Any], positions: Tensor | None = None) -> Tensor:
+    """Return the logits of a batch in evaluation mode, at other positions if given."""
     device = next(model.parameters()).device
-    values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    given = {
+        "use_cache": False,
+        **batch,
+        **({} if positions is None else {"position_ids": positions}),
+    }
+    values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
     try:
-        output = model(**{"use_cache": False, **values})
+        with evaluation_mode(model):
+            output = model(**values)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
@@ -146,23 +153,6 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return logits
 
 
-@contextlib.contextmanager
-def _embedding_leaves(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Make the output of the embedding layer a leaf, with the model in evaluation mode."""
-    leaves: list[Tensor] = []
-
-    def detach(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        leaves.append(output.detach().requires_grad_())
-        return leaves[-1].clone()  # some models write into it
-
-    hook = input_embeddings(model).register_forward_hook(detach)
-    try:
-        with torch.enable_grad(), evaluation_mode(model):
-            yield leaves
-    finally:
-        hook.remove()
-
-
 def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]:
     """Return a batch of the collator, in which every row of drawn positions has a jump."""
     embeddings: Any = input_embeddings(model)
@@ -175,7 +165,8 @@ def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]
     ]
     short = copy.copy(collator)
     if collator.positions in DRAWS:
-        short.target_length, short.curriculum = 2 * _TOKENS, ()
+        short.terminal_prompt = collator.terminal_prompt[:_PROMPT]
+        short.target_length, short.curriculum = 2 * (_TOKENS + len(short.terminal_prompt)), ()
     for short.seed in itertools.count():
         batch = short(examples)
         if collator.positions not in DRAWS or bool(_jumps(batch).any(-1).all()):
@@ -188,21 +179,6 @@ def _jumps(batch: Mapping[str, Any]) -> Tensor:
     """Return whether a token begins a new part or document, shape (b, n)."""
     positions: Tensor = batch["position_ids"]
     return positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
-
-
-def _crosses_jumps(depends: Tensor, batch: Mapping[str, Any]) -> bool:
-    """Return whether some token behind every jump depends on some token in front of it."""
-    return all(
-        bool(row[index:, :index].any())
-        for row, jumps in zip(depends, _jumps(batch), strict=True)
-        for index in jumps.nonzero()[:, 0].tolist()
-    )
-
-
-@torch.no_grad()
-def _logits_at(model: nn.Module, batch: Mapping[str, Any], positions: Tensor) -> Tensor:
-    with evaluation_mode(model):
-        return _logits(model, {**batch, "position_ids": positions})
 
 
 def _attention(model: nn.Module) -> str:

@@ -10,6 +10,7 @@ import pickle
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from transformers import TrainerState
 from hf_posenc.errors import PosencError
 from hf_posenc.training.batches.collator import (
     DRAWS,
+    PROMPTED,
     Draw,
     PositionCollator,
     cream,
+    endprompt_random,
     generator,
     pose,
     random_floats,
@@ -31,7 +34,8 @@ from hf_posenc.training.batches.collator import (
 )
 from tests.support import zoo
 
-DRAWN = tuple(DRAWS)
+DRAWN = tuple(name for name in DRAWS if name not in PROMPTED)
+PROMPT = [7, 8, 9]
 
 
 def example(length: int, seed: int = 0) -> dict[str, Any]:
@@ -48,7 +52,9 @@ def small(count: int) -> list[dict[str, Any]]:
 
 
 def collator(positions: str, **options: Any) -> PositionCollator:
-    target = {"target_length": 64} if positions in DRAWS else {}
+    target: dict[str, Any] = {"target_length": 64} if positions in DRAWS else {}
+    if positions in PROMPTED:
+        target["terminal_prompt"] = PROMPT
     return PositionCollator(positions, **{**target, **options})
 
 
@@ -111,6 +117,40 @@ def test_drawn_batches_come_with_a_mask_of_ones(positions: str) -> None:
         assert int(row[length - 1]) < 64
 
 
+def test_a_terminal_prompt_ends_the_target_length_and_has_a_loss() -> None:
+    """As the authors' code computes it: positions 0 .. n - 1, then final - k + 1 .. final; every token is a label."""
+    rows = [example(16), {**example(9, seed=1), "labels": [-100] * 6 + [1, 2, 3]}]
+    batch = collator("endprompt")(rows)
+    final, k = 64 - 1, len(PROMPT)
+    for number, (row, n) in enumerate(zip(rows, (16, 9), strict=True)):
+        ids, labels, positions, mask = (
+            batch[name][number].tolist()
+            for name in ("input_ids", "labels", "position_ids", "attention_mask")
+        )
+        assert positions[: n + k] == [*range(n), *range(final - k + 1, final + 1)]
+        assert ids[: n + k] == [*row["input_ids"].tolist(), *PROMPT]
+        assert labels[n : n + k] == PROMPT
+        assert labels[1:n] == [*row.get("labels", row["input_ids"])][1:]
+        assert (labels[n + k :], mask) == ([-100] * (16 - n), [1] * (n + k) + [0] * (16 - n))
+
+
+@pytest.mark.parametrize("positions", PROMPTED)
+def test_a_terminal_prompt_follows_a_curriculum(positions: str) -> None:
+    made, rows = collator(positions, curriculum=[32, 64]), examples(40)
+    batch = made(rows)
+    for step, length in enumerate((32, 64)):
+        found = made.at_step(batch, step, 2)["position_ids"]
+        alone = collator(positions, target_length=length)(rows)["position_ids"]
+        assert torch.equal(found, alone)
+        assert torch.equal(found[:, :16], torch.arange(16).expand(40, 16))
+        last = {*found[:, -1].tolist()}
+        assert last == {length - 1} or (positions == "endprompt_random" and len(last) > 5)
+        assert max(last) < length
+    if positions == "endprompt_random":  # anew in every epoch
+        made.set_epoch(1)
+        assert not torch.equal(made(rows)["position_ids"], batch["position_ids"])
+
+
 def test_the_input_is_left_alone() -> None:
     row = {**example(6), "document_lengths": [2, 4]}
     before = copy.deepcopy(row)
@@ -132,6 +172,9 @@ def packed(*lengths: int) -> dict[str, Any]:
         ("random", {"curriculum": [16, 32, 128]}, None, "ends at 128 tokens, beyond.*=64"),
         ("random", {"curriculum": [8, 64]}, example(9), "9 tokens, more than the curriculum's first 8"),
         ("cream", {}, example(65), "65 tokens, more than target_length=64"),
+        ("endprompt", {}, example(62), "65 tokens, more than target_length=64"),
+        ("endprompt", {"terminal_prompt": []}, None, "prompt of 0 tokens and positions='endprompt'"),
+        ("pose", {"terminal_prompt": [1]}, None, "of 1 tokens and positions='pose'"),
         ("packed", {}, example(6), "remove_unused_columns=False"),
         ("packed", {}, packed(2, 3), "sum to 5; the example has 6 tokens"),
         ("packed", {}, packed(6, 0), "at least one token"),
@@ -181,9 +224,17 @@ def cream_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
     return found
 
 
+def endprompt_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
+    """The authors' random collator: a suffix of 2 tokens that begins at n - 2 .. L - 2, uniformly."""
+    starts = range(n - 2, target - 2 + 1)
+    rows = [(*range(n - 2), *range(start, start + 2)) for start in starts]
+    return dict.fromkeys(rows, 1 / len(rows))
+
+
 @pytest.mark.parametrize(
     ("draw", "outcomes", "n", "target"),
     [
+        (partial(endprompt_random, prompt=2), endprompt_outcomes, 5, 9),
         (pose, pose_outcomes, 5, 9),
         (pose, pose_outcomes, 6, 6),
         pytest.param(pose, pose_outcomes, 6, 8, marks=pytest.mark.slow),
@@ -222,7 +273,7 @@ def test_the_middle_of_cream_lies_before_the_centre_on_average(n: int, target: i
     assert max(ends) > 0.9
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize(("n", "target"), [(1, 1), (1, 9), (2, 8), (7, 7), (64, 1000), (100, 250)])
 def test_any_lengths_give_rising_positions_within_the_long_context(
     draw: Draw, n: int, target: int
@@ -236,7 +287,7 @@ def test_any_lengths_give_rising_positions_within_the_long_context(
         assert 0 <= row[0] <= row[-1] <= target - 1
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
+@pytest.mark.parametrize("draw", [DRAWS[name] for name in DRAWN], ids=DRAWN)
 def test_together_the_draws_reach_every_position_of_the_long_context(draw: Draw) -> None:
     rows = [draw(24, 96, np.random.default_rng(seed)) for seed in range(3000)]
     assert {round(p) for row in rows for p in row.tolist()} == set(range(96))

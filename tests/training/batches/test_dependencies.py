@@ -20,7 +20,7 @@ from transformers.modeling_flash_attention_utils import (
 from hf_posenc import patched as posenc_patched
 from hf_posenc.errors import PosencError
 from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollator
-from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
+from hf_posenc.training.batches.dependencies import check_dependencies
 from scripts.finetune_model import needs_one_row
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS
@@ -33,6 +33,7 @@ from tests.support.dependency_cases import (
     batch_of,
     by_change,
     expected,
+    given_of,
     logits,
     patched,
     tiny,
@@ -56,7 +57,8 @@ MODELS = [
 
 
 def check(model: Any, positions: str, **options: Any) -> None:
-    check_dependencies(model, PositionCollator(positions, target_length=TARGET, **options))
+    given = {"target_length": TARGET, **given_of(positions), **options}
+    check_dependencies(model, PositionCollator(positions, **given))
 
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
@@ -171,12 +173,6 @@ def test_the_check_passes_a_peft_model(positions: str) -> None:
     check(model, positions)
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_the_check_finds_the_dependencies_that_changes_find(positions: str) -> None:
-    model, batch = tiny("gemma3_text", "sdpa"), batch_of(positions)
-    assert torch.equal(dependencies(model, inputs_of(batch)), by_change(model, batch))
-
-
 @pytest.mark.parametrize(
     "model_type", ["recurrent_gemma", "lfm2", "falcon", *late(["jamba", "gpt_oss"])]
 )
@@ -234,14 +230,11 @@ def test_packing_with_flash_attention_needs_one_row(
         return found.transpose(1, 2).contiguous(), None
 
     model = registered("flash_test", flash)
-    flat, rows = inputs_of(batch_of("packed", flatten=True)), inputs_of(batch_of("packed"))
-    assert torch.equal(dependencies(model, rows), expected("contiguous"))  # the trap
-    apart = torch.block_diag(*expected("packed").int()) > 0
-    assert torch.equal(dependencies(model, flat)[0], apart)
-    assert torch.equal(dependencies(tiny("llama", "sdpa"), flat)[0], apart)
+    assert torch.equal(by_change(model, batch_of("packed")), expected("contiguous"))  # the trap
     with pytest.raises(PosencError, match=r"only in batches of one row.*flatten=True"):
         check(model, "packed")
-    check_dependencies(model, PositionCollator("packed", flatten=True))
+    for each in (model, tiny("llama", "sdpa")):
+        check_dependencies(each, PositionCollator("packed", flatten=True))
     check(model, "random")
 
 
@@ -269,7 +262,7 @@ class Apart(PositionCollator):
 @pytest.mark.parametrize("drawn", DRAWS)
 def test_drawn_positions_are_refused_where_parts_do_not_see_each_other(drawn: str) -> None:
     with pytest.raises(PosencError, match=r"separates the parts of a text.*'contiguous'"):
-        check_dependencies(tiny("llama", "sdpa"), Apart(drawn, target_length=TARGET))
+        check_dependencies(tiny("llama", "sdpa"), Apart(drawn, **given_of(drawn)))
 
 
 @pytest.mark.parametrize(("how", "drawn"), covering(["roformer", "nope"], DRAWS))
