@@ -128,14 +128,10 @@ class KerpleLog(_Kerple):
     drawn = (2.0, 1.0)
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        import torch
-
-        return -r1 * torch.log1p(r2 * distance)
+        return -r1 * (r2 * distance).log1p()
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        import torch
-
-        return torch.expm1(penalty / r1) / r2
+        return (penalty / r1).expm1() / r2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +152,7 @@ class KerplePower(_Kerple):
     most = 2.0
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        import torch
-
-        return -r1 * torch.pow(distance, r2)
+        return -r1 * distance**r2
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return (penalty / r1) ** (1 / r2)
