@@ -1,40 +1,41 @@
-"""Train small models of two other kinds, ALiBi (BLOOM) and masked (EuroBERT), and measure methods on them.
+"""Train the embedded model on as two other kinds, ALiBi and masked, and measure methods on them.
 
-    python -m scripts.measure_small_models train alibi --work FOLDER      # and alibi_log, masked
-    python -m scripts.measure_small_models measure --work FOLDER          # docs/data/benchmarks/small_models.json
+    python -m scripts.measure_small_models alibi        # or alibi_log, masked: some CPU minutes each
 
-A model has the size, the tokenizer, the corpus and the optimizers of the embedded one, and fewer steps. All lengths score
-the same tokens: the last of a held-out text, or, where tokens are masked, those in its middle.
+Both start from the embedded model's weights. `alibi` and `alibi_log` drop the rotation for a bias; `masked` is the
+same model without a causal mask (EuroBERT in transformers, a small LLaDA) and fills in masked tokens. The result is a
+part of docs/data/benchmarks/small_models.json. All lengths score the same tokens: the last of a held-out text, or those
+that are masked in its middle.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import platform
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
-    BloomConfig,
-    BloomForCausalLM,
     EuroBertConfig,
     EuroBertForMaskedLM,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.embedded.corpus import select
-
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-
+from hf_posenc.files import write_atomically
+from scripts.results import SMALL_MODELS
 from scripts.train_tiny_llama import (
     Batches,
     Settings,
@@ -44,77 +45,131 @@ from scripts.train_tiny_llama import (
     token_stream,
 )
 
-SETTINGS = Settings(batch=8, steps=500, warmup=50, bytes_per_source=400_000)
-KINDS = {
-    "alibi": ("none", "alibi:scale=2", "alibi:scale=4", "alibi:distance=log"),
-    "alibi_log": ("none", "alibi:scale=4,distance=log", "alibi"),
-    "masked": ("none", "ntk:scale=4", "diffusion_ntk:scale=4,sides=1", "diffusion_ntk:scale=4", "yarn:scale=4"),
+SETTINGS = Settings(batch=8, steps=200, warmup=20, muon_lr=0.005, adamw_lr=0.002)
+LOG = {"distance": "log"}
+Request = tuple[str, dict[str, Any]] | None
+KINDS: dict[str, dict[str, Request]] = {
+    "alibi": {
+        "as trained": ("alibi", {}), "scale 2": ("alibi", {"scale": 2}), "scale 4": ("alibi", {"scale": 4}),
+        "distance log": ("alibi", LOG),
+    },
+    "alibi_log": {
+        "as trained": ("alibi", LOG), "scale 2": ("alibi", {"scale": 2} | LOG), "distance linear": ("alibi", {}),
+    },
+    "masked": {
+        "as trained": None, "ntk": ("ntk", {"scale": 4}), "diffusion_ntk": ("diffusion_ntk", {"scale": 4}),
+        "diffusion_ntk, both_sides=False": ("diffusion_ntk", {"scale": 4, "both_sides": False}),
+        "yarn": ("yarn", {"scale": 4}),
+    },
 }  # fmt: skip
-"""What is measured on each kind, beside truncation; `alibi_log` is trained with ALiBi on logarithmic distances."""
-LENGTHS, TARGET, MASKED = (256, 512, 1024), 128, 0.3
-"""Lengths in tokens, tokens in the scored part of a text, and the share that is masked, ModernBERT's."""
+"""What is measured on each kind, by label; the first is what it was trained with."""
+LENGTHS, TARGET, SHARE = (256, 512, 1024), 128, 0.3
+"""Lengths in tokens, tokens in the scored part of a text, and the share of them that is masked."""
 
 
 def build(kind: str) -> PreTrainedModel:
-    """Build a model, initialized from the seed."""
-    torch.manual_seed(SETTINGS.seed)
-    hidden, layers, heads = SETTINGS.hidden, SETTINGS.layers, 4 if kind == "masked" else 8
-    if kind == "masked":
-        config = EuroBertConfig(
-            vocab_size=SETTINGS.vocab_size + 1, hidden_size=hidden, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=SETTINGS.mlp,
-            max_position_embeddings=SETTINGS.context, tie_word_embeddings=True, pad_token_id=0, mask_token_id=SETTINGS.vocab_size,
-            rope_parameters={"rope_type": "default", "rope_theta": SETTINGS.rope_theta},
-        )  # fmt: skip
-        return EuroBertForMaskedLM(config)
-    plain = BloomConfig(
-        vocab_size=SETTINGS.vocab_size, hidden_size=hidden, n_layer=layers, n_head=heads
-    )
-    model = BloomForCausalLM(plain)
-    return patch_model(model, "alibi", distance="log") if kind == "alibi_log" else model
+    """Build the embedded model as another kind."""
+    llama = LlamaForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    if kind != "masked":
+        return llama
+    mask = SETTINGS.vocab_size
+    own = {"vocab_size": mask + 1, "pad_token_id": 0, "mask_token_id": mask}
+    config = EuroBertConfig(**{**llama.config.to_dict(), **own})
+    model = EuroBertForMaskedLM(config)
+    weights = llama.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # and a row for the mask token
+        weights[name] = F.pad(weights[name], (0, 0, 0, 1))
+    model.load_state_dict(weights, strict=True)
+    return model
 
 
 def losses(model: PreTrainedModel, ids: Tensor, masked: Tensor | None) -> Tensor:
-    """Return the nats of the tokens that are masked, or of all but the first, shape (n,)."""
+    """Return the nats of the masked tokens, or of all but the first, shape (n,)."""
     if masked is None:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    hidden = ids.masked_fill(masked, SETTINGS.vocab_size)
-    logits = model(input_ids=hidden).logits[masked]
-    return F.cross_entropy(logits.float(), ids[masked], reduction="none")
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    logits = model(input_ids=ids.masked_fill(masked, SETTINGS.vocab_size)).logits[masked]
+    return F.cross_entropy(logits, ids[masked], reduction="none")
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def train(kind: str, work: Annotated[Path, typer.Option()], steps: int = SETTINGS.steps) -> None:
-    """Train a model of a kind, and save it in a folder of that name."""
-    settings = dataclasses.replace(SETTINGS, steps=steps)
-    work.mkdir(parents=True, exist_ok=True)
-    if not (stream := work / "tokens.npy").exists():
-        corpus = select(environment(), bytes_per_source=settings.bytes_per_source)
-        np.save(stream, token_stream(corpus, AutoTokenizer.from_pretrained(model_path())))
-    batches = Batches(np.load(stream), settings.context, settings.batch, settings.seed)
-    torch.set_flush_denormal(True)  # ALiBi's far weights are such numbers
-    model = build(kind).train()
-    optimizers = build_optimizers(model, settings)
-    for step in range(steps):
-        for optimizer, peak in zip(optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate(step, settings)
+def train(model: PreTrainedModel, *, masks: bool) -> None:
+    """Train a model for the steps of `SETTINGS`."""
+    corpus = select(itertools.islice(environment(), 6), bytes_per_source=400_000)
+    stream = token_stream(corpus, AutoTokenizer.from_pretrained(model_path()))
+    batches = Batches(stream, SETTINGS.context, SETTINGS.batch, SETTINGS.seed)
+    optimizers = build_optimizers(model.train(), SETTINGS)
+    for step in range(SETTINGS.steps):
+        for optimizer, peak in zip(optimizers, (SETTINGS.muon_lr, SETTINGS.adamw_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = peak * rate(step, SETTINGS)
         ids = torch.from_numpy(batches[step])
-        masked = torch.rand(ids.shape) < MASKED if kind == "masked" else None
-        loss = losses(model, ids, masked).mean()
+        loss = losses(model, ids, torch.rand(ids.shape) < SHARE if masks else None).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if step % 50 == 0:
-            print(step, round(float(loss), 3), flush=True)
-    unpatch_model(model) if kind == "alibi_log" else model
-    model.save_pretrained(work / kind)
+        if step % 20 == 0:
+            print(step, round(loss.item(), 3), flush=True)
+
+
+@torch.no_grad()
+def scored(model: PreTrainedModel, label: str, *, masks: bool) -> Iterator[Record]:
+    """Yield the loss of the same tokens of each held-out document, read with more and more context."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    for name, text in held_out_documents():
+        tokens = torch.tensor(tokenizer(text)["input_ids"][:8192])
+        for length in LENGTHS:
+            start = (len(tokens) - length) // 2 if masks else len(tokens) - length
+            ids, masked = tokens[None, start : start + length], None
+            if masks:
+                drawn = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0)) < SHARE
+                masked = drawn[None, start : start + length]
+                middle = torch.arange(start, start + length) - (len(tokens) - TARGET) // 2
+                inside = (middle >= 0) & (middle < TARGET)
+                nats = losses(model, ids, masked)[inside[masked[0]]]
+            else:
+                nats = losses(model, ids, None)[-TARGET:]
+            total = float(nats.sum())
+            yield Record(
+                label, "tail", length, name, total, len(nats), None, None, total, len(nats)
+            )
+
+
+def main(kind: str) -> None:
+    """Train and measure a kind."""
+    torch.manual_seed(SETTINGS.seed)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # far weights of ALiBi are such numbers, which are slow
+    model, masks = build(kind), kind == "masked"
+    requests = KINDS[kind]
+    if own := next(iter(requests.values())):
+        patch_model(model, own[0], **own[1])
+    train(model, masks=masks)
+    records: list[Record] = []
+    for label, request in requests.items():
+        if own:
+            unpatch_model(model)
+        if own := request:
+            patch_model(model, own[0], **own[1])
+        records += scored(model.eval(), label, masks=masks)
+    short = [r for r in records if r.method == "as trained" and r.length == SETTINGS.context]
+    cut = [dataclasses.replace(r, method=TRUNCATION, length=n) for r in short for n in LENGTHS]
+    cells = summarize([*records, *cut], baseline=TRUNCATION)
+    table = [
+        {"method": c.method, "length": c.length, "perplexity": c.perplexity, "ratio": c.ratio, "ends": c.ratio_interval}
+        for c in cells
+    ]  # fmt: skip
+    every = json.loads(SMALL_MODELS.read_text(encoding="utf-8")) if SMALL_MODELS.exists() else {}
+    every[kind] = {
+        "command": f"python -m scripts.measure_small_models {kind}",
+        "settings": dataclasses.asdict(SETTINGS),
+        "documents": len(short),
+        "environment": {"python": platform.python_version(), "torch": torch.__version__},
+        "cells": table,
+    }
+    write_atomically(SMALL_MODELS, json.dumps(every, indent=1) + "\n")
+    print(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 BENCHMARKS, REAL_MODEL = DOCS / "data" / "benchmarks", DOCS / "data" / "real_model"
 DEMO = DOCS / "data" / "demo" / "perplexity.json"
 ATTENTION, UPDATES = BENCHMARKS / "attention_distance.json", BENCHMARKS / "updates.json"
+SMALL_MODELS = BENCHMARKS / "small_models.json"
 
 
 @functools.cache

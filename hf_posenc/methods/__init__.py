@@ -39,6 +39,7 @@ from hf_posenc.methods.filters import Clip, PowerBasis, ResonanceRoPE, Truncated
 from hf_posenc.methods.growing import JetLong, LaMPE
 from hf_posenc.methods.interpolation import (
     ABF,
+    DiffusionNTK,
     DynamicNTK,
     DynamicPI,
     NoPE,
@@ -67,6 +68,7 @@ from hf_posenc.methods.yarn import (
     DynamicPartialNTK,
     DynamicYaRN,
     Llama3,
+    MrRoPE,
     NTKByParts,
     PartialNTK,
     YaRN,
@@ -93,9 +95,9 @@ __all__ += [
 ]
 __all__ += ["Band", "RotaryBands", "GrowingBands", "DistanceBias", "RelativeKeys"]
 # Methods in the order of the documentation; those that are not named here follow.
-__all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "PartialNTK"]
-__all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
-__all__ += ["NTKMixed", "Llama3", "LongRoPE", "ABF", "NoPE"]
+__all__ += ["PositionInterpolation", "NTKAware", "DiffusionNTK", "DynamicPI", "DynamicNTK"]
+__all__ += ["PartialNTK", "NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
+__all__ += ["NTKMixed", "MrRoPE", "Llama3", "LongRoPE", "ABF", "NoPE"]
 __all__ += ["Clip", "ResonanceRoPE", "PowerBasis", "TruncatedBasis"]
 __all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DPE", "LaMPE", "JetLong", "DualChunk", "STRING"]
 __all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN", "Temperature"]
