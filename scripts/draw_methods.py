@@ -74,7 +74,6 @@ SHOWN: dict[str, dict[str, Any]] = {
 # Knobs of the frequency methods, by label where there are several; a scale of `SCALE` for the others.
 SCALE = 4
 ROTATED: dict[str, list[dict[str, Any]]] = {
-    "diffusion_ntk": [{"scale": SCALE, "both_sides": both} for both in (True, False)],
     "mrrope": [{"scale": SCALE, "ramp": ramp} for ramp in ("uniform", "progressive")],
     "dynamic_ntk": [{"scale": 2}],
     "abf": [{"rope_theta": 1e5}, {"rope_theta": 5e5}, {"rope_theta": 1e6}],
@@ -342,7 +341,7 @@ def rotation(figure: Figure, name: str) -> None:
         )
         if not ratio:
             label = ", ".join(
-                f"{knob}={value if isinstance(value, str | bool) else f'{value:,.0f}'}"
+                f"{knob}={value if isinstance(value, str) else f'{value:,.0f}'}"
                 for knob, value in values.items()
                 if len(lines) == 1 or knob != "scale"
             )

@@ -45,7 +45,7 @@ from scripts.train_tiny_llama import (
     token_stream,
 )
 
-SETTINGS = Settings(batch=8, steps=200, warmup=20, muon_lr=0.005, adamw_lr=0.002)
+SETTINGS = Settings(batch=8, steps=100, warmup=10, muon_lr=0.005, adamw_lr=0.002)
 LOG = {"distance": "log"}
 Request = tuple[str, dict[str, Any]] | None
 KINDS: dict[str, dict[str, Request]] = {
@@ -63,8 +63,8 @@ KINDS: dict[str, dict[str, Request]] = {
     },
 }  # fmt: skip
 """What is measured on each kind, by label; the first is what it was trained with."""
-LENGTHS, TARGET, SHARE = (256, 512, 1024), 128, 0.3
-"""Lengths in tokens, tokens in the scored part of a text, and the share of them that is masked."""
+LENGTHS, TARGET, SHARE, DOCUMENTS = (256, 512, 1024), 128, 0.3, 12
+"""Lengths in tokens, tokens in the scored part of a text, the share that is masked, and held-out texts."""
 
 
 def build(kind: str) -> PreTrainedModel:
@@ -116,7 +116,7 @@ def train(model: PreTrainedModel, *, masks: bool) -> None:
 def scored(model: PreTrainedModel, label: str, *, masks: bool) -> Iterator[Record]:
     """Yield the loss of the same tokens of each held-out document, read with more and more context."""
     tokenizer = AutoTokenizer.from_pretrained(model_path())
-    for name, text in held_out_documents():
+    for name, text in itertools.islice(held_out_documents(), DOCUMENTS):
         tokens = torch.tensor(tokenizer(text)["input_ids"][:8192])
         for length in LENGTHS:
             start = (len(tokens) - length) // 2 if masks else len(tokens) - length
