@@ -86,13 +86,13 @@ def test_the_base_for_both_sides_is_another_rope_theta(model_type: str, tmp_path
 
     width = config.hidden_size // config.num_attention_heads
     trained = config.max_position_embeddings
-    table, _ = diffusion_ntk(width, theta(config), trained, scale=4)
-    patch_model(model, "diffusion_ntk", scale=4)
+    table, _ = diffusion_ntk(width, theta(config), trained, scale=16)
+    patch_model(model, "diffusion_ntk", scale=16)
     assert theta(model.config) == pytest.approx(table[1] ** (-width / 2))
     model.save_pretrained(tmp_path)
     plain = type(model).from_pretrained(tmp_path).eval()
     assert zoo.relative_difference(_run(plain, ids), _run(model, ids)) < 1e-5
-    assert zoo.relative_difference(_run(model, ids), stock) > 1e-3
+    assert zoo.relative_difference(_run(model, ids), stock) > 1e-2
     assert torch.equal(_run(unpatch_model(model), ids), stock)
 
 
