@@ -22,11 +22,11 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     EuroBertConfig,
     EuroBertForMaskedLM,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from hf_posenc import patch_model, unpatch_model
@@ -95,7 +95,7 @@ def losses(model: PreTrainedModel, ids: Tensor, masked: Tensor | None) -> Tensor
 def train(model: PreTrainedModel, *, masks: bool) -> None:
     """Train a model for the steps of `SETTINGS`."""
     corpus = select(itertools.islice(environment(), 6), bytes_per_source=400_000)
-    stream = token_stream(corpus, AutoTokenizer.from_pretrained(model_path()))
+    stream = token_stream(corpus, PreTrainedTokenizerFast.from_pretrained(model_path()))
     batches = Batches(stream, SETTINGS.context, SETTINGS.batch, SETTINGS.seed)
     optimizers = build_optimizers(model.train(), SETTINGS)
     for step in range(SETTINGS.steps):
@@ -115,7 +115,7 @@ def train(model: PreTrainedModel, *, masks: bool) -> None:
 @torch.no_grad()
 def scored(model: PreTrainedModel, label: str, *, masks: bool) -> Iterator[Record]:
     """Yield the loss of the same tokens of each held-out document, read with more and more context."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path())
     for name, text in itertools.islice(held_out_documents(), DOCUMENTS):
         tokens = torch.tensor(tokenizer(text)["input_ids"][:8192])
         for length in LENGTHS:

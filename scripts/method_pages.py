@@ -111,7 +111,7 @@ def year(method: type[Method]) -> str:
 
 def _cached(method: type[Method]) -> str:
     """Return whether a decode through a cache gives what one forward gives."""
-    update = method.knobs().get("update")
+    update = str(method.knobs().get("update"))
     return {"row": "exact", "request": "from a request's length", "sequence": "no"}.get(
         update, "exact"
     )

@@ -127,7 +127,7 @@ class DiffusionNTK(Scaled):
         sides = 1 + self.both_sides
         met = sides * rope.original_max_position_embeddings / (2 * math.pi)
         critical = 2 * max(1, math.ceil(rope.pair_index(1 / sides)))
-        return max(rope.theta, (met * self.scale) ** (rope.dim / critical))
+        return float(max(rope.theta, (met * self.scale) ** (rope.dim / critical)))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         return rope.default_inv_freq() * (self.base(rope) / rope.theta) ** -rope.exponents()
