@@ -179,12 +179,15 @@ def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[flo
 
 
 def position_map(method: RotaryBands | GrowingBands, length: int = TEXT) -> Tensor:
-    """`P[m, n]` of a text, shape (length, length), NaN where the pair is masked."""
+    """`P[m, n]` of a text, shape (length, length), NaN where the pair is masked; of `dpe`, of its slowest pairs."""
     position = torch.arange(length)
     relative = torch.full((length, length), math.nan, dtype=torch.float64)
     given = (ORIGINAL, length) if isinstance(method, GrowingBands) else (ORIGINAL,)
     for band in method.bands(*given):
         inside = band.contains(position[:, None], position) & (position <= position[:, None])
-        distance = band.query_position(position)[:, None] - band.key_position(position)
+        query, key = band.query_position(position), band.key_position(position)
+        if query.dim() > 1:
+            query, key = query[:, -1], key[:, -1]
+        distance = query[:, None] - key
         relative[inside] = distance.double()[inside]
     return relative

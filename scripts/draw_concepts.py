@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -18,9 +19,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Arc, Circle, Patch, Rectangle, Wedge
 
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, position_points
-from hf_posenc.methods import Llama3, NTKAware, PositionInterpolation, YaRN
+from hf_posenc.methods import Llama3, NTKAware, PositionInterpolation, YaRN, get_method
 from hf_posenc.rope import RopeSpec
-from scripts.concept_pages import mean_shares, stretched
+from scripts.concept_pages import ORIGINAL, TEXT, mean_shares, position_map, stretched
+from scripts.draw_methods import SHOWN
 from scripts.drawing import SMALL, Draw, chosen, draw
 from scripts.results import ATTENTION, DEMO, DOCS, perplexity, read
 
@@ -31,6 +33,7 @@ LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, par
 DIGITS = ("ones", "tens", "hundreds", "thousands")
 PAIRS, GREY = (*COLOURS[:3], COLOURS[6]), "#dddddd"
 SEEN, UNSEEN = "#a5c8e1", "#e4e4e4"
+BANDS = ("rerope", "self_extend", "dual_chunk", "dpe", "lampe", "jet_long")
 PLACES = ((5, 2), (105, 102))
 """Positions of a query and a key that are drawn as hands; both have the same distance."""
 
@@ -220,8 +223,33 @@ def _sector(
         panel.add_patch(Wedge((0, 0), radius, *ends, width=width, facecolor=colour))
 
 
-PICTURES: dict[str, Draw] = {f.__name__: f for f in (clocks, dials, extrapolation, layouts, scale)}
+def bands(figure: Figure) -> None:
+    """Plot the distance at which each query of a text of twice the trained length sees each key, by method."""
+    panels = figure.subplots(2, 3, sharex=True, sharey=True)
+    look: Any = {"cmap": "viridis", "interpolation": "nearest", "vmin": 0, "vmax": ORIGINAL - 1}
+    marks = ([0, ORIGINAL, TEXT - 1], ["0", "L", "2L"])
+    for panel, name in zip(panels.flat, BANDS, strict=True):
+        method: Any = get_method(name).from_options(**SHOWN.get(name, {}))
+        seen = position_map(method)
+        assert seen.nan_to_num().max() < ORIGINAL, (
+            f"{name} shows distances that are new to the model"
+        )
+        image = panel.imshow(seen.numpy(), **look)
+        panel.grid(visible=False)
+        panel.set_title(name)
+        panel.set_xticks(*marks)
+        panel.set_yticks(*marks)
+    figure.supxlabel("key n", fontsize=10.5)
+    figure.supylabel("query m", fontsize=10.5)
+    bar = figure.colorbar(image, ax=panels, ticks=[0, ORIGINAL - 1], fraction=0.04)
+    bar.ax.set_yticklabels(["0", "L - 1"])
+    bar.set_label("distance that the pair sees", labelpad=-16)
+
+
+DRAWN = (bands, clocks, dials, extrapolation, layouts, scale)
+PICTURES: dict[str, Draw] = {f.__name__: f for f in DRAWN}
 SIZES = {
+    "bands": (6.6, 4.8),
     "clocks": (6.0, 4.8),
     "dials": (6.0, 7.4),
     "extrapolation": (6.0, 6.6),

@@ -62,6 +62,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "rerope": {"window": 32},
     "leaky_rerope": {"window": 32, "k": 4.0},
     "self_extend": {"window": 32, "group": 4},
+    "dpe": {"factors": (1, 2, 4, 8), "window": 32},
     "lampe": {"growth": 0.004, "shift": -1.0, "capacity": 60.0, "head": 24, "tail": 16},
     "string": {"shift": 48, "window": 8},
     "lm_infinite": {"window": 64, "sinks": 10},
@@ -73,6 +74,7 @@ SHOWN: dict[str, dict[str, Any]] = {
 # Knobs of the frequency methods, by label where there are several; a scale of `SCALE` for the others.
 SCALE = 4
 ROTATED: dict[str, list[dict[str, Any]]] = {
+    "mrrope": [{"scale": SCALE, "ramp": ramp} for ramp in ("uniform", "progressive")],
     "dynamic_ntk": [{"scale": 2}],
     "abf": [{"rope_theta": 1e5}, {"rope_theta": 5e5}, {"rope_theta": 1e6}],
 }
@@ -134,12 +136,14 @@ def bands(figure: Figure, name: str) -> None:
 
 def dpe(figure: Figure) -> None:
     """Plot the distances of the last query, a line for each part of the pairs."""
-    factors, distance, query = (1, 2, 4, 8), torch.arange(TEXT), torch.tensor(TEXT - 1)
-    near, far = DPE(factors=factors, window=32).bands(ORIGINAL)
+    distance, query = torch.arange(TEXT), torch.tensor(TEXT - 1)
+    near, far = DPE(**SHOWN["dpe"]).bands(ORIGINAL)
     positions = far.query_position(query) - far.key_position(query - distance)
     inside = near.contains(query, query - distance)
     parts = [torch.where(inside, distance, part) for part in positions.T]
-    curves = {f"g = {g}": (distance, part) for g, part in zip(factors, parts, strict=True)}
+    curves = {
+        f"g = {g}": (distance, part) for g, part in zip(SHOWN["dpe"]["factors"], parts, strict=True)
+    }
     _of_last_query(lines(figure, curves, "distance m - n of the last query", "relative position"))
 
 
@@ -336,7 +340,11 @@ def rotation(figure: Figure, name: str) -> None:
             else f"N {'>' if ratio > 1 else '<='} L"
         )
         if not ratio:
-            label = ", ".join(f"{knob}={value:,.0f}" for knob, value in values.items())
+            label = ", ".join(
+                f"{knob}={value if isinstance(value, str) else f'{value:,.0f}'}"
+                for knob, value in values.items()
+                if len(lines) == 1 or knob != "scale"
+            )
             factor = method.cos_sin_factor(rope)
             label += "" if factor == 1 else f"; cos, sin x {factor:.2f}"
         panel.plot(table / default, color=COLOURS[index], label=label)
@@ -348,9 +356,8 @@ def rotation(figure: Figure, name: str) -> None:
     turns.set_xlabel("turns of the pair in training")
     turns.tick_params(labelsize=SMALL)
     if len(lines) > 1:
-        figure.legend(
-            loc="outside lower center", ncols=len(lines), columnspacing=1, handlelength=1.3
-        )
+        columns = min(4, len(lines))
+        figure.legend(loc="outside lower center", ncols=columns, columnspacing=1, handlelength=1.3)
     else:
         figure.suptitle(f"{name}: {label}" if label else name, fontsize=10.5)
 

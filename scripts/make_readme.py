@@ -103,15 +103,6 @@ def tuned(kind: type[TuningResult]) -> str:
     return f"{to_markdown(result.tables()[0])}\n\n{notes}"
 
 
-def index() -> str:
-    """Return a row per method, with a link to its section."""
-    rows = []
-    for m in METHODS:
-        aliases = ", ".join(f"`{alias}`" for alias in m.aliases)
-        rows.append([f"[`{m.name}`](methods/{m.name}.md)", m.summary, m.needs, aliases])
-    return markdown_table(["method", "in one line", "needs", "alias"], rows)
-
-
 def shipping() -> str:
     """Return the frequency methods by engine: how each is expressed there, on the embedded Llama."""
     rows = [
@@ -247,7 +238,7 @@ PAGES: dict[Path, Parts] = {
     DOCS / "demo.md": {"demo": demo},
     DOCS / "bench.md": {"bench": bench},
     DOCS / "sweep.md": {kind.kind: partial(tuned, kind) for kind in (SweepResult, SearchResult)},
-    DOCS / "methods.md": {"index": index},
+    DOCS / "methods.md": {"index": method_pages.index},
     DOCS / "shipping.md": {"shipping": shipping},
     DOCS / "finetuning.md": vars(finetuned_page),
     DOCS / "patching.md": {"attention_summary": attention_summary, "attention": attention},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -19,10 +19,21 @@ from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import METHODS, Method
+from hf_posenc.methods import METHODS, LengthDependent, Method, TableFilter
 from hf_posenc.methods.facts import facts, knob_rows
-from scripts.results import BENCHMARKS, REAL_MODEL, ROOT, passkeys, perplexity, read, tails
+from scripts.results import (
+    BENCHMARKS,
+    DOCS,
+    REAL_MODEL,
+    ROOT,
+    SMALL_MODELS,
+    passkeys,
+    perplexity,
+    read,
+    tails,
+)
 
+GPU = DOCS / "data" / "gpu" / "h200.json"
 _NO_CONFIG = (
     "no config of another engine expresses it: `hf_posenc.from_pretrained`, and vLLM by [the "
     "plug-in](../vllm.md)"
@@ -65,6 +76,79 @@ def served() -> str:
     )
 
 
+GROUPS: dict[str, Callable[[type[Method]], bool]] = {
+    "frequencies": lambda m: m.kind == "frequencies" and not issubclass(m, TableFilter),
+    "filters": lambda m: issubclass(m, TableFilter),
+    "query": lambda m: m.seam == "query",
+    "bands": lambda m: m.kind == "bands",
+    "biases": lambda m: m.kind == "biases",
+    "others": lambda m: m.kind == "others" and m.seam != "query",
+    "tables": lambda m: m.kind == "tables",
+}
+"""The groups of docs/methods.md, by what a method changes."""
+COLUMNS = ("method", "year", "in one line", "needs", "cached", "short texts", "GPU", "served by")
+
+
+def index(group: str) -> str:
+    """Return a row for each method of a group: what a reader chooses by."""
+    rows = [
+        [
+            *(f"[`{m.name}`](methods/{m.name}.md)", year(m), m.summary, m.needs, _cached(m)),
+            *(_on_short_texts(m), _on_gpu(m), _servers(m)),
+        ]
+        for m in METHODS
+        if GROUPS[group](m)
+    ]
+    return markdown_table(COLUMNS, rows)
+
+
+def year(method: type[Method]) -> str:
+    """Return the year of the first publication that a method names: as it is written, or that of an arXiv number."""
+    found = re.search(r"\b(20\d\d)\b(?!\.)|\b(\d\d)\d\d\.\d{5}", method.source)
+    assert found, f"{method.name} names no year"
+    return found[1] or f"20{found[2]}"
+
+
+def _cached(method: type[Method]) -> str:
+    """Return whether a decode through a cache gives what one forward gives."""
+    update = str(method.knobs().get("update"))
+    return {"row": "exact", "request": "from a request's length", "sequence": "no"}.get(
+        update, "exact"
+    )
+
+
+def _on_short_texts(method: type[Method]) -> str:
+    """Return the embedded model's perplexity at its trained length, by the unpatched model's."""
+    result, cells = perplexity(file := BENCHMARKS / "methods.json"), tails(file)
+    length = result.settings.lengths[0]
+    alone = [label for label in _labels(result, method) if " + " not in label]
+    plain = cells[result.candidates[0].label, length].perplexity
+    return f"{cells[alone[0], length].perplexity / plain:.2f}" if alone else "-"
+
+
+def _on_gpu(method: type[Method]) -> str:
+    """Return the time of a prefill of one layer by plain attention's, with the fastest measured backend."""
+    if GROUPS["frequencies"](method) and not issubclass(method, LengthDependent):
+        return "1"
+    if GROUPS["filters"](method) or method.kind == "tables":
+        return "1"
+    rows = [r for r in read(GPU)["rows"] if (r["method"], r["phase"]) == (method.name, "prefill")]
+    times = [r["ms"] for r in rows if r["length"] == max(row["length"] for row in rows)]
+    ratios = [ms / each["plain"] for each in times for name, ms in each.items() if name != "plain"]
+    return f"{min(ratios):.2f}" if ratios else "-"
+
+
+def _servers(method: type[Method]) -> str:
+    """Return who loads a saved model with a method, in few words."""
+    if method.kind == "tables":
+        return "all"
+    engines = loads_in(method)
+    if engines == _NO_CONFIG:
+        return "vLLM's plug-in"
+    every = engines.startswith(", ".join(ENGINES))
+    return ("all" + engines.removeprefix(", ".join(ENGINES))) if every else engines
+
+
 @functools.cache
 def expressed(engine: str) -> dict[str, Expressed]:
     """Return the frequency methods in an engine, by name."""
@@ -74,6 +158,7 @@ def expressed(engine: str) -> dict[str, Expressed]:
 def measured(method: type[Method]) -> str:
     """Return the lines of what was measured: on the embedded model, and on a real one."""
     lines = [*_embedded(method), *_retrieval(method), *_finetuning(method), *_speed(method)]
+    lines += _small_models(method)
     if not lines and method.kind == "tables":
         return (
             "- Not measured: this method needs a model with a table of positions. The embedded model and SmolLM2-135M "
@@ -150,6 +235,36 @@ def _speed(method: type[Method]) -> Iterator[str]:
                 f"**Embedded model, cost**: a prefill of {speed['length']:,} tokens takes {ratio:.2f} times as long as "
                 f"unpatched ({speed['threads']} CPU thread)."
             )
+
+
+def _small_models(method: type[Method]) -> Iterator[str]:
+    """Perplexities of the embedded model trained on as another kind, at its trained length and the longest."""
+    names = {
+        "alibi": "ALiBi",
+        "alibi_log": "ALiBi on logarithmic distances",
+        "masked": "a masked model",
+    }
+    kinds = {"alibi": ("alibi", "alibi_log"), "diffusion_ntk": ("masked",)}.get(method.name, ())
+    results = read(SMALL_MODELS) if SMALL_MODELS.exists() else {}
+    for kind in (kind for kind in kinds if kind in results):
+        result = results[kind]
+        cells = {(c["method"], c["length"]): c for c in result["cells"]}
+        labels = dict.fromkeys(label for label, _ in cells if label != TRUNCATION)
+        short, *_, long = dict.fromkeys(length for _, length in cells)
+        found = []
+        for label in labels:
+            far = cells[label, long]
+            ends = number_range(far["ends"])
+            ratio = f"{number(far['ratio'])} times truncation's, {ends}"
+            found.append(
+                f"{label} {number(cells[label, short]['perplexity'])} and {number(far['perplexity'])} ({ratio})"
+            )
+        settings = result["settings"]
+        tokens = settings["steps"] * settings["batch"] * settings["context"]
+        yield (
+            f"**Embedded model, trained on as {names[kind]}** for {tokens:,} tokens (`{result['command']}`), "
+            f"perplexity of the same tokens at {short} and {long:,} tokens: {'; '.join(found)}."
+        )
 
 
 def _real(method: type[Method]) -> str:

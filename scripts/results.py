@@ -23,6 +23,7 @@ DEMO = DOCS / "data" / "demo" / "perplexity.json"
 TRANSCRIBED = DOCS / "data" / "published.json"
 EVIDENCE = ROOT / "hf_posenc" / "evaluation" / "recommend" / "evidence.json"
 ATTENTION, UPDATES = BENCHMARKS / "attention_distance.json", BENCHMARKS / "updates.json"
+SMALL_MODELS = BENCHMARKS / "small_models.json"
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from hf_posenc.methods.filters import Clip, PowerBasis, ResonanceRoPE, Truncated
 from hf_posenc.methods.growing import JetLong, LaMPE
 from hf_posenc.methods.interpolation import (
     ABF,
+    DiffusionNTK,
     DynamicNTK,
     DynamicPI,
     NoPE,
@@ -67,6 +68,7 @@ from hf_posenc.methods.yarn import (
     DynamicPartialNTK,
     DynamicYaRN,
     Llama3,
+    MrRoPE,
     NTKByParts,
     PartialNTK,
     YaRN,
@@ -92,10 +94,10 @@ __all__ += [
     "TableFilter",
 ]
 __all__ += ["Band", "RotaryBands", "GrowingBands", "DistanceBias", "RelativeKeys"]
-# Methods stand in the order of the documentation, which decides that of `METHODS`.
-__all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "PartialNTK"]
-__all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
-__all__ += ["NTKMixed", "Llama3", "LongRoPE", "ABF", "NoPE"]
+# Methods in the order of the documentation; those that are not named here follow.
+__all__ += ["PositionInterpolation", "NTKAware", "DiffusionNTK", "DynamicPI", "DynamicNTK"]
+__all__ += ["PartialNTK", "NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
+__all__ += ["NTKMixed", "MrRoPE", "Llama3", "LongRoPE", "ABF", "NoPE"]
 __all__ += ["Clip", "ResonanceRoPE", "PowerBasis", "TruncatedBasis"]
 __all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DPE", "LaMPE", "JetLong", "DualChunk", "STRING"]
 __all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN", "Temperature"]
@@ -115,15 +117,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _place(method: type[Method]) -> tuple[int, bool]:
-    """Return the place of a method in `METHODS`: as in `__all__`, else after the last of its kind."""
-    if method.__name__ in __all__:
-        return __all__.index(method.__name__), False
-    return max(__all__.index(m.__name__) for m in _LISTED if m.kind == method.kind), True
-
-
-_LISTED = [method for method in REGISTRY.values() if method.__name__ in __all__]
-METHODS: tuple[type[Method], ...] = tuple(sorted(REGISTRY.values(), key=_place))
+METHODS: tuple[type[Method], ...] = tuple(
+    REGISTRY[name] for name in dict.fromkeys((*__all__, *REGISTRY)) if name in REGISTRY
+)
 """All methods, in the order of the documentation."""
 
 _BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}

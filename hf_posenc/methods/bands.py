@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.methods.base import UPDATES, Growing, Method, count, switch
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import UPDATES, Growing, Method, choice, count, switch
 from hf_posenc.methods.temperature import log_n_factor
 
 if TYPE_CHECKING:
@@ -196,12 +196,7 @@ class GrowingBands(Growing):
     seam = "attention"
     follows_text = True
 
-    update: str = "request"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.update not in UPDATES[1:]:
-            raise unknown(f"update mode of {self.name}", str(self.update), UPDATES[1:])
+    update: str = field(default="request", metadata=choice(*UPDATES[1:]))
 
     def bands(self, original: int, length: int) -> tuple[Band, ...]:
         """Return the bands of a text, three at most: first that of plain RoPE, which contains all pairs of short texts.

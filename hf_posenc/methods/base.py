@@ -56,6 +56,21 @@ def switch() -> Mapping[str, Any]:
     return {"values": "True or False", "valid": lambda value: isinstance(value, bool)}
 
 
+def choice(*names: str) -> Mapping[str, Any]:
+    """Metadata of a field: one of some names."""
+    return {"values": names, "valid": lambda value: isinstance(value, str) and value in names}
+
+
+def several(one: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Metadata of a field: a list, not empty, of values with that metadata."""
+
+    def valid(values: Any) -> bool:
+        listed = isinstance(values, Sequence) and not isinstance(values, str)
+        return listed and len(values) > 0 and all(map(one["valid"], values))
+
+    return {"values": f"a list of values that are each {one['values']}", "valid": valid}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """The base of every method.
@@ -63,8 +78,8 @@ class Method:
     A class in a module of `hf_posenc.methods` is registered by its definition, under its `name` and
     its aliases. A class that is defined elsewhere is not; `patch_model` takes objects of it.
 
-    Fields are checked if their metadata come from `number`, `count` or `switch`; `None` is valid
-    where it is the default.
+    Fields are checked if their metadata come from `number`, `count`, `switch`, `choice` or `several`;
+    `None` is valid where it is the default.
 
     Attributes:
         name: The canonical name, as `patch_model` takes it.
@@ -121,12 +136,14 @@ class Method:
             if valid is None or (value is None and option.default is None) or valid(value):
                 continue
             values = option.metadata["values"]
+            if isinstance(values, tuple):
+                raise unknown(f"{option.name} of {self.name}", str(value), values)
             raise PosencError(f"{self.name}: {option.name} is {values}, not {value!r}.")
 
     @property
     def reads_rotation(self) -> bool:
         """True if the engine must know how a layer rotates to compute the method there."""
-        return True
+        return self.seam != "query"
 
     def check_beside(self, others: Sequence[Method]) -> None:
         """Check that the method has a meaning together with others, on other seams.
@@ -344,12 +361,7 @@ class LengthDependent(RopeScaling, Growing):
 
     beside: ClassVar[tuple[str, ...]] = ("rotary", "query", "bias")
 
-    update: str = "row"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.update not in UPDATES:
-            raise unknown(f"update mode of {self.name}", str(self.update), UPDATES)
+    update: str = field(default="row", metadata=choice(*UPDATES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, GrowingBands, RotaryBands
-from hf_posenc.methods.base import Growing, Length, Method, RopeScaling, TableFilter
+from hf_posenc.methods.base import Growing, Length, Method, RopeScaling, TableFilter, count
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
 from hf_posenc.methods.queries_keys import XPos
 from hf_posenc.methods.tables import Sinusoidal, TableMethod
@@ -82,10 +82,6 @@ def _shown(value: Any) -> str:
     return f"{text} from {value.amin().item():g} to {value.amax().item():g}"
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _is_positive(value: Any) -> bool:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     single = isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu"
@@ -150,7 +146,7 @@ def check_attention(
         require_tensor(method, "query_factor", factor, m.shape, _FLOATS, 0)
     if isinstance(method, Growing):
         size = called(method, "bucket_size", method.bucket_size, original)
-        require(method, "bucket_size", size, "a whole number of at least 1", _is_count(size))
+        require(method, "bucket_size", size, "a whole number of at least 1", count()["valid"](size))
     if isinstance(method, RotaryBands):
         _check_bands(method, called(method, "bands", method.bands, original), m)
     if isinstance(method, GrowingBands):
@@ -183,7 +179,7 @@ def check_attention(
             if (found := called(method, hook, getattr(method, hook), weights)) is not None:
                 require_tensor(method, hook, found, (heads, head_dim))
         reach = called(method, "constant_from", method.constant_from)
-        valid = reach is None or reach == 0 or _is_count(reach)
+        valid = reach is None or count(0)["valid"](reach)
         require(method, "constant_from", reach, "None, or a number of tokens", valid)
 
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_posenc.methods.bands import RotaryBands
-from hf_posenc.methods.base import count
+from hf_posenc.methods.base import count, several
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-def _sizes() -> Mapping[str, Any]:
-    """Metadata of a field: whole numbers of at least 1."""
-
-    def valid(value: Any) -> bool:
-        sizes = list(value) if isinstance(value, list | tuple) else []
-        return bool(sizes) and all(
-            isinstance(g, int) and not isinstance(g, bool) and g >= 1 for g in sizes
-        )
-
-    return {"values": "a list of whole numbers of at least 1", "valid": valid}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +26,6 @@ class DPE(RotaryBands):
         factors: g_j, a group size in tokens for each part of the rotary pairs, the fastest first. Parts are of
             equal size. The authors publish 8 for each of four models, which are recipes.
         window: Distances w below it are kept, in tokens.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name = "dpe"
@@ -48,7 +35,7 @@ class DPE(RotaryBands):
     source = "Lu et al. 2025, arXiv 2504.18857; LuLuLuyi/DPE"
     by_pair: ClassVar[bool] = True
 
-    factors: Sequence[int] = field(metadata=_sizes())
+    factors: Sequence[int] = field(metadata=several(count()))
     window: int | None = field(default=1024, metadata=count())
 
     def __post_init__(self) -> None:

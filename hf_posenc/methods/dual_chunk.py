@@ -54,8 +54,6 @@ class DualChunk(RotaryBands):
         return window
 
     def bands(self, original: int) -> tuple[Band, ...]:
-        import torch
-
         chunk = self.near_window(original)
         last = chunk + self.local_window(original) - 1
 
@@ -66,7 +64,7 @@ class DualChunk(RotaryBands):
             return (m % chunk + chunk).clamp(max=last)
 
         def far(m: Tensor) -> Tensor:
-            return torch.full_like(m, last)
+            return m.new_full(m.shape, last)
 
         return (
             Band(query_position=within, key_position=within, below=1, chunk=chunk),

@@ -135,9 +135,7 @@ class TruncatedBasis(TableFilter):
     wavelength: float = field(metadata=number(1))
 
     def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
-        import torch
-
         cutoff = 2 * math.pi / self.wavelength
-        slowed = torch.full_like(frequencies, cutoff / 16)
-        slowed = torch.where(frequencies < cutoff / 8, 0.0, slowed)
-        return torch.where(frequencies >= cutoff, frequencies, slowed)
+        slowed = frequencies.new_full(frequencies.shape, cutoff / 16)
+        slowed = slowed.where(frequencies >= cutoff / 8, 0.0)
+        return frequencies.where(frequencies >= cutoff, slowed)

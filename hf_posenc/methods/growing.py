@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, GrowingBands, same
-from hf_posenc.methods.base import count, number, real
+from hf_posenc.methods.base import UPDATES, choice, count, number, real
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ class JetLong(GrowingBands):
     source = "arXiv 2607.07740"
     needs = "nothing"
 
-    update: str = "row"
+    update: str = field(default="row", metadata=choice(*UPDATES[1:]))
     window: int | None = field(default=None, metadata=count())
 
     def bands(self, original: int, length: int) -> tuple[Band, ...]:

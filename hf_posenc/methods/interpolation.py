@@ -17,6 +17,7 @@ from hf_posenc.methods.base import (
     number,
     seam_of,
     starting_table,
+    switch,
 )
 from hf_posenc.rope import RopeSpec
 
@@ -97,6 +98,42 @@ class NTKAware(Scaled):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         theta = rope.theta * self.scale ** (rope.dim / max(rope.dim - 2, 1))
         return {"rope_type": "default", "rope_theta": theta}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionNTK(Scaled):
+    """Diffusion-aware NTK (UltraLLaDA: He et al. 2025, arXiv 2510.10481), for models that read both sides of a token.
+
+    `b' = (2 s L / 2 pi) ** (d / d_crit)` with the critical dimension `d_crit = 2 ceil(d/2 log_b(2 L / 2 pi))`. These
+    are the features whose pairs made a full turn over the `2 L` relative positions that such a model met in training,
+    from `-(L-1)` to `L-1`; the slowest of them makes one over the `2 s L` of the target. A base below the model's own,
+    which the rounding gives for a scale near 1, is not taken.
+
+    Args:
+        both_sides: False for the `L` and `s L` of a causal model, as in LongLLaDA (arXiv 2506.14429).
+    """
+
+    name = "diffusion_ntk"
+    aliases = ("critical_ntk",)
+    summary = "a base by the pairs that turned in training, over distances on both sides"
+    source = "He et al. 2025, arXiv 2510.10481; Liu et al. 2025, arXiv 2506.14429"
+    needs = "nothing (fine-tuning helps)"
+    only_lowers_frequencies = False
+
+    both_sides: bool = field(default=True, metadata=switch())
+
+    def base(self, rope: RopeSpec) -> float:
+        """Return the base in force, b'."""
+        sides = 1 + self.both_sides
+        met = sides * rope.original_max_position_embeddings / (2 * math.pi)
+        critical = 2 * max(1, math.ceil(rope.pair_index(1 / sides)))
+        return float(max(rope.theta, (met * self.scale) ** (rope.dim / critical)))
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return rope.default_inv_freq() * (self.base(rope) / rope.theta) ** -rope.exponents()
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.base(rope)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.methods.base import count, number, real, switch
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import choice, count, number, real, switch
 from hf_posenc.methods.bias import DistanceBias, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-T5_MODES = ("distance", "max_distance")
-"""The ways to reach farther with a trained relative position bias; see `T5`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +40,13 @@ class T5(DistanceBias):
     trainable = True
 
     scale: float = field(default=1.0, metadata=number(1))
-    mode: str = "distance"
+    mode: str = field(default="distance", metadata=choice("distance", "max_distance"))
     buckets: int = field(default=32, metadata=count(2))
     max_distance: int = field(default=128, metadata=count())
     shared: bool = field(default=False, metadata=switch())
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mode not in T5_MODES:
-            raise unknown(f"mode of {self.name}", str(self.mode), T5_MODES)
         if self.max_distance <= self.buckets // 2:
             raise PosencError(
                 f"{self.name}: max_distance ({self.max_distance}) is above {self.buckets // 2}, the "

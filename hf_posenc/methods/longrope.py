@@ -8,23 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import Length, LengthDependent, number
+from hf_posenc.methods.base import UPDATES, Length, LengthDependent, choice, number, several
 from hf_posenc.rope import RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def _positive(factors: Any) -> bool:
-    if isinstance(factors, str) or not isinstance(factors, Sequence) or not factors:
-        return False
-    return all(isinstance(f, int | float) and 0 < f < math.inf for f in factors)
-
-
-_DIVISORS = {
-    "values": "a list of positive numbers, one for each pair of features",
-    "valid": _positive,
-}
+_DIVISORS = several(number(0, above=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +54,7 @@ class LongRoPE(LengthDependent):
     attention_factor: float | None = None
     short_mscale: float | None = None
     long_mscale: float | None = None
-    update: str = "sequence"
+    update: str = field(default="sequence", metadata=choice(*UPDATES))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import count, number, real, switch
+from hf_posenc.methods.base import choice, count, number, real, switch
 from hf_posenc.methods.bias import DistanceBias, Weights, per_head
 
 if TYPE_CHECKING:
@@ -23,19 +23,32 @@ class ALiBi(DistanceBias):
     P below H, then every second slope of 2P. They are not trained. Dividing them by the scale
     interpolates a model that was trained with ALiBi (arXiv 2310.13017).
 
+    A head is blind where its weights underflow: in bfloat16 about `92 / slope_h` tokens back. Logarithmic
+    distances, `-slope_h ln(1 + m - n)`, put that off beyond any text (arXiv 2608.03994, which trains with them).
+
     Args:
         scale: Divides the slopes: target context as a multiple of the one that ALiBi was trained with.
+        distance: `"linear"`, m - n; `"log"`, `ln(1 + m - n)`.
     """
 
     name = "alibi"
     summary = "a penalty in proportion to the distance, a slope for every head"
-    source = "Press et al. 2021, arXiv 2108.12409; Al-Khateeb et al. 2023, arXiv 2310.13017"
+    source = (
+        "Press et al. 2021, arXiv 2108.12409; Al-Khateeb et al. 2023, arXiv 2310.13017; Schröder et al. 2026, "
+        "arXiv 2608.03994"
+    )
     needs = "training, or a model that was trained with it"
     follows_text = False
     reads_length = False
     bidirectional = True
 
     scale: float = field(default=1.0, metadata=number(1))
+    distance: str = field(default="linear", metadata=choice("linear", "log"))
+
+    @property
+    def line(self) -> bool:
+        """True if a bias is a slope times the distance, whatever the slopes."""
+        return self.distance == "linear" and type(self).bias is ALiBi.bias
 
     def slopes(self, heads: int, device: torch.device | None = None) -> Tensor:
         """Return the slopes, shape (heads,), float64 (float32 on MPS), in score per token; divided by the scale."""
@@ -51,10 +64,12 @@ class ALiBi(DistanceBias):
 
     def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
         slopes = self.slopes(heads, distance.device).to(distance.dtype)
-        return -per_head(slopes, distance) * distance
+        counted = distance.log1p() if self.distance == "log" else distance
+        return -per_head(slopes, distance) * counted
 
     def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor:
-        return drop / self.slopes(heads, drop.device).to(drop.dtype)
+        reach = drop / self.slopes(heads, drop.device).to(drop.dtype)
+        return reach.expm1() if self.distance == "log" else reach
 
 
 LEAST = 0.01
@@ -128,14 +143,10 @@ class KerpleLog(_Kerple):
     drawn = (2.0, 1.0)
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        import torch
-
-        return -r1 * torch.log1p(r2 * distance)
+        return -r1 * (r2 * distance).log1p()
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        import torch
-
-        return torch.expm1(penalty / r1) / r2
+        return (penalty / r1).expm1() / r2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +167,7 @@ class KerplePower(_Kerple):
     most = 2.0
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        import torch
-
-        return -r1 * torch.pow(distance, r2)
+        return -r1 * distance**r2
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return (penalty / r1) ** (1 / r2)

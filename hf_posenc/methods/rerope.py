@@ -19,11 +19,7 @@ class ReRoPE(RotaryBands):
     """Rectified RoPE (Su 2023, kexue.fm 9708): relative positions `min(m - n, w)`.
 
     Every key past the window counts as w tokens away, so no distance is new to the model at any
-    length of text. All distant keys look equally far away.
-
-    Args:
-        window: Distances below it are kept; half of the original context by default.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`; the author's code does.
+    length of text. All distant keys look equally far away. The author's code has `log_n` on.
     """
 
     name = "rerope"
@@ -32,14 +28,10 @@ class ReRoPE(RotaryBands):
     follows_text = True
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
-        import torch
-
-        return torch.full_like(m, self.near_window(original))
+        return m.new_full(m.shape, self.near_window(original))
 
     def key_position(self, n: Tensor, original: int) -> Tensor:
-        import torch
-
-        return torch.zeros_like(n)
+        return n.new_zeros(n.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +67,8 @@ class _Slowed(RotaryBands):
 class LeakyReRoPE(_Slowed):
     """Leaky ReRoPE (Su 2023, kexue.fm 9708): past the window, distances grow at a rate of 1/k.
 
-    The relative position is `m - n` below the window and `w + (m - n - w) / k` past it.
+    The relative position is `m - n` below the window and `w + (m - n - w) / k` past it. The author's
+    code has `log_n` on.
 
     Args:
         scale: Target context as a multiple s of the original one, from which
@@ -83,7 +76,6 @@ class LeakyReRoPE(_Slowed):
         window: Distances below it are kept; half of the original context by default.
         k: The divisor of distances past the window, given outright; 16 if there is no scale either, as
             in the author's code.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`; the author's code does.
     """
 
     name = "leaky_rerope"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.methods.base import Method, count, number
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import Method, choice, count, number
 
 if TYPE_CHECKING:
     import torch
@@ -81,9 +81,6 @@ def _between(table: Tensor, places: Tensor, *, beyond: bool = False) -> Tensor:
     return torch.where(weight > _WHOLE, table[low] + weight * steps, table[low])
 
 
-UPDATES = ("static", "request")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Interpolate(TableMethod):
     """Linear interpolation of a learned table: the row of m is that of position `m / s`.
@@ -103,12 +100,7 @@ class Interpolate(TableMethod):
     source = "Zhu et al. 2024, arXiv 2404.12096"
     needs = "nothing in encoders (fine-tuning helps), fine-tuning in decoders"
 
-    update: str = "static"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.update not in UPDATES:
-            raise unknown(f"update mode of {self.name}", str(self.update), UPDATES)
+    update: str = field(default="static", metadata=choice("static", "request"))
 
     @property
     def by_request(self) -> bool:
@@ -236,9 +228,6 @@ class Stretch(TableMethod):
         return torch.cat((table[: self.keep], _between(rest, places, beyond=True)))
 
 
-BASES = ("position", "base")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sinusoidal(TableMethod):
     """A sinusoidal table (Vaswani et al. 2017, arXiv 1706.03762, sec. 3.5) computed anew for a longer text.
@@ -258,12 +247,7 @@ class Sinusoidal(TableMethod):
     needs = "fine-tuning"
     formula = True
 
-    by: str = "position"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.by not in BASES:
-            raise unknown(f"value of by of {self.name}", str(self.by), BASES)
+    by: str = field(default="position", metadata=choice("position", "base"))
 
     def angles(self, frequencies: Sequence[float] | Tensor, length: int, start: float) -> Tensor:
         """Return the angles of positions 0 to length - 1, shape (length, n), float64.

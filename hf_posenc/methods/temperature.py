@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_posenc.errors import PosencError, unknown
-from hf_posenc.methods.base import Method, number, real
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import Method, choice, number, real
 from hf_posenc.methods.yarn import mscale
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ class LogN(Method):
     needs = "nothing"
     seam = "query"
     follows_text = True
-
-    @property
-    def reads_rotation(self) -> bool:
-        return False
 
     def query_factor(self, m: Tensor, original: int) -> Tensor:
         return log_n_factor(m, original)
@@ -92,16 +88,14 @@ class Temperature(Method):
     seam = "query"
     follows_text = True
 
-    law: str | None = None
+    law: str | None = field(default=None, metadata=choice(*LAWS))
     beta: float | None = field(default=None, metadata=number(0))
     scale: float | None = field(default=None, metadata=number(1))
     factor: float | None = field(default=None, metadata=number(0, above=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = _KNOBS.get(self.law_in_force)
-        if own is None:
-            raise unknown(f"law of {self.name}", self.law_in_force, LAWS)
+        own = _KNOBS[self.law_in_force]
         for knob in ("beta", "scale", "factor"):
             if getattr(self, knob) is not None and knob not in own:
                 takes = f"Its knob is {own[0]}" if own else "It has no knob"
@@ -112,10 +106,6 @@ class Temperature(Method):
             raise PosencError(f"{self.name}: the law constant needs factor=, a number above 0.")
         if self.law == "ssmax":
             object.__setattr__(self, "trainable", True)
-
-    @property
-    def reads_rotation(self) -> bool:
-        return False
 
     @property
     def law_in_force(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import count
+from hf_posenc.methods.rerope import ReRoPE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +27,11 @@ class _WithSinks(RotaryBands):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LMInfinite(_WithSinks):
+class LMInfinite(_WithSinks, ReRoPE):
     """LM-Infinite (Han et al. 2023, arXiv 2308.16137): a window and the first keys, at a bounded distance.
 
-    A key less than the window away is read at its distance, one of the first few at `min(m - n, w)`. All
-    other keys are masked.
+    A key less than the window away is read at its distance, one of the first few at `min(m - n, w)`, as
+    in ReRoPE. All other keys are masked.
 
     Args:
         window: Tokens w that are read as usual; the original context by default.
@@ -45,16 +46,6 @@ class LMInfinite(_WithSinks):
 
     def near_window(self, original: int) -> int:
         return original if self.window is None else self.window
-
-    def query_position(self, m: Tensor, original: int) -> Tensor:
-        import torch
-
-        return torch.full_like(m, self.near_window(original))
-
-    def key_position(self, n: Tensor, original: int) -> Tensor:
-        import torch
-
-        return torch.zeros_like(n)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import (
     Dynamic,
     Length,
     RopeScaling,
     Scaled,
+    choice,
     number,
     starting_table,
     switch,
@@ -37,14 +38,20 @@ def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = Tru
     """
     import torch
 
+    low, high = ramp_bounds(rope, fast, slow, truncate=truncate)
+    index = torch.arange(rope.dim // 2, dtype=torch.float64)
+    return ((index - low) / (high - low)).clamp(0, 1)
+
+
+def ramp_bounds(
+    rope: RopeSpec, fast: float, slow: float, *, truncate: bool = True
+) -> tuple[float, float]:
+    """Return the pair indices between which `index_ramp` rises from 0 to 1."""
     low, high = rope.pair_index(fast), rope.pair_index(slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
-    if low == high:
-        high += 0.001  # the authors' guard against a division by zero
-    index = torch.arange(rope.dim // 2, dtype=torch.float64)
-    return ((index - low) / (high - low)).clamp(0, 1)
+    return low, high + 0.001 * (low == high)  # the authors' guard against a division by zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +105,7 @@ class DynamicPartialNTK(_PartialNTK, Dynamic):
 
     name = "dynamic_partial_ntk"
     summary = "partial NTK with s = max(1, N/L)"
-    source = "jquesnelle/yarn"
+    source = "jquesnelle/yarn, 2023"
     needs = "nothing"
 
 
@@ -126,18 +133,16 @@ class _ByParts(RopeScaling):
     beta_fast: float = field(default=32.0, metadata=number(0, above=True))
     beta_slow: float = field(default=1.0, metadata=number(0, above=True))
     truncate: bool = field(default=True, metadata=switch())
-    ramp: str = "index"
+    ramp: str = field(default="index", metadata=choice("index", "rotations"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # Equal ends make a ramp of one pair (Kimi K2), and none in turns.
-        equal = self.beta_fast == self.beta_slow and self.ramp == "index"
+        equal = self.beta_fast == self.beta_slow and self.ramp != "rotations"
         if self.beta_fast <= self.beta_slow and not equal:
             raise PosencError(
                 f"{self.name}: beta_fast ({self.beta_fast:g}) is above beta_slow ({self.beta_slow:g})."
             )
-        if self.ramp not in ("index", "rotations"):
-            raise unknown(f"ramp of {self.name}", self.ramp, ["index", "rotations"])
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         scale = self.scale_at(rope, length)
@@ -226,11 +231,43 @@ class DynamicYaRN(_ByParts, Dynamic):
 
     name = "dynamic_yarn"
     summary = "YaRN with s = max(1, N/L), its temperature included"
-    source = "jquesnelle/yarn"
+    source = "jquesnelle/yarn, 2023"
     needs = "nothing"
 
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
         return mscale(self.scale_at(rope, length))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MrRoPE(YaRN):
+    """Mixed-radix RoPE (Tian et al. 2026, arXiv 2601.22181): `f_i / s^e_i`, with YaRN's bounds and temperature.
+
+    Positions are numbers whose digit i has its own radix, which is multiplied by `s^(e_(i+1) - e_i)`. e_i
+    is 0 for the n_0 fastest pairs and 1 from pair n_1 on, the bounds of YaRN's ramp. With `j = i - n_0` and
+    `n = n_1 - n_0` it is between them `j / n` (MrRoPE-Uni) or `j (j + 1) / (n (n + 1))` (MrRoPE-Pro).
+
+    Args:
+        ramp: `"uniform"`, every radix between the bounds grows alike; `"progressive"`, those of slower pairs more.
+    """
+
+    name = "mrrope"
+    aliases = ("mrrope_uni", "mixed_radix")
+    summary = "pairs between YaRN's bounds divided by powers of s, and YaRN's temperature"
+    source = "Tian et al. 2026, arXiv 2601.22181"
+    needs = "nothing"
+
+    ramp: str = field(default="uniform", metadata=choice("uniform", "progressive"))
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        exponents = index_ramp(rope, self.beta_fast, self.beta_slow, truncate=self.truncate)
+        if self.ramp == "progressive":
+            low, high = ramp_bounds(rope, self.beta_fast, self.beta_slow, truncate=self.truncate)
+            pairs = high - low
+            exponents = exponents * (exponents * pairs + 1) / (pairs + 1)
+        return rope.default_inv_freq() * self.scale**-exponents
+
+    def rope_parameters(self, rope: RopeSpec) -> None:
+        return None  # transformers' yarn blends frequencies, and not their logarithms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +285,7 @@ class Llama3(Scaled):
 
     name = "llama3"
     summary = "Llama 3.1's blend by wavelength"
-    source = "Llama 3.1 (meta-llama/llama-models)"
+    source = "Llama 3.1, 2024 (meta-llama/llama-models)"
     needs = "nothing (fine-tuning helps)"
 
     low_freq_factor: float = field(default=1.0, metadata=number(0, above=True))

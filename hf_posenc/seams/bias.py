@@ -64,7 +64,7 @@ class ExactBias:
     """A forward pre-hook of a block, which replaces the biases among its arguments; it can be copied and pickled."""
 
     place: Place  # the place where the biases go
-    slopes: tuple[float, ...]  # the score per token of distance, for each head; not negative
+    bias: ModelALiBi  # the score by distance, for each head
     layer: int  # the index of the block's layer in a cache
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ class ExactBias:
         # All blocks of a forward get the same tensor of the model's biases, and share what replaces it.
         own = values[self.place.others[0] if self.place.adds else self.place.key]
         if not self._by_engine(module, own, values):
-            question = (ExactBias, self.place, self.slopes)
+            question = (ExactBias, self.place, self.bias)
             values[self.place.key] = shared(own, question, lambda: self._made(values))
             for key in self.place.others:
                 values[key] = torch.zeros_like(values[key])
@@ -119,7 +119,7 @@ class ExactBias:
         bias = self.biases(values)
         if not self.place.visible:
             bias = bias[0]
-            texts = value.shape[0] // len(self.slopes)  # in one axis with the heads
+            texts = value.shape[0] // len(self.bias.own)  # in one axis with the heads
             return (bias.repeat(texts, 1, 1) if texts > 1 else bias).to(dtype)
         shown = visible(value)
         if self.place.adds:
@@ -129,8 +129,8 @@ class ExactBias:
     def biases(self, values: Mapping[Key, Any]) -> Tensor:
         """Return the biases of a call, float32, shape (batch or 1, heads, queries, keys)."""
         m, n = self.positions(values)
-        slopes = real(torch.tensor(self.slopes, dtype=torch.float64)).to(n.device)
-        table = (-slopes[:, None] * real(torch.arange(n.shape[1], device=n.device))).float()
+        by_distance = real(torch.arange(n.shape[1], device=n.device))
+        table = self.bias.bias(by_distance, len(self.bias.own), {}).float()
         distance = m[:, :, None] - n[:, None, :]
         return table[:, distance.clamp(min=0)].movedim(0, 1)
 
@@ -259,16 +259,17 @@ class BiasSeam(NativeSeam):
         with trial(model), state.sample.only():
             place, slopes = self._fitting(model)
         scaled = tuple(slope / method.scale for slope in slopes)
-        state.hooks += self._hook(model, place, scaled)
+        bias = ModelALiBi(own=scaled, distance=method.distance)
+        state.hooks += self._hook(model, place, bias)
         for owner in {_around(model, path): None for path in self.blocks}:
             state.hooks.append(owner.register_forward_pre_hook(WholeMask(), with_kwargs=True))
         with trial(model):
             with state.sample.only():
-                _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
-            self._hand_over(model, state, scaled)
+                _verify(_arguments_of(model, self.blocks[-1])[place.key], bias)
+            self._hand_over(model, state, bias)
         state.write_config(model, [])
 
-    def _hand_over(self, model: nn.Module, state: Record, slopes: tuple[float, ...]) -> None:
+    def _hand_over(self, model: nn.Module, state: Record, bias: ModelALiBi) -> None:
         """Let the engine compute attention, if that gives what biases in their place give."""
         register()
         owner = _around(model, self.blocks[0])
@@ -278,7 +279,7 @@ class BiasSeam(NativeSeam):
         before = settings.get(IMPLEMENTATION)
         settings[IMPLEMENTATION] = "eager"  # code that may call sdpa itself must not
         try:
-            output = self._by_engine(model, owner, slopes, state.sample)
+            output = self._by_engine(model, owner, bias, state.sample)
         except (PosencError, RuntimeError, ValueError, TypeError):
             output = None
         finally:
@@ -293,7 +294,7 @@ class BiasSeam(NativeSeam):
         state.hooks += [*handed_over(owner), UnwrittenMasks(owner).install()]
 
     def _by_engine(
-        self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...], sample: Sample
+        self, model: nn.Module, owner: nn.Module, bias: ModelALiBi, sample: Sample
     ) -> Tensor | None:
         """Return the output of a model whose attention is handed over; `None` where it is not found."""
         ids = trial_tokens(model)
@@ -303,8 +304,7 @@ class BiasSeam(NativeSeam):
         if found.both_directions or not every or {*found.modules} - set().union(*inside):
             return None
         hand_over(found)
-        bias = ModelALiBi(own=slopes)
-        encoding = Encoding(self.length or 1, len(slopes), bias=bias, rotates=False)
+        encoding = Encoding(self.length or 1, len(bias.own), bias=bias, rotates=False)
         for forward in handed_over(owner):
             forward.optional = True
             Layer(encoding, patched=True).attach(forward.module)
@@ -317,8 +317,8 @@ class BiasSeam(NativeSeam):
         for path in self.blocks:
             for hook in model.get_submodule(path)._forward_pre_hooks.values():
                 if isinstance(hook, ExactBias):
-                    ends = f"{max(hook.slopes):.6g}", f"{min(hook.slopes):.6g}"
-                    cells = str(hook.place.key), str(len(hook.slopes)), *ends
+                    own = hook.bias.own
+                    cells = str(hook.place.key), str(len(own)), f"{max(own):.6g}", f"{min(own):.6g}"
                     found.setdefault(cells, []).append(path)
         heading = ("module", "argument", "heads", "steepest slope", "flattest slope")
         return [heading, *((summary(paths), *cells) for cells, paths in found.items())]
@@ -355,17 +355,15 @@ class BiasSeam(NativeSeam):
         self, model: nn.Module, ids: Tensor, place: Place, slopes: tuple[float, ...]
     ) -> Tensor:
         """Return the output of the model with biases in a place."""
-        with hooked(self._hook(model, place, slopes)):
+        with hooked(self._hook(model, place, ModelALiBi(own=slopes))):
             return run(model, ids)
 
-    def _hook(
-        self, model: nn.Module, place: Place, slopes: tuple[float, ...]
-    ) -> list[RemovableHandle]:
+    def _hook(self, model: nn.Module, place: Place, bias: ModelALiBi) -> list[RemovableHandle]:
         hooks = []
         for path in self.blocks:
             block = model.get_submodule(path)
             indices = (layer_index(path, inner) for inner in block.modules())
-            hook = ExactBias(place, slopes, next((i for i in indices if i is not None), 0))
+            hook = ExactBias(place, bias, next((i for i in indices if i is not None), 0))
             hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
         return hooks
 
@@ -420,11 +418,11 @@ def _around(model: nn.Module, path: str) -> nn.Module:
     )
 
 
-def _verify(value: Tensor, slopes: Sequence[float]) -> None:
-    """Raise if the argument that a block is given is not the distance times the slopes."""
+def _verify(value: Tensor, bias: ModelALiBi) -> None:
+    """Raise if the argument that a block is given is not the requested bias by distance."""
     rows = value.reshape(-1, *value.shape[-2:])[:, -1].double().cpu()
-    distance = torch.arange(rows.shape[-1]).flip(0)
-    expected = -torch.tensor(slopes, dtype=torch.float64)[:, None] * distance
+    distance = torch.arange(rows.shape[-1], dtype=torch.float64).flip(0)
+    expected = bias.bias(distance, len(bias.own), {})
     error = float((rows - expected).abs().max() / expected.abs().max())
     if error > 2 * torch.finfo(value.dtype).eps:
         raise VerificationError(

@@ -104,7 +104,7 @@ def test_gradients() -> None:
 def test_what_it_needs() -> None:
     with pytest.raises(PosencError, match="lampe needs growth="):
         patch_model(build(), "lampe")
-    with pytest.raises(PosencError, match="update mode of jet_long 'sequence'"):
+    with pytest.raises(PosencError, match="update of jet_long 'sequence'"):
         patch_model(build(), "jet_long", update="sequence")
     with pytest.raises(PosencError, match="jet_long: window=1000 leaves no trained positions"):
         patch_model(build(), "jet_long", window=1000)

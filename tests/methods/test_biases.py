@@ -72,6 +72,19 @@ def test_alibi_slopes_of_the_paper() -> None:
     assert ALiBi(scale=4).slopes(8).tolist() == pytest.approx([p / 4 for p in powers], rel=1e-12)
 
 
+def test_a_steep_head_is_blind_far_back_and_not_on_logarithmic_distances() -> None:
+    """In bfloat16, where the smallest number is e to the -92.2."""
+    for heads in (8, 16):
+        slope = float(ALiBi().slopes(heads)[0])
+        far = torch.tensor([90 / slope, 94 / slope, 1e6], dtype=torch.float64)
+        weight, logarithmic = (
+            ALiBi(distance=distance).bias(far, heads, {})[0].exp().bfloat16()
+            for distance in ("linear", "log")
+        )
+        assert (weight > 0).tolist() == [True, False, False]
+        assert bool((logarithmic > 1e-5).all())
+
+
 @pytest.mark.parametrize("heads", [1, 2, 7, 8, 12, 14, 32, 40, 71])
 def test_alibi_equals_bloom_and_mpt(heads: int) -> None:
     slopes = ALiBi().slopes(heads)

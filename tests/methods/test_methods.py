@@ -299,6 +299,48 @@ def test_what_each_family_keeps() -> None:
     assert example("ntk_by_parts").cos_sin_factor(rope) == 1
 
 
+def test_the_radix_family_divides_by_powers_of_the_scale() -> None:
+    """`f_i / s^e_i`: the e_i on the page of mrrope; only yarn's and partial_ntk's depend on s."""
+    rope, pairs = RopeSpec(128, 1e4, 4096), torch.arange(64, dtype=torch.float64)
+    low, high = 20, 46  # the pairs of 32 turns and of one
+    between = ((pairs - low) / (high - low)).clamp(0, 1)
+    steps = between * (high - low)
+    expected = {
+        ("pi", ()): torch.ones(64, dtype=torch.float64),
+        ("ntk", ()): pairs / 63,
+        ("ntk_mixed", ()): ((pairs + 1) / 64) ** 0.75,
+        ("mrrope", ()): between,
+        ("mrrope", (("ramp", "progressive"),)): steps * (steps + 1) / (26 * 27),
+    }
+    for (name, knobs), exponents in expected.items():
+        for scale in (2.0, 16.0):
+            table = build(name, scale=scale, **dict(knobs)).inv_freq(rope)
+            got = (rope.default_inv_freq() / table).log() / math.log(scale)
+            torch.testing.assert_close(got, exponents, rtol=1e-9, atol=1e-12)
+    wide = build(
+        "mrrope",
+        scale=8.0,
+        beta_fast=1e9,
+        beta_slow=4096 / (2 * math.pi * 1e4 ** (63 / 64)),
+        truncate=False,
+    )
+    torch.testing.assert_close(wide.inv_freq(rope), build("ntk", scale=8.0).inv_freq(rope))
+
+
+def test_the_base_of_diffusion_models_as_published() -> None:
+    """LLaDA (4,096 tokens, base 500,000, heads of 128): critical dimensions 64 and 70; LongLLaDA's 14 and 55."""
+    rope = RopeSpec(128, 5e5, 4096)
+    for scale, factor in ((4, 14), (8, 55)):
+        table = build("diffusion_ntk", scale=scale, both_sides=False).inv_freq(rope)
+        base = float(table[1] ** -64)
+        assert round(base / 5e5 + 0.45) == factor
+    spans = {False: (4096, 64), True: (8192, 70)}
+    for both, (met, critical) in spans.items():
+        table = build("diffusion_ntk", scale=32, both_sides=both).inv_freq(rope)
+        turns = float(table[1] ** (critical / 2)) * 32 * met / (2 * math.pi)
+        assert turns == pytest.approx(1.0)  # the critical pair turns once over the longer text
+
+
 # ------------------------------------------------------------------------------------------
 # Names, options, refusals
 

@@ -28,6 +28,7 @@ from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_native import GROUP, KEEPING, RULES, WINDOW, Rule, reference
 from tests.support.families import build_text_model, text_types
+from tests.support.references import diffusion_ntk
 from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
@@ -71,6 +72,28 @@ def test_a_pair_is_scored_by_its_signed_distance(model_type: str, method: str) -
     assert zoo.relative_difference(_reference(model, Rule(), ids), _run(model, ids)) < 1e-5
     patch_model(model, method, **options)
     assert zoo.relative_difference(_run(model, ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["eurobert", "modernbert"])
+def test_the_base_for_both_sides_is_another_rope_theta(model_type: str, tmp_path: Path) -> None:
+    """That of the paper's equation, which plain transformers reads from the saved config; undone, nothing is left."""
+    model, ids = build_text_model(model_type), zoo.tokens(LENGTH)
+    stock, config = _run(model, ids), model.config
+
+    def theta(config: Any) -> float:
+        parameters = config.rope_parameters
+        return float(parameters.get("full_attention", parameters)["rope_theta"])
+
+    width = config.hidden_size // config.num_attention_heads
+    trained = config.max_position_embeddings
+    table, _ = diffusion_ntk(width, theta(config), trained, scale=16)
+    patch_model(model, "diffusion_ntk", scale=16)
+    assert theta(model.config) == pytest.approx(table[1] ** (-width / 2))
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path).eval()
+    assert zoo.relative_difference(_run(plain, ids), _run(model, ids)) < 1e-5
+    assert zoo.relative_difference(_run(model, ids), stock) > 1e-2
+    assert torch.equal(_run(unpatch_model(model), ids), stock)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -127,7 +127,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("yarn", {"target_length": 32}, "nothing to extend"),
         ("dynamic_yarn", {"scale": 4}, "takes no scale"),
         ("dynamic_yarn", {"target_length": 512}, "follows the length"),
-        ("dynamic_ntk", {"update": "rows"}, "update mode"),
+        ("dynamic_ntk", {"update": "rows"}, "update of dynamic_ntk"),
         ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
         ("yarn", {"scale": 4, "layers": 0}, "a list of layer indices, not 0"),
         ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import Pop2PianoConfig, Pop2PianoForConditionalGeneration, Sta
 from hf_posenc import (
     UnsupportedModelError,
     VerificationError,
+    from_pretrained,
     get_patch,
     inspect_positions,
     patch_model,
@@ -98,6 +100,26 @@ def test_a_scale_divides_the_slopes(name: str, heads: int, scale: float) -> None
     assert relative_difference(expected, reference_logits(model, ids, 2 * scale)) > 1e-3
     model = scaled(name, heads, scale)
     assert relative_difference(logits(model, ids), expected) < EXACT
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_logarithmic_distances_in_every_way_to_run_a_text(name: str, tmp_path: Path) -> None:
+    """Read at once, in pieces, padded, saved and loaded; undone, the model is as it was."""
+    model, ids = build_alibi_model(name), tokens(90, batch=2)
+    stock = logits(model, ids[:, :40])
+    expected = torch.cat([reference_logits(model, row[None], 2.0, log=True) for row in ids])
+    assert relative_difference(expected[:1], reference_logits(model, ids[:1], 2.0)) > 1e-3
+    patch_model(model, "alibi", scale=2.0, distance="log")
+    assert relative_difference(logits(model, ids), expected) < EXACT
+    assert relative_difference(in_steps(model, ids, [40, 30, 1, 1, 18]), expected) < EXACT
+    mask = torch.ones(1, 99, dtype=torch.long)
+    mask[:, :9] = 0
+    padded = logits(model, torch.cat((ids[:1, :9], ids[:1]), 1), attention_mask=mask)
+    assert relative_difference(padded[:, 9:], expected[:1]) < EXACT
+    with pytest.warns(UserWarning, match="refuses to load"):
+        model.save_pretrained(tmp_path)
+    assert relative_difference(logits(from_pretrained(tmp_path), ids), expected) < EXACT
+    assert torch.equal(logits(unpatch_model(model), ids[:, :40]), stock)
 
 
 @pytest.mark.parametrize(("name", "kind"), covering(BUILDERS, ("dynamic", "static")))

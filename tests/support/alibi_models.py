@@ -42,8 +42,8 @@ def slopes_of(heads: int) -> list[float]:
     return slopes_of(closest) + slopes_of(2 * closest)[0::2][: heads - closest]
 
 
-def reference_logits(model: Any, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the logits of one text by a forward in float64, shape (1, tokens, vocabulary)."""
+def reference_logits(model: Any, ids: Tensor, scale: float = 1.0, log: bool = False) -> Tensor:
+    """Return the logits of one text by a forward in float64, shape (1, tokens, vocabulary); `log`: of ln(1 + r)."""
     model = copy.deepcopy(model).double()
     body, kind = model.transformer, model.config.model_type
     with torch.no_grad():
@@ -51,48 +51,50 @@ def reference_logits(model: Any, ids: Tensor, scale: float = 1.0) -> Tensor:
         if kind == "bloom":
             hidden = body.word_embeddings_layernorm(hidden)
         for block in body.blocks if kind == "mpt" else body.h:
-            hidden = _BLOCKS[kind](block, hidden, scale)
+            hidden = _BLOCKS[kind](block, hidden, (scale, log))
         hidden = (body.norm_f if kind == "mpt" else body.ln_f)(hidden)
         logits: Tensor = model.lm_head(hidden)
         return logits
 
 
-def _attend(parts: Sequence[Tensor], scale: float, factor: float = 1.0) -> Tensor:
+def _attend(parts: Sequence[Tensor], form: tuple[float, bool], factor: float = 1.0) -> Tensor:
     """Attend with ALiBi; queries, keys and values of shape (1, tokens, heads, width)."""
     query, key, value = (each.transpose(1, 2) for each in parts)
     heads, tokens, width = query.shape[1:]
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    scale, log = form
     slopes = torch.tensor(slopes_of(heads), dtype=torch.float64) * factor / scale
-    scores = query @ key.mT / math.sqrt(width) - slopes[:, None, None] * distance
+    counted = (1.0 + distance.clamp(min=0)).log() if log else distance
+    scores = query @ key.mT / math.sqrt(width) - slopes[:, None, None] * counted
     weights = scores.masked_fill(distance < 0, -math.inf).softmax(-1)
     return (weights @ value).transpose(1, 2).flatten(2)
 
 
-def _bloom(block: Any, hidden: Tensor, scale: float) -> Tensor:
+def _bloom(block: Any, hidden: Tensor, form: tuple[float, bool]) -> Tensor:
     own = block.self_attention
     fused = own.query_key_value(block.input_layernorm(hidden))
     parts = fused.unflatten(-1, (own.num_heads, 3, -1)).unbind(-2)
-    hidden = hidden + own.dense(_attend(parts, scale=scale))
+    hidden = hidden + own.dense(_attend(parts, form))
     inner = block.mlp.dense_h_to_4h(block.post_attention_layernorm(hidden))
     gelu = 0.5 * inner * (1 + torch.tanh(0.79788456 * inner * (1 + 0.044715 * inner * inner)))
     result: Tensor = hidden + block.mlp.dense_4h_to_h(gelu)
     return result
 
 
-def _mpt(block: Any, hidden: Tensor, scale: float) -> Tensor:
+def _mpt(block: Any, hidden: Tensor, form: tuple[float, bool]) -> Tensor:
     own = block.attn
     parts = own.Wqkv(block.norm_1(hidden)).unflatten(-1, (3, own.n_heads, -1)).unbind(-3)
-    hidden = hidden + own.out_proj(_attend(parts, scale=scale))
+    hidden = hidden + own.out_proj(_attend(parts, form))
     inner = torch.nn.functional.gelu(block.ffn.up_proj(block.norm_2(hidden)))
     result: Tensor = hidden + block.ffn.down_proj(inner)
     return result
 
 
-def _falcon(block: Any, hidden: Tensor, scale: float) -> Tensor:
+def _falcon(block: Any, hidden: Tensor, form: tuple[float, bool]) -> Tensor:
     """Attention and MLP side by side; the biases are divided by the root of the width, as the scores are."""
     own, normed = block.self_attention, block.input_layernorm(hidden)
     parts = own.query_key_value(normed).unflatten(-1, (own.num_heads, 3, -1)).unbind(-2)
-    attended = own.dense(_attend(parts, scale=scale, factor=own.head_dim**-0.5))
+    attended = own.dense(_attend(parts, form, factor=own.head_dim**-0.5))
     inner = torch.nn.functional.gelu(block.mlp.dense_h_to_4h(normed))
     result: Tensor = hidden + attended + block.mlp.dense_4h_to_h(inner)
     return result

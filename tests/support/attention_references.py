@@ -125,7 +125,7 @@ def position_map(name: str, length: int, **knobs: Any) -> Tensor:
 # Biases: a list with a number for every head
 
 
-def alibi(r: int, m: int, heads: int, scale: float = 1.0) -> list[float]:
+def alibi(r: int, m: int, heads: int, scale: float = 1.0, distance: str = "linear") -> list[float]:
     def slopes(count: int) -> list[float]:
         if math.log2(count).is_integer():
             first = 2 ** (-8 / count)
@@ -133,7 +133,8 @@ def alibi(r: int, m: int, heads: int, scale: float = 1.0) -> list[float]:
         power = 2 ** int(math.log2(count))
         return slopes(power) + slopes(2 * power)[0::2][: count - power]
 
-    return [-slope * r / scale for slope in slopes(heads)]
+    counted = math.log(1 + r) if distance == "log" else r
+    return [-slope * counted / scale for slope in slopes(heads)]
 
 
 def kerple_log(r: int, m: int, heads: int, r1: Sequence[float], r2: Sequence[float]) -> list[float]:
@@ -208,7 +209,7 @@ BIAS: dict[str, Callable[..., list[float]]] = {
 """By the method's name; the knobs and the parameters as plain numbers."""
 
 BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
-    "alibi": [{}, {"scale": 4.0}],
+    "alibi": [{}, {"scale": 4.0}, {"distance": "log"}, {"distance": "log", "scale": 2.0}],
     "sandwich": [{}, {"dim": 6}, {"dim": 6, "first": 0}],
     "t5": [
         {},

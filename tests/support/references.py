@@ -30,6 +30,22 @@ def pi(d: int, b: float, trained: int, length: int | None = None, *, scale: floa
     return [1.0 / (scale * b ** (2 * i / d)) for i in range(d // 2)], 1.0
 
 
+def diffusion_ntk(
+    d: int,
+    b: float,
+    trained: int,
+    length: int | None = None,
+    *,
+    scale: float,
+    both_sides: bool = True,
+) -> Table:
+    """He 2025 (arXiv 2510.10481): the factor lambda' on the base, with T_cap = 2 T_train, T_Ecap = 2 T_target."""
+    cap = (2 if both_sides else 1) * trained
+    critical = 2 * max(1, math.ceil(d / 2 * math.log(cap / (2 * math.pi), b)))
+    factor = (scale * cap / (2 * math.pi)) ** (d / critical) / b
+    return [(b * max(1.0, factor)) ** (-2 * i / d) for i in range(d // 2)], 1.0
+
+
 def dynamic_pi(d: int, b: float, trained: int, length: int | None = None) -> Table:
     return pi(d, b, trained, length, scale=_needed(trained, length))
 
@@ -173,6 +189,32 @@ def ntk_mixed(
     return [b ** (-2 * (j - 1) / d) / math.exp(a * j**q) for j in range(1, d // 2 + 1)], 1.0
 
 
+def mrrope(
+    d: int,
+    b: float,
+    trained: int,
+    length: int | None = None,
+    *,
+    scale: float,
+    ramp: str = "uniform",
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    **others: Any,
+) -> Table:
+    """Tian 2026 (arXiv 2601.22181), eq. 13-16: the digit j of a position has the radix ``b^(2/d) lambda_j``."""
+    low = math.floor(_turns_to_pair(beta_fast, d, b, trained))
+    high = math.ceil(_turns_to_pair(beta_slow, d, b, trained))
+    low, high = max(low, 0), min(high, d - 1)
+    n, table, weight = high - low, [], 1.0
+    for j in range(d // 2):
+        table.append(1.0 / (b ** (2 * j / d) * weight))
+        if low <= j < high:
+            weight *= scale ** (1 / n if ramp == "uniform" else 2 * (1 + j - low) / ((1 + n) * n))
+        elif n == 0 and j == low:
+            weight = scale
+    return table, yarn(d, b, trained, scale=scale, **others)[1]
+
+
 def llama3(
     d: int,
     b: float,
@@ -281,7 +323,7 @@ def _of_the_default_table(name: str) -> Callable[..., Table]:
 REFERENCES: dict[str, Callable[..., Table]] = {
     reference.__name__: reference
     for reference in (
-        *(pi, ntk, dynamic_pi, dynamic_ntk, partial_ntk, ntk_by_parts, yarn),
+        *(pi, ntk, diffusion_ntk, mrrope, dynamic_pi, dynamic_ntk, partial_ntk, ntk_by_parts, yarn),
         *(dynamic_partial_ntk, dynamic_yarn, ntk_mixed, llama3, longrope, abf, nope),
     )
 } | {name: _of_the_default_table(name) for name in FILTERS}
@@ -302,10 +344,16 @@ KNOBS: dict[str, dict[str, list[Any]]] = {
         "ramp": ["index", "rotations"],
     },
     "ntk_mixed": {"q": [0.75, 0.625, 1.0]},
+    "diffusion_ntk": {"both_sides": [True, False]},
     "llama3": {"low_freq_factor": [1.0, 0.5], "high_freq_factor": [4.0, 8.0]},
 }
 KNOBS["dynamic_partial_ntk"] = KNOBS["partial_ntk"]
 KNOBS["dynamic_yarn"] = KNOBS["ntk_by_parts"]
+KNOBS["mrrope"] = KNOBS["ntk_by_parts"] | {
+    "truncate": [True],
+    "ramp": ["uniform", "progressive"],
+    "mscale_all_dim": [None, 0.707],
+}
 KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
     "attention_factor": [None, None, 1.3],
     "mscale": [None, 0.707, 1.0],

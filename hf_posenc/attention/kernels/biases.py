@@ -82,8 +82,8 @@ def has_table(encoding: Encoding) -> bool:
 
 
 def _is_line(method: object) -> TypeGuard[ALiBi]:
-    """Return whether a bias is ALiBi's, also with slopes of a class of its own."""
-    return isinstance(method, ALiBi) and type(method).bias is ALiBi.bias
+    """Return whether a bias is ALiBi's line, also with slopes of a class of its own."""
+    return isinstance(method, ALiBi) and method.line
 
 
 def _kept(
