@@ -190,9 +190,10 @@ def test_pieces_score_every_later_token_once_even_a_single_last_one() -> None:
 
 
 def test_tokens_that_split_a_character_stand_for_all_of_it() -> None:
-    mask = torch.tensor([False, True, False, False])  # the second of two tokens for 1..4
-    ends = torch.tensor([1, 4, 4, 6])
-    assert carry(mask, ends, torch.tensor([1, 4, 4, 4, 5])).tolist() == [False, *[True] * 3, False]
+    ends, model_ends = torch.tensor([1, 4, 4, 6]), torch.tensor([1, 4, 4, 4, 5])
+    for first in (True, False):  # of two tokens for 1..4, both or the second
+        mask = torch.tensor([False, first, True, False])
+        assert carry(mask, ends, model_ends).tolist() == [False, *[True] * 3, False]
 
 
 def test_random_tokens_are_carried_as_intervals_are() -> None:
