@@ -405,19 +405,13 @@ class ExtendOptions(TailOptions):
     """Options of `hf-posenc extend` and `extend`.
 
     Attributes:
-        target_length: The length to do well at, in tokens, e.g. 16k. Default: four times the original length.
         budget: Time for the measurements, e.g. 90s, 30m or 2h. Documents, methods and prompts are fitted to it.
         max_regression: Accepted growth of perplexity, 0.02 for 2 %: on short texts, and on long ones against
             truncation.
     """
 
-    target_length: int | None = option(metavar="N", parse=read_length)
     budget: float = option(1800.0, metavar="TIME", parse=read_duration, value=None, shown="30m")
     max_regression: float = option(0.02, metavar="FRACTION", least=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", read_duration(self.budget, "budget"))
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
