@@ -99,6 +99,7 @@ class Method:
         trainable_with: The knob with which a method adds some that otherwise has none, in words.
         bidirectional: True if it is defined for keys after the query too, as encoders read them.
         for_rotary: True if models with a rotary embedding take it.
+        for_causal: True if it is meant for models that read what is before a token alone.
     """
 
     name: ClassVar[str]
@@ -117,6 +118,7 @@ class Method:
     trainable_with: ClassVar[str] = ""
     bidirectional: ClassVar[bool] = False
     for_rotary: ClassVar[bool] = True
+    for_causal: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -119,6 +119,7 @@ class DiffusionNTK(Scaled):
     source = "He et al. 2025, arXiv 2510.10481; Liu et al. 2025, arXiv 2506.14429"
     needs = "nothing (fine-tuning helps)"
     only_lowers_frequencies = False
+    for_causal = False
 
     both_sides: bool = field(default=True, metadata=switch())
 

@@ -245,7 +245,7 @@ def recommend(
     if carried.scaled:
         replaced = {"replace": True, **_length(carried.original, original)}
     start = Start(spec, target_length, beside, carried.reach, beside_attention, replaced)
-    kinds = [kind for kind in METHODS if kind.for_rotary and needed]
+    kinds = [kind for kind in METHODS if kind.for_rotary and kind.for_causal and needed]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
     model_type = inner.config.get_text_config(decoder=True).model_type
     return Advice(
