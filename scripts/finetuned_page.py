@@ -170,8 +170,10 @@ def _of_seeds(
     result: Mapping[str, Any], intro: str, header: list[str], lines: list[list[str]], group: str
 ) -> str:
     """Return a table below its introduction and the number of seeds."""
-    seeds = min(len(row["runs"]) for row in result["ways"].values())
-    many = "one seed" if seeds == 1 else f"mean (least-greatest) of {seeds} seeds"
+    seeds = {len(row["runs"]) for row in result["ways"].values()}
+    many = "one seed" if seeds == {1} else f"mean (least-greatest) of {max(seeds)} seeds"
+    if len(seeds) > 1:
+        many += ", a number alone of one seed"
     table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
     return f"{intro}, {many}.\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group {group}`."
 
