@@ -25,7 +25,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 FOLDERS = [ROOT / "docs", ROOT / "docs" / "concepts", ROOT / "docs" / "methods"]
 PAGES += [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
 EXPORTED = [ROOT / "docs" / "methods" / f"{m.name}.md" for m in METHODS if m.kind == "frequencies"]
-EXPORTED += [ROOT / "docs" / "shipping.md"]
+EXPORTED += [ROOT / "README.md", ROOT / "docs" / "shipping.md", ROOT / "docs" / "vllm.md"]
+EXPORTED += [ROOT / "docs" / "methods.md"]
 
 
 @pytest.mark.parametrize(

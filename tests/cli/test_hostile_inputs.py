@@ -226,7 +226,7 @@ CALLS: dict[str, dict[str, str]] = {
         "banana=5": "peft.LoraConfig does not take these options: ",
     },
     "Collator({})": {
-        "None": "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
+        "None": "Unknown kind of positions None. Available: contiguous, cream, endprompt, ",
         ")([{'input_ids': [1, 2], 'labels': [1]}]": "Example 0 of the batch has 1 labels for 2 tok",
     },
 }

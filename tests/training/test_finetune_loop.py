@@ -33,6 +33,8 @@ from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
+pytestmark = pytest.mark.slow  # whole trainings or graphs
+
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 9, 2
 BATCH = 4

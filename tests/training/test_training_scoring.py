@@ -26,6 +26,8 @@ from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
+pytestmark = pytest.mark.slow  # whole trainings or graphs
+
 LENGTHS = (32, 64)
 HELD_OUT = [prose(150 + 31 * n, n) for n in range(3)]
 TOKENS = 64

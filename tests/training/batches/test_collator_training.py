@@ -23,6 +23,8 @@ from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 from tests.support.zoo_registry import quiet
 
+pytestmark = pytest.mark.slow  # whole trainings or graphs
+
 datasets = pytest.importorskip("datasets")
 
 EXAMPLES, LENGTH, TARGET = 12, 8, 64

@@ -17,6 +17,8 @@ from tests.support import zoo
 from tests.support.selection import late
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, texts, trained
 
+pytestmark = pytest.mark.slow  # whole trainings or graphs
+
 LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
 
 

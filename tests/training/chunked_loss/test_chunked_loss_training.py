@@ -18,6 +18,8 @@ from tests.support.selection import late
 from tests.support.tiny_text import byte_tokenizer
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, both, texts, trained
 
+pytestmark = pytest.mark.slow  # whole trainings or graphs
+
 SILENT: Any = {"logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no"}
 SILENT["disable_tqdm"] = True
 
