@@ -399,7 +399,7 @@ def selftest(
 
     The last lines say which methods are fast in a prefill, in a step and in training, which are right but slow, and
     which backends failed their check. The exit status is 1 if one did.
-    `--json FILE` is what a bug report needs.
+    FILE is what a bug report needs.
     """
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")

@@ -194,7 +194,6 @@ class ProtocolOptions(ReadingOptions):
         tail_tokens: Tokens that `tail` scores. Default: 1024, at most half of the shortest length.
         stride: Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.
         aggregate: Units of equal weight: tokens, windows, batches or documents; or hf-docs.
-        compare: A published table to print beside; refused where its protocol is another one.
     """
 
     preset: str | None = option()

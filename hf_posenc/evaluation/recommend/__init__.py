@@ -168,10 +168,11 @@ class Advice:
             "".join(f" --patch {spec}" for spec in each)
             for each in (specs, own if self.carried.scaled else ())
         )
+        name = f" {self.name}" if self.name else ""
         commands = (
-            f"hf-posenc perplexity {self.name} {text} --lengths {lengths}{patches}",
-            f"hf-posenc retrieval {self.name} --lengths {lengths}{patches}",
-            f"hf-posenc sweep {self.name} {text} --target-length {self.target}{swept}",
+            f"hf-posenc perplexity{name} {text} --lengths {lengths}{patches}",
+            f"hf-posenc retrieval{name} --lengths {lengths}{patches}",
+            f"hf-posenc sweep{name} {text} --target-length {self.target}{swept}",
         )
         return commands if self.needed else commands[:1]
 
