@@ -132,11 +132,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes |= {"hidden_size": 32, "num_attention_heads": 2}
     for name, kind, length in (
         ("FacebookAI/roberta-base", "roberta", 66),
+        ("EuroBERT/EuroBERT-210m", "eurobert", 64),
         ("facebook/xglm-564M", "xglm", 64),
         ("openai-community/gpt2", "gpt2", 32),
     ):
         config = AutoConfig.for_model(kind, max_position_embeddings=length, **sizes)
-        auto: Any = AutoModelForMaskedLM if kind == "roberta" else AutoModelForCausalLM
+        auto: Any = AutoModelForMaskedLM if "bert" in kind else AutoModelForCausalLM
         auto.from_config(config).save_pretrained(place / name)
     shutil.copytree(ROOT / "docs/data/demo", place / "runs/demo")
     wide = tiny_checkpoint(place / "wide", vocab_size=259, max_position_embeddings=128)
