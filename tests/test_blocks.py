@@ -129,7 +129,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(model, place / "DIR")
     patched.save_pretrained(place / "DIR")
     sizes: dict[str, Any] = {"vocab_size": 99, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"hidden_size": 32, "num_attention_heads": 2}
+    sizes |= {"hidden_size": 32, "num_attention_heads": 2, "pad_token_id": 1}
     for name, kind, length in (
         ("FacebookAI/roberta-base", "roberta", 66),
         ("EuroBERT/EuroBERT-210m", "eurobert", 64),
