@@ -228,7 +228,7 @@ def test_what_cannot_be_tested_is_refused(options: dict[str, Any], said: str) ->
 @pytest.mark.parametrize(
     ("name", "field", "command"),
     [
-        ("bug", "selftest", "hf-posenc selftest --json selftest.json"),
+        ("bug", "selftest", "hf-posenc selftest selftest.json"),
         ("gpu", "json", "hf-posenc bench --suite gpu"),
     ],
 )
