@@ -48,7 +48,7 @@ def result_of(folder: Path) -> PerplexityResult:
     documents = dict.fromkeys(key[3] for key in values)
     sums: dict[tuple[str, str, int], dict[str, list[Any]]] = defaultdict(dict)
     for key, value in values.items():
-        for protocol, length, *numbers in value["sums"]:
+        for protocol, length, *numbers in value.get("sums", ()):  # none if it failed
             cell = sums[candidates[key[0]].label, protocol, length]
             before = cell.get(key[3], [0] * len(numbers))
             cell[key[3]] = [a + b for a, b in zip(before, numbers, strict=True)]
@@ -57,13 +57,13 @@ def result_of(folder: Path) -> PerplexityResult:
         settings=Settings.from_dict(about["settings"]),
         candidates=[MethodEntry.of(c) for c in candidates.values()],
         records=[
-            Record(*cell, document.split()[0], *numbers)
+            Record(*cell, document.rsplit(" ", 2)[0], *numbers)
             for cell, of in whole.items()
             for document, numbers in of.items()
         ],
         failures=[],
         documents=[
-            dict(zip(("name", "tokens_sha256", "text_sha256"), d.split(), strict=True))
+            dict(zip(("name", "tokens_sha256", "text_sha256"), d.rsplit(" ", 2), strict=True))
             for d in documents
         ],
         model=about["model"],

@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Request]] = {
         "yarn": ("yarn", {"scale": 4}),
     },
 }  # fmt: skip
-"""What is measured on each kind, by label; the first is what it was trained with."""
+"""The measurements of each kind of model, by label; the first is that of its training."""
 LENGTHS, TARGET, SHARE, DOCUMENTS = (256, 512, 1024), 128, 0.3, 12
 """Lengths in tokens, tokens in the scored part of a text, the share that is masked, and held-out texts."""
 

@@ -92,7 +92,7 @@ def headline() -> str:
         "below 1 is a gain. Bold: significantly different; empty: not measured."
     )
     sources = (
-        f"Code: {len(result.documents)} files that are newer than the model, on an H100. The first tokens of {books} "
+        f"Code: {len(result.documents)} files that are newer than the model, on an H100. Beginnings of {books} "
         "([all tables](docs/real_model.md#new-code-and-whole-books-on-a-gpu)). Passkeys: on a CPU. Prefill: one layer "
         "of 8B size on an H200 with the best kernel, in multiples of plain attention. vLLM's plug-in runs on a CPU so "
         "far."

@@ -182,7 +182,7 @@ class MethodsRun(Measurement[ItemT, ResultT]):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What determines the numbers beside model and settings."""
+        """Values that determine the numbers, beside the model and the settings."""
         return {}
 
     @property

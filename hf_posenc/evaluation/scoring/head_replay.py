@@ -46,7 +46,7 @@ LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
 
 LEAST_CHUNK, LEAST_MLP, LEAST_PREFILL, SHRINK = 64, 512, 512, 4
-"""Where memory runs out: limits of what is run at a time, in tokens, and the factor of a reduction."""
+"""Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
 
 T = TypeVar("T")
 _TILE = 64
