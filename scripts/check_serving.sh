@@ -4,7 +4,7 @@
 #   bash scripts/check_serving.sh          in a temporary folder
 #   bash scripts/check_serving.sh DIR      in an environment that is kept, and made if there is none
 #
-# The download is 300 MB, the run about ten minutes on two cores. Arguments after DIR are pytest's.
+# The download is 300 MB, the run about twenty minutes on two cores. Arguments after DIR are pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 place=${1:-}
