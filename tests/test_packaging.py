@@ -163,6 +163,9 @@ def test_the_release_publishes_what_ci_has_passed_without_a_token() -> None:
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert release["permissions"] == {}
     assert "secrets." not in (folder / "release.yml").read_text()
+    for file in folder.iterdir():  # a tag can be moved to another commit
+        for used in re.findall(r"uses: (\S+)", file.read_text()):
+            assert used.startswith("./") or re.search("@[0-9a-f]{40}$", used), (file.name, used)
     assert any("twine check --strict" in step.get("run", "") for step in jobs["build"]["steps"])
 
 
