@@ -272,6 +272,7 @@ class BenchResult(Result):
             yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
         if count < FEW_DOCUMENTS:
             yield FEW_NOTE
+        yield from measured.sample_sizes()
         yield from self.remarks
         yield from auto_scale_note(measured.candidates)
         if self.retrieval is not None:

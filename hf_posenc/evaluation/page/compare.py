@@ -193,7 +193,12 @@ def perplexity_verdict(result: PerplexityResult, protocol: str) -> str:
     verdict = f"significantly {statistics.VERDICTS[cell.differs]}"
     if not cell.differs:
         few = documents < statistics.FEW_DOCUMENTS
-        verdict = "too few documents for a verdict" if few else "not significantly different"
+        needs = (
+            f" (a difference of {statistics.CLAIM:.0%} would need {cell.needed or 0:,} documents)"
+        )
+        verdict = (
+            f"{statistics.TOO_FEW} for a verdict" if few else f"not significantly different{needs}"
+        )
     none = "" if better else "no method is significantly better; "
     also = f"; significantly better too: {', '.join(others)}" if others else ""
     patched = any(entry.label == control and entry.method for entry in result.candidates)

@@ -13,7 +13,13 @@ from hf_posenc.evaluation.grid import Field, Grid, failure_field, number, number
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.result import MethodEntry
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW, Failure, Interval
+from hf_posenc.evaluation.measuring.statistics import (
+    CLAIM,
+    FEW_DOCUMENTS,
+    TOO_FEW,
+    Failure,
+    Interval,
+)
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
@@ -250,7 +256,8 @@ class TuningResult(PerplexityResult):
             elif row.documents < FEW_DOCUMENTS:
                 yield f"There are {TOO_FEW} to compare it with {name}."
             elif not row.significant:
-                yield f"It is not significantly different from {name}."
+                needs = f": a difference of {CLAIM:.0%} would need {row.needed or 0:,} documents"
+                yield f"It is not significantly different from {name}{needs}."
             elif row.ratio > 1:
                 yield f"It is better than {name}."
             else:
