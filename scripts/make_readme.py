@@ -26,7 +26,14 @@ from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS, get_method
-from scripts import concept_pages, finetuned_page, gpu_table, method_pages, real_model_page
+from scripts import (
+    concept_pages,
+    evidence_page,
+    finetuned_page,
+    gpu_table,
+    headline,
+    method_pages,
+)
 from scripts.method_pages import expressed
 from scripts.results import (
     BENCHMARKS,
@@ -35,12 +42,14 @@ from scripts.results import (
     EVIDENCE,
     ROOT,
     UPDATES,
+    at,
     evidence,
     made_with,
     passkeys,
     perplexity,
     read,
-    tails,
+    summary,
+    table,
     update_mode,
 )
 
@@ -51,36 +60,31 @@ SHAPE = "heads 8/8"
 
 def demo() -> str:
     """Return the tail perplexities of the committed demo run, and its plot."""
-    result, cells = perplexity(DEMO), tails(DEMO)
-    lengths, labels = result.settings.lengths, [entry.label for entry in result.candidates]
-    rows = [
-        [
-            label,
-            *(f"{cells[label, n].perplexity:.2f}" if (label, n) in cells else "-" for n in lengths),
-        ]
-        for label in labels
-    ]
+    result = perplexity(DEMO)
+    cells = summary(record for record in result.records if record.protocol == "tail")
     intro = (
-        f"*Tail* perplexity by context length: that of the same {cells[labels[0], lengths[0]].tokens:,} tokens, the "
-        f"ends of {len(result.documents)} held-out modules.\nThe model is a Llama trained at {result.original} tokens; "
-        f"`auto` sets the scale to length / {result.original}:"
+        f"*Tail* perplexity by context length: that of the same {cells.tokens[0]:,} tokens, the ends of "
+        f"{len(result.documents)} held-out modules.\nThe model is a Llama trained at {result.original} tokens; `auto` "
+        f"sets the scale to length / {result.original}:"
     )
-    table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
-    best = []
-    for length in lengths[1:]:
-        rivals = (c for (label, n), c in cells.items() if n == length and label != TRUNCATION)
-        cell = min(rivals, key=lambda cell: cell.nats)
-        assert cell.ratio is not None
-        assert cell.ratio_interval is not None
-        ratio, ends = number(cell.ratio, 3), number_range(cell.ratio_interval, 3)
-        best.append(f"{cell.method} {ratio} ({ends}) at {length:,} tokens")
+    columns = {
+        f"{n:,}": at(cells, "tail", n, "perplexity").map("{:.2f}".format)
+        for n in result.settings.lengths
+    }
+    rivals = cells[(cells.method != TRUNCATION) & (cells.length > result.original)]
+    best = [
+        f"{c.method} {number(c.ratio, 3)} ({number_range(c.ratio_interval, 3)}) at {c.length:,} tokens"
+        for c in rivals.loc[rivals.groupby("length").nats.idxmin()].itertuples()
+    ]
     verdict = (
         f"Perplexity of the best other method divided by that of the control, `{TRUNCATION}` (paired intervals, "
         f"which hold together in 95 % of samples for all methods): {'; '.join(best)}."
     )
     length, found = passkeys(BENCHMARKS / "retrieval.csv")
-    shares = ", ".join(f"{label} {keys.first / keys.samples:.0%}" for label, keys in found.items())
-    chance = found[TRUNCATION].chance
+    shares = ", ".join(
+        f"{keys.Index} {keys.ranked / keys.samples:.0%}" for keys in found.itertuples()
+    )
+    chance = found.chance[TRUNCATION]
     retrieved = (
         f"Share of passkey prompts of {length:,} tokens in which the right passkey is the most probable of "
         f"{1 / chance:.0f}: {shares}; chance is {chance:.0%} ([retrieval.md](retrieval.md))."
@@ -88,7 +92,7 @@ def demo() -> str:
     made = f"Measured with {made_with(result.environment)}"
     link = "[data/demo/](data/demo/) has the intervals and every setting"
     plot = "![Perplexity by length](data/demo/perplexity.png)"
-    return f"{intro}\n\n{table}\n\n- {verdict}\n- {retrieved}\n- {made}; {link}.\n\n{plot}"
+    return f"{intro}\n\n{table(columns)}\n\n- {verdict}\n- {retrieved}\n- {made}; {link}.\n\n{plot}"
 
 
 def bench() -> str:
@@ -224,17 +228,16 @@ def serving_cost() -> str:
 
 
 Parts = Mapping[str, Callable[..., str]]
-REAL_MODEL_PAGES = (
-    *("README.md", "docs/real_model.md", "docs/choosing.md", "docs/extend.md"),
-    *("docs/recommend.md", "docs/retrieval.md"),
-)
+QUOTING = ("choosing", "extend", "recommend", "retrieval")
 CONCEPTS = ("cache", "extrapolation", "encodings", "rope", "scale")
 METHOD_PARTS: Parts = {
     "facts": lambda name: method_pages.method_facts(get_method(name)),
     "measured": lambda name: method_pages.measured(get_method(name)),
 }
 PAGES: dict[Path, Parts] = {
-    **{ROOT / page: vars(real_model_page) for page in REAL_MODEL_PAGES},
+    ROOT / "README.md": {"headline": headline.headline},
+    DOCS / "evidence.md": vars(evidence_page),
+    **{DOCS / f"{name}.md": vars(headline) for name in QUOTING},
     DOCS / "demo.md": {"demo": demo},
     DOCS / "bench.md": {"bench": bench},
     DOCS / "sweep.md": {kind.kind: partial(tuned, kind) for kind in (SweepResult, SearchResult)},

@@ -1,19 +1,18 @@
-"""Measure methods on SmolLM2-135M (`hf-posenc fetch smollm2`), and keep the results in docs/data/real_model/.
+"""Repeat what was measured on SmolLM2-135M by the commands in docs/data/real_model/, or measure more for that folder.
 
+    hf-posenc fetch smollm2
     python scripts/measure_real_model.py --work runs/real                  everything: about 27 hours on one core
-    python scripts/measure_real_model.py --work runs/real --only passkey   one part
+    python scripts/measure_real_model.py --work runs/real --only passkey   one result
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
-Every part but `agreement` and `recommend` is one command, which resumes where it was interrupted: `--patch` adds
-methods to what the folder has. What is committed counts as measured where Python and the packages are the same
-versions. All texts are files of installed packages, so that anyone has them.
+Every command resumes where it was interrupted. What is committed counts as measured where Python and the packages are
+the same versions. All texts are files of installed packages, so that anyone has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -38,11 +36,16 @@ from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.evaluation.perplexity import document_key
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
+from scripts.results import REAL_MODEL, ROOT, read
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "data" / "real_model"
-MODEL, TUNED = "smollm2", "finetuned"
-TEXTS, NEW_MODELS, TRAINING = "texts", "new_models", "train"
+PARTS = (
+    *("tail-16k", "passkey", "generated", "needles", "reasoning", "tail-2k", "finetuned"),
+    *("finetuned-tail", "finetuned-passkey", "extend", "longppl-16k", "tail-32k"),
+    *("agreement", "recommend", "copied"),
+)
+"""The results; a fine-tuning comes before the measurements of its model, and what no command computes at the end."""
+KEPT = ("perplexity", "retrieval", "extend", "training_log", "loss")
+"""Names of the files that become results: JSON, and pictures where one is committed."""
 # Written after the model was trained (its paper is of February 2025), with at least 32,768 of its tokens.
 NEW_CODE = {
     "gemma4.py": ("transformers", "models/gemma4/modeling_gemma4.py"),
@@ -54,8 +57,6 @@ NEW_MODEL_TYPES = (
     *("pp_doclayout_v2", "unlimited_ocr", "sam3_lite_text", "rf_detr", "edgetam_video"),
 )
 """Types of transformers whose code is newer than the model too: the documents of one kind that `extend` reads."""
-PYTHON_PARTS = 2
-"""The reference of the Python language, as `help()` has it, is cut into so many documents."""
 NOT_TRAINED_ON = {
     *("pydoc_data", "test", "tests", "idle_test", "idlelib"),
     *("lib2to3", "encodings", "site-packages"),
@@ -63,103 +64,47 @@ NOT_TRAINED_ON = {
 """Folders of the standard library without training text: what is measured, and tests, tables and old code."""
 LEAST_TRAINING_BYTES = 8192
 """Of a module that is trained on: it has a block of 2,048 tokens."""
-
-CONTROLS = ("none", "truncation", "attention_sinks")
-AT_16K = (
-    *("yarn:scale=2", "self_extend:scale=2", "rerope", "dual_chunk", "dynamic_yarn"),
-    *("sliding_window", "dynamic_ntk:scale=2", "ntk:scale=2", "ntk_by_parts:scale=2", "pi:scale=2"),
-    *("leaky_rerope:scale=2", "yarn:scale=2+log_n"),
-    *("self_extend:scale=4", "rerope+log_n", "ntk:scale=2.93"),
-)
-AT_32K = (
-    *("truncation", "dual_chunk", "yarn:scale=4", "self_extend:scale=4"),
-    *("rerope", "attention_sinks", "dynamic_yarn", "none"),
-)
-SEEKERS = ("truncation", "yarn:scale=2", "self_extend:scale=2", "dual_chunk", "rerope", "none")
-"""Methods of retrieval and LongPPL: a control first, what has the lowest perplexity, and the unpatched model."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One command: the texts that it reads, its methods, and the model, for fine-tuning a script that makes one."""
-
-    command: str
-    methods: tuple[str, ...] = ()
-    text: str = ""
-    model: str = MODEL
-
-
-TAIL = "perplexity --protocol tail --lengths 8k,16k"
-PASSKEY = "retrieval --tasks passkey --lengths 4k,12k --depths 11 --samples 1"
-NEEDLES = (
-    "retrieval --tasks niah_single_1,niah_multikey_2,vt --lengths 2k,12k --depths 5 --samples 1"
-)
-PARTS = {
-    "tail-16k": Part(TAIL, (*CONTROLS, *AT_16K), TEXTS),
-    "passkey": Part(PASSKEY, SEEKERS),
-    "generated": Part(f"{PASSKEY.replace('depths 11', 'depths 6')} --decode generate", SEEKERS),
-    "needles": Part(NEEDLES, SEEKERS),
-    "reasoning": Part("retrieval --tasks babilong_qa1 --lengths 256,512 --depths 5 --samples 12", ("none",)),
-    "tail-2k": Part("perplexity --protocol tail --lengths 2k --tail-tokens 1024", ("none", *AT_16K), TEXTS),
-    TUNED: Part(
-        "--patch yarn:scale=2 --positions pose --target_length 16384 --block_length 2048 --train lora "
-        "--learning_rate 1e-4 --lr_scheduler_type linear --warmup_steps 10 --max_steps 100 --save_steps 25 "
-        "--per_device_train_batch_size 1 --logging_steps 1 --no_score --report_to none", text=TRAINING),
-    f"{TUNED}-tail": Part(TAIL, ("none",), TEXTS, TUNED),
-    f"{TUNED}-passkey": Part(PASSKEY, ("none",), model=TUNED),
-    "extend": Part("extend --target-length 12k --budget 390m", text=NEW_MODELS),
-    "longppl-16k": Part("perplexity --protocol prefix --lengths 16k --longppl self@dual_chunk", SEEKERS, TEXTS),
-    "tail-32k": Part("perplexity --protocol tail --lengths 8k,32k", AT_32K, TEXTS),
-}  # fmt: skip
-FILES = ("perplexity", "retrieval", "extend", "training_log", "loss")
-"""Names of the results that are kept: as JSON, and for these parts as a picture."""
-PICTURES = ("passkey", "needles", TUNED)
-AGREEMENT, ADVICE, COPIED = "agreement", "recommend", "copied"
-CHARACTERS, WINDOW = 16_000, 2048
-"""Of the text that lm-evaluation-harness reads too, and the tokens of its windows."""
+MODEL, CHARACTERS, WINDOW = "smollm2", 16_000, 2048
+"""What lm-evaluation-harness reads too: characters of a text, and tokens of its windows."""
 RUN = 8
 """Tokens of a run that counts as copied if it occurs before."""
 
 
 def main(
     work: Annotated[Path, typer.Option(help="Folder of texts, records and results.")],
-    only: Annotated[str, typer.Option(help="The parts to measure, separated by commas.")] = "",
-    patch: Annotated[list[str] | None, typer.Option(help="Methods beside those of a part.")] = None,
-    first: Annotated[int, typer.Option(help="Only so many of the methods of a part.")] = 1000,
+    only: Annotated[str, typer.Option(help="The results to measure, separated by commas.")] = "",
+    patch: Annotated[list[str] | None, typer.Option(help="Methods beside those measured.")] = None,
 ) -> None:
-    """Write the documents, run the parts, and copy their results."""
+    """Write the documents, run the commands of the results, and keep what they write."""
     write_texts(work)
     computed: dict[str, Callable[[], dict[str, Any]]] = {
-        AGREEMENT: lambda: agreement(work / TEXTS / "python_1.txt"),
-        ADVICE: advice,
-        COPIED: lambda: copied(work / TEXTS),
+        "agreement": lambda: agreement(work / "texts" / "python_1.txt"),
+        "recommend": lambda: recommend(_opened()[0], 16_384).to_dict(),
+        "copied": lambda: copied(work / "texts"),
     }
-    for name in only.split(",") if only else (*PARTS, *computed):
+    for name in only.split(",") if only else PARTS:
         if name in computed:
-            write_atomically(RESULTS / f"{name}.json", to_json(computed[name]()))
+            write_atomically(REAL_MODEL / f"{name}.json", to_json(computed[name]()))
             continue
-        part = PARTS[name]
-        methods = (*part.methods[:first], *(patch or ()))
-        text = f"--text {part.text}" if part.text else ""
-        if name == TUNED:
+        folder = REAL_MODEL / name
+        tuning = folder.is_dir()
+        values = read(folder / "training_log.json" if tuning else folder.with_suffix(".json"))
+        command = values.get("command") or values["about"]["command"]
+        words = shlex.split(f"{command} {'--output_dir' if tuning else '--output'} {name}")
+        words += [word for spec in patch or () for word in ("--patch", spec)]
+        program = [sys.executable, "-c", "from hf_posenc.cli import main; main()", *words[1:]]
+        if tuning:  # accelerate launch SCRIPT ...
             program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--quiet"]
-            program += ["--num_processes", "1", str(ROOT / "scripts" / "finetune.py")]
-            line = f"--model {MODEL} {part.command} {text} --output_dir {name}"
+            program += ["--num_processes", "1", str(ROOT / words[2]), *words[3:]]
         else:
-            program = [sys.executable, "-c", "from hf_posenc.cli import main; main()"]
-            flags = " ".join(f"--patch {spec}" for spec in methods)
-            line = f"{part.command} {part.model} {text} {flags} --dtype float32 --output {name}"
-        print(f"$ {'scripts/finetune.py' if name == TUNED else 'hf-posenc'} {line}", flush=True)
-        if (committed := RESULTS / f"{name}.json").exists():
-            restore(work / name, json.loads(committed.read_text(encoding="utf-8")))
+            restore(work / name, values)
+        print(f"$ {shlex.join(words)}", flush=True)
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([*program, *shlex.split(line)], env=environ, cwd=work, check=True)
-        (RESULTS / TUNED).mkdir(parents=True, exist_ok=True)
-        for file in (work / name).glob("*.*"):
-            kinds = (".json", ".png") if name in PICTURES else (".json",)
-            if file.stem in FILES and file.suffix in kinds:
-                kept = f"{name}/{file.name}" if name == TUNED else f"{name}{file.suffix}"
-                shutil.copyfile(file, RESULTS / kept)
+        subprocess.run(program, env=environ, cwd=work, check=True)
+        for file in (file for file in (work / name).glob("*.*") if file.stem in KEPT):
+            kept = folder / file.name if tuning else folder.with_suffix(file.suffix)
+            if kept.exists():
+                shutil.copyfile(file, kept)
 
 
 def restore(folder: Path, result: Mapping[str, Any]) -> None:
@@ -201,7 +146,7 @@ def agreement(file: Path) -> dict[str, Any]:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model, tokenizer, name = open_session(ModelOptions(model=MODEL, dtype="float32"))
+    model, tokenizer, name = _opened()
     text = file.read_text(encoding="utf-8")[:CHARACTERS]
     window: dict[str, Any] = {"preset": "lm-eval", "lengths": [WINDOW]}
     rows = []
@@ -227,19 +172,13 @@ def agreement(file: Path) -> dict[str, Any]:
     return {"kind": "agreement", "model": name, "rows": rows, "ruler": ruler, "versions": packages}
 
 
-def advice() -> dict[str, Any]:
-    """Return what `recommend` says about the model and the longest texts of the first part."""
-    model, _, _ = open_session(ModelOptions(model=MODEL, dtype="float32"))
-    return recommend(model, 16_384).to_dict()
-
-
 def copied(folder: Path) -> dict[str, Any]:
     """Return the share of tokens that end a run which occurs farther back than the model reads, and not nearer.
 
     Of the scored tokens of each document: its tail with 16,384 and with 32,768 tokens, and the second half of its first
     16,384.
     """
-    model, tokenizer, name = open_session(ModelOptions(model=MODEL, dtype="float32"))
+    model, tokenizer, name = _opened()
     reach, rows = model.config.max_position_embeddings, []
     for file in sorted(folder.iterdir()):
         ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
@@ -263,7 +202,7 @@ def copied_share(ids: Sequence[int], begin: int, reach: int) -> float:
 
 def write_texts(work: Path) -> None:
     """Write the documents as files of three folders: those measured, those of `extend`, and those trained on."""
-    texts, models, training = (work / name for name in (TEXTS, NEW_MODELS, TRAINING))
+    texts, models, training = (work / name for name in ("texts", "new_models", "train"))
     for folder in (texts, models, training):
         folder.mkdir(parents=True, exist_ok=True)
     for name, (package, file) in NEW_CODE.items():
@@ -271,17 +210,22 @@ def write_texts(work: Path) -> None:
     for name in NEW_MODEL_TYPES:
         code = _package("transformers") / "models" / name / f"modeling_{name}.py"
         shutil.copyfile(code, models / code.name)
-    names = sorted(topics)
-    size = -(-len(names) // PYTHON_PARTS)
-    for part in range(PYTHON_PARTS):
-        own = names[part * size : (part + 1) * size]
+    names = sorted(
+        topics
+    )  # the reference of the Python language, as `help()` has it, in two halves
+    half = -(-len(names) // 2)
+    for part, own in enumerate((names[:half], names[half:]), 1):
         text = "\n\n".join(topics[name] for name in own)
-        (texts / f"python_{part + 1}.txt").write_text(text, encoding="utf-8")
+        (texts / f"python_{part}.txt").write_text(text, encoding="utf-8")
     library = Path(os.__file__).parent
     for module in sorted(library.rglob("*.py")):
         path = module.relative_to(library)
         if not NOT_TRAINED_ON & set(path.parts) and module.stat().st_size >= LEAST_TRAINING_BYTES:
             shutil.copyfile(module, training / "_".join(path.parts))
+
+
+def _opened() -> tuple[Any, Any, str | None]:
+    return open_session(ModelOptions(model=MODEL, dtype="float32"))
 
 
 def _package(name: str) -> Path:

@@ -191,13 +191,13 @@ def _embedded(method: type[Method]) -> Iterator[str]:
 def _retrieval(method: type[Method]) -> Iterator[str]:
     """Passkeys that are ranked first and that are answered, in the longest prompts of the embedded model."""
     longest, found = passkeys(BENCHMARKS / "retrieval.csv")
-    control = found[TRUNCATION]
-    for label, keys in found.items():
-        if _of(label, method):
+    control = found.loc[TRUNCATION]
+    for keys in found.itertuples():
+        if _of(keys.Index, method):
             yield (
-                f"**Embedded model, passkeys** at {longest:,} tokens: {keys.first} of {keys.samples} ranked first "
+                f"**Embedded model, passkeys** at {longest:,} tokens: {keys.ranked} of {keys.samples} ranked first "
                 f"among {1 / keys.chance:.0f} candidates, {keys.answered or 'none'} answered "
-                f"(truncation {control.first} and {control.answered or 'none'})."
+                f"(truncation {control.ranked} and {control.answered or 'none'})."
             )
 
 
@@ -279,7 +279,9 @@ def _real(method: type[Method]) -> str:
     if not found:
         return "**SmolLM2-135M**: not measured on it."
     lines = "; ".join(f"`{label}` {', '.join(texts)}" for label, texts in found.items())
-    return f"**SmolLM2-135M**, tail perplexity and passkeys ([all methods](../real_model.md)): {lines}."
+    return (
+        f"**SmolLM2-135M**, tail perplexity and passkeys ([all methods](../evidence.md)): {lines}."
+    )
 
 
 def _real_tail(file: Path, method: type[Method]) -> Iterator[tuple[str, str]]:
@@ -298,12 +300,12 @@ def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
     if not file.exists():
         return
     longest, found = passkeys(file)
-    cut = found.get(TRUNCATION)
-    control = "" if cut is None else f" (truncation {cut.answered} and {cut.first})"
-    for label, keys in found.items():
-        if _of(label, method):
+    cut = found[found.index == TRUNCATION].itertuples()
+    control = "".join(f" (truncation {keys.answered} and {keys.ranked})" for keys in cut)
+    for keys in found.itertuples():
+        if _of(keys.Index, method):
             answered = f"{keys.answered} of {keys.samples} passkeys at {longest:,} tokens answered"
-            yield label, f"{answered}, {keys.first} ranked first{control}"
+            yield keys.Index, f"{answered}, {keys.ranked} ranked first{control}"
 
 
 def _labels(result: PerplexityResult, method: type[Method]) -> list[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COVERAGE = 0.95
 """Share of all samples of documents whose interval, or whose whole family of intervals, contains the true values."""
 FEW_DOCUMENTS = 5
-"""The fewest documents with an interval and a verdict.
+"""The fewest documents with an interval and a verdict: of equal weight, or worth so many (`estimate`).
 
 With fewer, the interval of a mean is wider than the range from the lowest document to the highest (1.4 times with four,
 2.6 with three), so the documents themselves say more. On measured ratios it also misses the truth more often: intervals
@@ -33,9 +33,13 @@ of 95 % contain it in 93 % of samples of five documents, in 90 % of samples of t
 """
 TOO_FEW = "too few documents"
 """What is printed where there are fewer."""
-FEW_NOTE = f"{TOO_FEW.capitalize()} for ranges and verdicts: {FEW_DOCUMENTS} are needed."
+FEW_NOTE = (
+    f"{TOO_FEW.capitalize()} for ranges and verdicts: {FEW_DOCUMENTS} of equal weight are needed."
+)
 CLAIM, POWER = 0.01, 0.8
 """The difference that `needed` documents show, as a share of the perplexity, in this share of samples."""
+NEEDED = f"{100 * CLAIM:g} % would need {{:,}} documents"
+"""How such a number is worded beside a ratio."""
 
 ROUNDING = 1e-4
 """A ratio of perplexities this close to 1 is rounding: other kernels on the same numbers."""
@@ -99,7 +103,7 @@ class Cell:
 
     Attributes:
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
-        interval: 95 % interval of the perplexity over documents; `None` with fewer than `FEW_DOCUMENTS`.
+        interval: 95 % interval of the perplexity over documents; `None` with too few (`FEW_DOCUMENTS`).
         ratio_interval: Interval of the ratio, paired by document; the intervals of all methods under a protocol at a
             length hold together in 95 % of samples.
     """
@@ -272,23 +276,21 @@ def _cell(
 ) -> Cell:
     """Return the cell of records of all documents, and its ratio to the baseline if that is complete."""
     unit = 1.0 if base is None else math.log(base)
-    documents = sum(row.weight > 0 for row in rows)
+    own = _weighted(rows, aggregate)
+    few = round(_jackknife(*own, None)[2]) < FEW_DOCUMENTS
 
     def power(loss: float) -> float:
         return exp_or_inf(loss * unit)
 
     def powers(interval: Interval | None) -> Interval | None:
-        if interval is None or documents < FEW_DOCUMENTS:
-            return None
-        return power(interval[0]), power(interval[1])
+        return None if interval is None or few else (power(interval[0]), power(interval[1]))
 
-    own = _weighted(rows, aggregate)
     loss, interval = estimate(*own)
     difference = ratio_interval = needed = None
     if len(baseline) == len(rows):
         reference = _weighted(baseline, aggregate)
         difference, ratio_interval = estimate(*own, reference, comparisons)
-        if documents >= FEW_DOCUMENTS and baseline[0].method != rows[0].method:
+        if not few and baseline[0].method != rows[0].method:
             needed = documents_needed(*own, reference, comparisons, math.log1p(CLAIM) / unit)
     nats = math.fsum(row.nats for row in rows)
     size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
@@ -304,7 +306,7 @@ def _cell(
         tokens=sum(row.tokens for row in rows),
         bytes=size,
         words=words,
-        documents=documents,
+        documents=sum(row.weight > 0 for row in rows),
         needed=needed,
     )
 

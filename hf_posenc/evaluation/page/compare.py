@@ -192,7 +192,7 @@ def perplexity_verdict(result: PerplexityResult, protocol: str) -> str:
     interval = f" ({'-'.join(map(ratio_text, cell.ratio_interval))})" if cell.ratio_interval else ""
     verdict = f"significantly {statistics.VERDICTS[cell.differs]}"
     if not cell.differs:
-        few = documents < statistics.FEW_DOCUMENTS
+        few = cell.ratio_interval is None
         needs = (
             f" (a difference of {statistics.CLAIM:.0%} would need {cell.needed or 0:,} documents)"
         )

@@ -22,7 +22,6 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
     CLAIM,
-    FEW_DOCUMENTS,
     FEW_NOTE,
     POWER,
     Cell,
@@ -204,14 +203,15 @@ class PerplexityResult(MethodsResult[Cell]):
         settings, count = self.settings, len(self.documents)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         texts = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
-        ranges = "ranges: 95 % intervals over documents; " * (count >= FEW_DOCUMENTS)
+        told = [cell.interval is not None for cell in self.cells if math.isfinite(cell.perplexity)]
+        ranges = "ranges: 95 % intervals over documents; " * any(told)
         yield f"{texts}{skipped}; {ranges}bits/byte at {settings.lengths[-1]:,} tokens."
         if any(cell.differs for cell in self.cells):
             yield (
                 f"↓ ↑: significantly lower or higher than {self._baseline} (paired intervals of the ratios; all of a "
                 "column hold together in 95 % of samples: Bonferroni); no arrow: the difference may be chance."
             )
-        if count < FEW_DOCUMENTS:
+        if not all(told):
             yield FEW_NOTE
         yield from self.sample_sizes()
         special = len(self.model.get("bos", {}).get("token_ids", ()))
