@@ -87,9 +87,8 @@ def main(folder: str, name: str) -> None:
     """Write the values of a folder under a name."""
     if not NAME.fullmatch(name):
         sys.exit(f"{name} is no MODEL-TEXTS-MACHINE: give three words, such as smollm2-books-h100.")
-    results.ADDED.mkdir(parents=True, exist_ok=True)
-    text = to_json(values_of(Path(folder)))
-    (results.ADDED / f"{name}.json").write_text(text, encoding="utf-8")
+    file = results.DATA / "evidence" / f"{name}.json"
+    file.write_text(to_json(values_of(Path(folder))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,28 +25,37 @@ from scripts.results import DATA, at, losses, made_with, read, summary, table
 ATTENTION = DATA / "gpu" / "h200.json"
 """Times of attention, by method, phase and length."""
 SECOND_HALF = "second half"
+ASKED = ("code", "books")
+"""Texts with a section of their own on the page."""
 KINDS: dict[str, Any] = {"perplexity": PerplexityResult, "retrieval": RetrievalResult}
 
 
 def result_of(name: str, kind: str) -> Any:
-    """Return a result in docs/data/, or that in a benchmark; `None` if it is of another kind."""
-    values = read(DATA / f"{name}.json")
-    values = values.get(kind) if values["kind"] == "bench" else values
+    """Return a result in docs/data/, or that in a benchmark, which names its processor; `None` if of another kind."""
+    values = read(results.DATA / f"{name}.json")
+    if values["kind"] == "bench":
+        device, values = (values["speed"] or {}).get("device"), values[kind]
+        if values and device:
+            values = values | {"model": values["model"] | {"device": device}}
     return KINDS[kind].from_dict(values) if values and values["kind"] == kind else None
 
 
 def added(kind: str, texts: str = "") -> str:
-    """Return the tables of all added results of a kind, of some texts; of perplexity the verdicts too."""
+    """Return the tables of added results of a kind: of some texts, else of those that no other part of the page names.
+
+    The verdicts follow those of perplexity.
+    """
     parts = []
-    for file in sorted(results.ADDED.glob("*.json")):
-        name = f"evidence/{file.stem}"
-        result = result_of(name, kind) if not texts or texts == file.stem.split("-")[1] else None
+    for file in sorted((results.DATA / "evidence").glob("*.json")):
+        name, own = f"evidence/{file.stem}", file.stem.split("-")[1]
+        chosen = own == texts if texts else kind == "retrieval" or own not in ASKED
+        result = result_of(name, kind) if chosen else None
         if result is not None and kind == "retrieval":
             parts.append(answers(name))
         elif result is not None:
             verdicts = (f"- {perplexity_verdict(result, p)}" for p in result.settings.protocols)
             parts += [perplexities(name), "\n".join(verdicts)]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "None so far."
 
 
 def perplexities(name: str, protocols: str = "", *controls: str) -> str:
@@ -222,12 +231,12 @@ def agreement() -> str:
     )
 
 
-def commands() -> str:
+def commands(machine: str = "") -> str:
     """Return the command of every result, its machine, versions and hashes, as far as its records have them."""
-    lines = []
-    for file in sorted(DATA.glob("evidence/*.json")) + sorted(DATA.glob("real_model/*.json")):
+    lines, files = [], sorted(results.DATA.glob(f"evidence/*{machine}.json"))
+    for file in files if machine else [*files, *sorted(DATA.glob("real_model/*.json"))]:
         values = read(file)
-        values = values.get("perplexity", values) if values["kind"] == "bench" else values
+        values = values["perplexity"] if values["kind"] == "bench" else values
         if values.get("command"):
             model, versions = values["model"], made_with(values["environment"])
             hashes = model["weights_sha256"][:16], model["tokenizer"]["sha256"][:16]
@@ -236,9 +245,4 @@ def commands() -> str:
             lines += textwrap.wrap(
                 values["command"], 110, initial_indent="  ", subsequent_indent="    "
             )
-    log = TrainingLog.read(DATA / "real_model" / "finetuned")
-    lines += [
-        "finetuned:",
-        *textwrap.wrap(log.command, 110, initial_indent="  ", subsequent_indent="    "),
-    ]
     return "```text\n" + "\n".join(lines) + "\n```"

@@ -17,7 +17,7 @@ from scripts import evidence_page, results
 from scripts.evidence_page import answers as answers
 from scripts.method_pages import expressed
 from scripts.results import (
-    ADDED,
+    DATA,
     DEMO,
     REAL_MODEL,
     at,
@@ -31,7 +31,7 @@ from scripts.results import (
 
 SHOWN = (TRUNCATION, "yarn", "dynamic_yarn", "self_extend", "rerope")
 """The methods in README.md: the control, and those that it recommends."""
-CODE, BOOKS = (ADDED / f"smollm2-{texts}-h100.json" for texts in ("code", "books"))
+CODE, BOOKS = (DATA / "evidence" / f"smollm2-{texts}-h100.json" for texts in ("code", "books"))
 SHORT, TAILS, LONGER = (REAL_MODEL / f"tail-{length}.json" for length in ("2k", "16k", "32k"))
 PASSKEY = REAL_MODEL / "passkey.json"
 

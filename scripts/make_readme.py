@@ -236,6 +236,7 @@ METHOD_PARTS: Parts = {
 }
 PAGES: dict[Path, Parts] = {
     ROOT / "README.md": {"headline": headline.headline},
+    ROOT / "CONTRIBUTING.md": {"commands": evidence_page.commands},
     DOCS / "evidence.md": vars(evidence_page),
     **{DOCS / f"{name}.md": vars(headline) for name in QUOTING},
     DOCS / "demo.md": {"demo": demo},

@@ -36,6 +36,8 @@ from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.evaluation.perplexity import document_key
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 from scripts.results import REAL_MODEL, ROOT, read
 
 PARTS = (

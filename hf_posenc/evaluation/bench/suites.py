@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.options import PERPLEXITY_METHODS, RETRIEVAL_METHODS, BenchOptions
+from hf_posenc.evaluation.options import (
+    EVIDENCE_METHODS,
+    PERPLEXITY_METHODS,
+    RETRIEVAL_METHODS,
+    BenchOptions,
+)
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 
 
@@ -50,6 +55,16 @@ SUITES = {
         reach=4,
         lengths=3,
         tasks=("passkey", "niah_single_1"),
+        samples=2,
+        rounds=3,
+    ),
+    # an entry of docs/evidence.md, with its texts; minutes on a GPU, a night on a CPU
+    "evidence": Suite(
+        methods=EVIDENCE_METHODS,
+        documents=24,
+        reach=4,
+        lengths=3,
+        tasks=("passkey", "niah_multikey_2", "vt"),
         samples=2,
         rounds=3,
     ),

@@ -193,11 +193,9 @@ def perplexity_verdict(result: PerplexityResult, protocol: str) -> str:
     verdict = f"significantly {statistics.VERDICTS[cell.differs]}"
     if not cell.differs:
         few = cell.ratio_interval is None
-        needs = (
-            f" (a difference of {statistics.CLAIM:.0%} would need {cell.needed or 0:,} documents)"
-        )
+        needs = statistics.NEEDED.format(cell.needed or 0)
         verdict = (
-            f"{statistics.TOO_FEW} for a verdict" if few else f"not significantly different{needs}"
+            "too few documents for a verdict" if few else f"not significantly different ({needs})"
         )
     none = "" if better else "no method is significantly better; "
     also = f"; significantly better too: {', '.join(others)}" if others else ""

@@ -232,16 +232,13 @@ class PerplexityResult(MethodsResult[Cell]):
         control = TRUNCATION if TRUNCATION in labels else self._baseline
         protocol = self._last_protocol(length)
         records = [r for r in self.records if (r.protocol, r.length) == (protocol, length)]
-        about: dict[str, Any] = {
-            "aggregate": self.settings.aggregate,
-            "base": self.settings.base,
-            "baseline": control,
-        }
-        needed = [f"{c.method} {c.needed:,}" for c in summarize(records, **about) if c.needed]
+        about: dict[str, Any] = {"aggregate": self.settings.aggregate, "base": self.settings.base}
+        cells = summarize(records, baseline=control, **about)
+        needed = ", ".join(f"{cell.method} {cell.needed:,}" for cell in cells if cell.needed)
         if needed:
             yield (
-                f"Documents that a difference of {CLAIM:.0%} from {control} would need ({protocol}, {length:,} tokens; "
-                f"significant in {POWER:.0%} of samples, by the measured spread): {', '.join(needed)}."
+                f"Documents with which a difference of {100 * CLAIM:g} % from {control} would be significant in "
+                f"{100 * POWER:g} % of samples, by the measured spread ({protocol}, {length:,} tokens): {needed}."
             )
 
     @property

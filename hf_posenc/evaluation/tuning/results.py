@@ -14,8 +14,8 @@ from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import (
-    CLAIM,
     FEW_DOCUMENTS,
+    NEEDED,
     TOO_FEW,
     Failure,
     Interval,
@@ -256,8 +256,8 @@ class TuningResult(PerplexityResult):
             elif row.documents < FEW_DOCUMENTS:
                 yield f"There are {TOO_FEW} to compare it with {name}."
             elif not row.significant:
-                needs = f": a difference of {CLAIM:.0%} would need {row.needed or 0:,} documents"
-                yield f"It is not significantly different from {name}{needs}."
+                needs = NEEDED.format(row.needed or 0)
+                yield f"It is not significantly different from {name} ({needs})."
             elif row.ratio > 1:
                 yield f"It is better than {name}."
             else:
