@@ -14,20 +14,8 @@ from hf_posenc.evaluation.grid import markdown_table, number, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.page.compare import perplexity_verdict
 from scripts import evidence_page, results
-from scripts.evidence_page import answers as answers
 from scripts.method_pages import expressed
-from scripts.results import (
-    DATA,
-    DEMO,
-    REAL_MODEL,
-    at,
-    losses,
-    perplexity,
-    read,
-    retrieval,
-    summary,
-    table,
-)
+from scripts.results import DATA, DEMO, REAL_MODEL, at, perplexity, read, retrieval, summary, table
 
 SHOWN = (TRUNCATION, "yarn", "dynamic_yarn", "self_extend", "rerope")
 """The methods in README.md: the control, and those that it recommends."""
@@ -170,7 +158,7 @@ def extended() -> str:
 def _without_one(result: ExtendResult) -> str:
     """Return how far the winner's ratio to truncation hangs on one of the documents that judged it."""
     assert result.perplexity is not None
-    loss, bound = losses(result.perplexity.records, result.lengths[1]), 1 + result.bound
+    loss, bound = results.losses(result.perplexity.records, result.lengths[1]), 1 + result.bound
     gains = loss[result.winner] - loss[TRUNCATION]
     ratios = np.exp((gains.sum() - gains) / (len(gains) - 1))
     return (

@@ -238,7 +238,7 @@ PAGES: dict[Path, Parts] = {
     ROOT / "README.md": {"headline": headline.headline},
     ROOT / "CONTRIBUTING.md": {"commands": evidence_page.commands},
     DOCS / "evidence.md": vars(evidence_page),
-    **{DOCS / f"{name}.md": vars(headline) for name in QUOTING},
+    **{DOCS / f"{name}.md": vars(evidence_page) | vars(headline) for name in QUOTING},
     DOCS / "demo.md": {"demo": demo},
     DOCS / "bench.md": {"bench": bench},
     DOCS / "sweep.md": {kind.kind: partial(tuned, kind) for kind in (SweepResult, SearchResult)},

@@ -18,18 +18,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from hf_posenc.cli.loading import open_session
-from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Key, record_line
 from hf_posenc.evaluation.options import ModelOptions
@@ -43,7 +39,7 @@ from scripts.results import REAL_MODEL, ROOT, read
 PARTS = (
     *("tail-16k", "passkey", "generated", "needles", "reasoning", "tail-2k", "finetuned"),
     *("finetuned-tail", "finetuned-passkey", "extend", "longppl-16k", "tail-32k"),
-    *("agreement", "recommend", "copied"),
+    *("recommend", "copied"),
 )
 """The results; a fine-tuning comes before the measurements of its model, and what no command computes at the end."""
 KEPT = ("perplexity", "retrieval", "extend", "training_log", "loss")
@@ -66,8 +62,6 @@ NOT_TRAINED_ON = {
 """Folders of the standard library without training text: what is measured, and tests, tables and old code."""
 LEAST_TRAINING_BYTES = 8192
 """Of a module that is trained on: it has a block of 2,048 tokens."""
-MODEL, CHARACTERS, WINDOW = "smollm2", 16_000, 2048
-"""What lm-evaluation-harness reads too: characters of a text, and tokens of its windows."""
 RUN = 8
 """Tokens of a run that counts as copied if it occurs before."""
 
@@ -80,7 +74,6 @@ def main(
     """Write the documents, run the commands of the results, and keep what they write."""
     write_texts(work)
     computed: dict[str, Callable[[], dict[str, Any]]] = {
-        "agreement": lambda: agreement(work / "texts" / "python_1.txt"),
         "recommend": lambda: recommend(_opened()[0], 16_384).to_dict(),
         "copied": lambda: copied(work / "texts"),
     }
@@ -142,38 +135,6 @@ def restore(folder: Path, result: Mapping[str, Any]) -> None:
     path.write_bytes(b"".join(record_line(*entry) for entry in values.items()))
 
 
-def agreement(file: Path) -> dict[str, Any]:
-    """Compare with lm-evaluation-harness: log likelihoods of a text in windows, and an answer to a prompt of RULER."""
-    from lm_eval import simple_evaluate
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    model, tokenizer, name = _opened()
-    text = file.read_text(encoding="utf-8")[:CHARACTERS]
-    window: dict[str, Any] = {"preset": "lm-eval", "lengths": [WINDOW]}
-    rows = []
-    for spec in ("none", "yarn:scale=2", "rerope"):
-        own = measure_perplexity(model, tokenizer, [text], methods=[spec], **window).cells[0]
-        with Candidate.parse(spec).checked(model).applied(model, WINDOW):
-            harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=WINDOW)
-            request = Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
-            (theirs,) = harness.loglikelihood_rolling([request], disable_tqdm=True)
-        rows.append({"method": spec, "tokens": own.tokens, "nats": own.nats, "harness": -theirs})
-    yarn = Candidate.parse("yarn:scale=2").checked(model)
-    with tempfile.TemporaryDirectory() as folder, yarn.applied(model, WINDOW):
-        tokenizer.save_pretrained(folder)  # the generator of prompts reads it by name
-        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=WINDOW)
-        about = {"tokenizer": folder, "max_seq_lengths": [WINDOW]}
-        results = simple_evaluate(harness, tasks=["niah_single_1"], metadata=about, limit=1)
-        sample = results["samples"]["niah_single_1"][0]
-        ids = torch.tensor([harness.tok_encode(sample["arguments"][0][0])])
-        new = model.generate(ids, max_new_tokens=128, do_sample=False)[0, ids.shape[1] :]
-    ruler = {"prompt_tokens": ids.shape[1], "harness": sample["resps"][0][0]}
-    ruler["generate"] = tokenizer.decode(new, skip_special_tokens=True)
-    packages = {name: version(name) for name in ("lm_eval", "torch", "transformers")}
-    return {"kind": "agreement", "model": name, "rows": rows, "ruler": ruler, "versions": packages}
-
-
 def copied(folder: Path) -> dict[str, Any]:
     """Return the share of tokens that end a run which occurs farther back than the model reads, and not nearer.
 
@@ -227,7 +188,7 @@ def write_texts(work: Path) -> None:
 
 
 def _opened() -> tuple[Any, Any, str | None]:
-    return open_session(ModelOptions(model=MODEL, dtype="float32"))
+    return open_session(ModelOptions(model="smollm2", dtype="float32"))
 
 
 def _package(name: str) -> Path:

@@ -118,19 +118,12 @@ def passkeys(file: Path) -> tuple[int, Any]:
     Of `samples` prompts, the passkey is answered in `answered` and the most probable candidate in `ranked`; `chance` is
     the share of prompts in which a random candidate is the passkey.
     """
-    cells = (
-        pandas.DataFrame()
-        if file.suffix == ".csv"
-        else pandas.DataFrame(map(vars, retrieval(file).cells))
-    )
-    rows = pandas.read_csv(file).query("depth.isna()") if cells.empty else cells
-    rows = rows[rows.task == "passkey"]
-    longest = int(rows.length.max()) if len(rows) else 0
-    rows = rows[rows.length == longest].set_index("method")
-    counts = {"answered": rows.accuracy * rows.samples, "ranked": rows["first"] * rows.samples}
-    return longest, rows.assign(
-        **{name: count.round().astype(int) for name, count in counts.items()}
-    )
+    every = pandas.read_csv(file) if file.suffix == ".csv" else retrieval(file).frame
+    rows = every.query("task == 'passkey' and depth.isna()")
+    rows = rows.query("length == length.max()").set_index("method")
+    answered, ranked = ((rows[share] * rows.samples).round() for share in ("accuracy", "first"))
+    counts = rows.assign(answered=answered, ranked=ranked)
+    return int(rows.length.max()), counts.astype({"answered": int, "ranked": int, "samples": int})
 
 
 def update_mode(label: str) -> tuple[str, str, int | None]:

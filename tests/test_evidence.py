@@ -15,10 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
-from hf_posenc.evaluation.measuring.statistics import Cell
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from scripts import add_result, evidence_page, results
-from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
@@ -154,8 +151,12 @@ def test_a_benchmark_becomes_a_table_of_the_page(
     assert run.exit_code == 0, run.output
     monkeypatch.setattr(results, "DATA", tmp_path)
     (tmp_path / "evidence").mkdir()
-    with pytest.raises(SystemExit, match="give three words"):
-        add_result.main(str(tmp_path / "run"), "embedded")
+    for folder, name, words in (
+        ("run", "embedded", "give three words"),
+        ("evidence", "embedded-modules-cpu", "has no result: run its command again"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            add_result.main(str(tmp_path / folder), name)
     add_result.main(str(tmp_path / "run"), "embedded-modules-cpu")
     (added,) = (tmp_path / "evidence").iterdir()
     values = json.loads(added.read_text(encoding="utf-8"))
@@ -175,27 +176,3 @@ def test_a_benchmark_becomes_a_table_of_the_page(
     model = values["perplexity"]["model"]
     for part in (model["weights_sha256"][:16], values["perplexity"]["environment"]["torch"]):
         assert part in evidence_page.commands()
-
-
-def test_a_result_is_added_from_its_records_alone(tmp_path: Path) -> None:
-    text, model = tmp_path / "a.txt", tiny_checkpoint(tmp_path / "model")
-    text.write_text(prose(300), encoding="utf-8")
-    patches = [f"--patch={spec}" for spec in ("none", "truncation", "yarn", "rerope:window=9")]
-    words = f"perplexity {model} --text {text} --lengths 64,128 --no-plot --quiet --output {tmp_path / 'run'}"
-    assert CliRunner().invoke(app, [*words.split(), *patches]).exit_code == 0
-
-    def cells() -> dict[tuple[str, str, int], Cell]:
-        result = PerplexityResult.from_dict(add_result.values_of(tmp_path / "run"))
-        return {(c.method, c.protocol, c.length): c for c in result.cells}
-
-    whole = cells()
-    (tmp_path / "run" / "perplexity.json").unlink()
-    assert cells() == whole
-    (records,) = (tmp_path / "run" / "records").glob("*/shard-*.jsonl")
-    lines = records.read_bytes().splitlines(keepends=True)
-    records.write_bytes(b"".join(line for line in lines if b"rerope" not in line))
-    assert {key for key in whole if key not in cells()} == {
-        ("rerope (window 9)", protocol, length)
-        for protocol in ("prefix", "tail")
-        for length in (64, 128)
-    }
