@@ -79,18 +79,17 @@ def _about(name: str, result: Any) -> str:
 
 
 def _perplexities(result: Any, records: list[Record], protocols: Any, *specs: str) -> str:
+    """Return a table with the longest texts first; the documents that are needed are those of its first column."""
     labels = {entry.spec: entry.label for entry in result.candidates}
-    controls = [labels[spec] for spec in specs or (TRUNCATION,)]
-    frames, columns = [summary(records, control) for control in controls], {}
-    for protocol, length in itertools.product(protocols, result.settings.lengths):
-        head = f"{protocol}, {length:,} tokens"
-        if len(own := at(frames[0], protocol, length, "both")):
-            columns[head] = own
-    columns |= {
-        f"/ {control}": at(frame, protocol, length)
-        for control, frame in zip(controls[1:], frames[1:], strict=True)
-    }
-    return table(columns | {"documents for 1 %": at(frames[0], protocol, length, "to_tell")})
+    first, *others = [labels[spec] for spec in specs or (TRUNCATION,)]
+    cells, columns = summary(records, first), {}
+    for length, protocol in itertools.product(result.settings.lengths[::-1], sorted(protocols)):
+        own = at(cells, protocol, length, "both")
+        if not columns:
+            needed, last = at(cells, protocol, length, "to_tell"), (protocol, length)
+        columns |= {f"{protocol}, {length:,} tokens": own} if len(own) else {}
+    columns |= {f"/ {control}": at(summary(records, control), *last) for control in others}
+    return table(columns | {"documents for 1 %": needed})
 
 
 def by_document(name: str, protocol: str = "tail") -> str:

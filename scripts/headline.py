@@ -42,10 +42,14 @@ def headline() -> str:
         "vLLM serves it": {m: served.get(m, "by the plug-in") for m in SHOWN[1:]},
         "prefill of 32,768 tokens": {"yarn": "1 (it changes a table)", **times},
     }
-    sides = {n: _named(at(cells, "prefix", n, "differs")) for n in (original, length)}
-    assert sides[length]["self_extend"] < 0 < sides[length]["yarn"]
-    assert sides[original]["yarn"] > 0
-    assert (at(books, "prefix", length, "differs") >= 0).all()
+    short, whole, end = (
+        at(cells, *of, "differs")
+        for of in (("prefix", original), ("prefix", length), ("tail", length))
+    )
+    novel = at(books, "prefix", length, "differs")
+    assert [*whole.index[whole < 0]] == ["self_extend (scale 2)"]
+    assert {short["yarn (scale 2)"], whole["yarn (scale 2)"], novel["yarn (auto)"]} == {1}
+    assert {*end, *novel} == {0, 1}
     records = pandas.DataFrame(map(vars, keys.records))
     beyond = records.query("length == @longest and distance > @original")
     found = _named(beyond.groupby("method").correct.sum())

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
@@ -165,50 +167,35 @@ def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], st
 def updates() -> str:
     """Return the update modes of the dynamic methods: whole texts, buckets, generation."""
     result: dict[str, Any] = read(UPDATES)
-    whole = {
-        (*update_mode(row["method"]), row["protocol"], row["length"]): row
-        for row in result["whole_texts"]
-    }
-    families = list(dict.fromkeys(key[0] for key in whole if key[1] == "row"))
-    buckets = sorted({key[2] for key in whole if key[2] is not None})
-    lengths, cached = result["settings"]["lengths"][1:], result["cached"]
-    protocols = ("tail", "prefix")
-
-    def both(family: str, protocol: str, length: int) -> str:
-        """Return the perplexities by sequence and by row, the second bold where their difference is significant."""
-        published = whole[family, "sequence", None, protocol, length]
-        row = whole[family, "row", cached["bucket"], protocol, length]
-        low, high = row["ratio_interval"]
-        better = f"{row['perplexity']:.2f}" if low <= 1 <= high else f"**{row['perplexity']:.2f}**"
-        return f"{published['perplexity']:.2f}, {better}"
-
-    def mean(family: str, bucket: int, protocol: str) -> str:
-        keys = [(family, "row", bucket, protocol, length) for length in lengths]
-        return f"{statistics.geometric_mean(whole[key]['ratio'] for key in keys):.2f}"
-
-    tables = []
-    for protocol in protocols:
-        rows = [[f"`{f}`", *(both(f, protocol, n) for n in lengths)] for f in families]
-        tables.append(([protocol, *(f"{n:,}" for n in lengths)], rows))
-    rows = []
-    for family in families:
-        means = ([mean(family, bucket, p) for p in protocols] for bucket in buckets)
-        rows.append([f"`{family}`", *map(" / ".join, means)])
-    tables.append((["bucket", *map(str, buckets)], rows))
-    steps = {
-        (*update_mode(r["method"])[:2], r["feed"], r["length"]): r["perplexity"]
-        for r in result["generation"]
-    }
-    rows, places = [], [(feed, n) for feed in ("steps", "prompt") for n in cached["lengths"]]
-    for family in dict.fromkeys(key[0] for key in steps):
-        forward = [whole[family, "sequence", None, "tail", n]["perplexity"] for _, n in places]
-        rows.append([f"`{family}`", "one forward", *(f"{value:.2f}" for value in forward)])
-        for mode in dict.fromkeys(key[1] for key in steps):
-            values = (steps[(family, mode, *place)] for place in places)
-            rows.append(["", f"`{mode}`", *(f"{value:.2f}" for value in values)])
-    feeds = {"steps": "in steps", "prompt": "after a prompt"}
-    tables.append((["with a cache", "mode", *(f"{n:,} {feeds[feed]}" for feed, n in places)], rows))
-    return "\n\n".join(markdown_table(*table, numeric=True) for table in tables)
+    whole, steps = (pandas.DataFrame(result[name]) for name in ("whole_texts", "generation"))
+    for frame in (whole, steps):
+        frame[["family", "mode", "bucket"]] = [update_mode(label) for label in frame.method]
+        frame["shown"] = frame.perplexity.map("{:.2f}".format)
+    key, cached = ["protocol", "length", "family"], result["cached"]
+    plain = whole[(whole["mode"] == "sequence") & whole.bucket.isna()].set_index(key).shown
+    rows = whole[(whole["mode"] == "row") & (whole.length > whole.length.min())]
+    best = rows[rows.bucket == cached["bucket"]].set_index(key)
+    bold = best.ratio_interval.map(lambda ends: "" if ends[0] <= 1 <= ends[1] else "**")
+    both = plain[best.index] + ", " + bold + best.shown + bold
+    parts = [
+        table({f"{n:,}": both[protocol, n] for n in rows.length.unique()}, protocol)
+        for protocol in ("tail", "prefix")
+    ]
+    means = rows.groupby(["protocol", "bucket", "family"], sort=False).ratio
+    texts = means.agg(statistics.geometric_mean).map("{:.2f}".format)
+    buckets = sorted(rows.bucket.unique())
+    parts.append(
+        table({f"{b:g}": texts["tail", b] + " / " + texts["prefix", b] for b in buckets}, "bucket")
+    )
+    columns = {}
+    for feed, words in (("steps", "in steps"), ("prompt", "after a prompt")):
+        for length in cached["lengths"]:
+            own = steps[(steps.feed == feed) & (steps.length == length)]
+            forward = plain["tail", length][own.family.unique()]
+            modes = own.pivot(index="family", columns="mode", values="shown")
+            wide = modes.assign(**{"one forward": forward})[["one forward", *own["mode"].unique()]]
+            columns[f"{length:,} {words}"] = wide.loc[forward.index].stack()
+    return "\n\n".join([*parts, table(columns, "with a cache", "mode")])
 
 
 def serving_cost() -> str:

@@ -43,11 +43,10 @@ def test_a_page_takes_what_was_measured_on_the_real_model_so_far(
     passkeys = json.loads((benchmarks / "bench.json").read_text(encoding="utf-8"))["retrieval"]
     (tmp_path / "passkey.json").write_text(json.dumps(passkeys), encoding="utf-8")
     shutil.copy(benchmarks / "methods.json", tmp_path / "tail-1k.json")
-    line = method_pages.measured(ReRoPE).splitlines()[-1]
-    assert re.search(
-        r": `rerope` \d+\.\d+ \(.* times truncation's, .*\) at 1,024 tokens, 0 of 10 passkeys at 2,048",
-        line,
-    )
+    *_, heads, _, cut, line = method_pages.measured(ReRoPE).splitlines()
+    assert heads == "| method | tail of 1,024 tokens, / truncation | passkeys in 2,048 |"
+    assert cut.startswith("| `truncation` | ")
+    assert re.search(r"\| `rerope` \| [\d.]+ \(.*\)<br>×.*\(.*\) \| 0 of 10 \(\d+ first\) \|", line)
 
 
 def test_has_at_most_200_lines_and_code_in_the_first_screen() -> None:

@@ -39,10 +39,6 @@ PERPLEXITY_METHODS = (
 RETRIEVAL_METHODS = (
     *("none", "truncation", "attention_sinks", "pi", "ntk", "yarn", "dynamic_yarn", "rerope"),
 )
-EVIDENCE_METHODS = (
-    *("none", "truncation", "attention_sinks", "yarn", "dynamic_yarn"),
-    *("self_extend", "rerope", "dual_chunk"),
-)
 SWEEP_METHODS = (
     *("pi", "ntk", "ntk_mixed", "ntk_by_parts", "yarn", "dynamic_ntk", "dynamic_yarn"),
     *("rerope", "self_extend"),

@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.options import (
-    EVIDENCE_METHODS,
-    PERPLEXITY_METHODS,
-    RETRIEVAL_METHODS,
-    BenchOptions,
-)
+from hf_posenc.evaluation.options import PERPLEXITY_METHODS, RETRIEVAL_METHODS, BenchOptions
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 
 
@@ -60,7 +55,10 @@ SUITES = {
     ),
     # an entry of docs/evidence.md, with its texts; minutes on a GPU, a night on a CPU
     "evidence": Suite(
-        methods=EVIDENCE_METHODS,
+        methods=(
+            *("none", "truncation", "attention_sinks", "yarn", "dynamic_yarn"),
+            *("self_extend", "rerope", "dual_chunk"),
+        ),
         documents=24,
         reach=4,
         lengths=3,

@@ -203,16 +203,14 @@ class PerplexityResult(MethodsResult[Cell]):
         settings, count = self.settings, len(self.documents)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         texts = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
-        told = [cell.interval is not None for cell in self.cells if math.isfinite(cell.perplexity)]
-        ranges = "ranges: 95 % intervals over documents; " * any(told)
+        told = any(cell.interval for cell in self.cells)
+        ranges = "ranges: 95 % intervals over documents; " * told
         yield f"{texts}{skipped}; {ranges}bits/byte at {settings.lengths[-1]:,} tokens."
         if any(cell.differs for cell in self.cells):
             yield (
                 f"↓ ↑: significantly lower or higher than {self._baseline} (paired intervals of the ratios; all of a "
                 "column hold together in 95 % of samples: Bonferroni); no arrow: the difference may be chance."
             )
-        if not all(told):
-            yield FEW_NOTE
         yield from self.sample_sizes()
         special = len(self.model.get("bos", {}).get("token_ids", ()))
         short = [length for length in settings.lengths if length - special < settings.stride]
@@ -227,7 +225,9 @@ class PerplexityResult(MethodsResult[Cell]):
         yield from auto_scale_note(self.candidates)
 
     def sample_sizes(self) -> Iterator[str]:
-        """Note how many documents a difference of 1 % from truncation, else from the baseline, would need."""
+        """Note too few documents, and how many a difference of 1 % from truncation, else the baseline, would need."""
+        if any(c.interval is None and math.isfinite(c.perplexity) for c in self.cells):
+            yield FEW_NOTE
         labels, length = [entry.label for entry in self.candidates], self.settings.lengths[-1]
         control = TRUNCATION if TRUNCATION in labels else self._baseline
         protocol = self._last_protocol(length)
