@@ -21,7 +21,7 @@ SHOWN = (TRUNCATION, "yarn", "dynamic_yarn", "self_extend", "rerope")
 """The methods in README.md: the control, and those that it recommends."""
 CODE, BOOKS = (DATA / "evidence" / f"smollm2-{texts}-h100.json" for texts in ("code", "books"))
 SHORT, TAILS, LONGER = (REAL_MODEL / f"tail-{length}.json" for length in ("2k", "16k", "32k"))
-PASSKEY = REAL_MODEL / "passkey.json"
+WHOLE, PASSKEY = REAL_MODEL / "longppl-16k.json", REAL_MODEL / "passkey.json"
 
 
 def headline() -> str:
@@ -99,18 +99,12 @@ def _answered() -> dict[str, str]:
 def evidence() -> str:
     """Return a row for each method measured without training: on the embedded model at x4, on SmolLM2 at x2 and x4."""
     columns = {}
-    for name, file, control, protocol in (
-        ("embedded", DEMO, TRUNCATION, "tail"),
-        ("SmolLM2", TAILS, TRUNCATION, "tail"),
-        ("SmolLM2", LONGER, TRUNCATION, "tail"),
-        ("SmolLM2", SHORT, UNPATCHED, "tail"),
-        ("SmolLM2", REAL_MODEL / "longppl-16k.json", TRUNCATION, "prefix"),
-    ):
-        result = perplexity(file)
-        trained = result.original or 0
-        length = 4 * trained if file == DEMO else result.settings.lengths[-1]
+    for file in (DEMO, TAILS, LONGER, SHORT, WHOLE):
+        result, control = perplexity(file), UNPATCHED if file == SHORT else TRUNCATION
+        trained, length = result.original or 0, result.settings.lengths[-1]
+        name, length = ("embedded", 4 * trained) if file == DEMO else ("SmolLM2", length)
+        protocol, whole = ("prefix", "whole texts of ") if file == WHOLE else ("tail", "")
         ratios = at(summary(result.records, control), protocol, length, "ratio").map(number)
-        whole = "" if protocol == "tail" else "whole texts of "
         head = f"{name}, {whole}{length:,} tokens: perplexity / {control}"
         columns[head] = _named(ratios, max(2, length // trained))
     columns[f"SmolLM2, {results.passkeys(PASSKEY)[0]:,} tokens: passkeys answered"] = _answered()

@@ -122,18 +122,18 @@ def shipping() -> str:
 def attention() -> str:
     """Return times of the attention engine as ratios to plain causal attention, and its memory."""
     runs, machine = _attention_runs()
-    every = dict.fromkeys(kind for run in runs.values() for kind, _ in run)
-    columns = [kind for kind in every if not kind.startswith(PLAIN)]
-    rows = []
-    for label, run in runs.items():
-        ratios = ([f"{v['ratio']:.2f}" for kind, v in run if kind == column] for column in columns)
-        rows.append([label, *(" / ".join(each) or "-" for each in ratios)])
+    kinds = [kind for kind in runs.kind.unique() if not kind.startswith(PLAIN)]
+    ratios = runs.ratio.map("{:.2f}".format).groupby([runs.run, runs.kind], sort=False)
+    wide = ratios.agg(" / ".join).unstack(sort=False)[kinds].fillna("-")
     peaks = []
-    for label in (next(iter(runs)), [label for label in runs if label.startswith("prefill")][-1]):
-        own = [(kind, v["peak_mib"]) for kind, v in runs[label] if kind in (PLAIN, *columns)]
-        peaks.append(f"{label}: {', '.join(f'{kind} {peak:,.0f}' for kind, peak in own)}")
-    table = markdown_table(["tokens", *columns], rows, numeric=True)
-    return f"{table}\n\nTwo values: frozen and trainable bias. {machine}.\nExtra memory in MiB, {'; '.join(peaks)}."
+    for label in (runs.run[0], [label for label in wide.index if label.startswith("prefill")][-1]):
+        own = runs[(runs.run == label) & runs.kind.isin([PLAIN, *kinds])]
+        each = ", ".join(f"{row.kind} {row.peak_mib:,.0f}" for row in own.itertuples())
+        peaks.append(f"{label}: {each}")
+    rows = markdown_table(
+        ["tokens", *kinds], [[n, *r] for n, *r in wide.itertuples()], numeric=True
+    )
+    return f"{rows}\n\nTwo values: frozen and trainable bias. {machine}.\nExtra memory in MiB, {'; '.join(peaks)}."
 
 
 def attention_summary() -> str:
@@ -141,8 +141,8 @@ def attention_summary() -> str:
     runs, machine = _attention_runs()
 
     def between(*kinds: str) -> str:
-        ratios = [v["ratio"] for run in runs.values() for kind, v in run if kind in kinds]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+        ratios = runs.ratio[runs.kind.isin(kinds)]
+        return f"{ratios.min():.2f} to {ratios.max():.2f}"
 
     return (
         "Times as multiples of plain causal attention (PyTorch's fused kernel), over prefill, decode and training: "
@@ -152,16 +152,20 @@ def attention_summary() -> str:
     )
 
 
-def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], str]:
-    """Return the measured kinds of every run of `SHAPE`, and the machine."""
+def _attention_runs() -> tuple[Any, str]:
+    """Return a frame of the measured kinds of every run of `SHAPE`, and the machine."""
     result: dict[str, Any] = read(BENCHMARKS / "attention.json")
-    runs = {
-        label.partition(",")[0]: [(re.split(r",| \(", name)[0], v) for name, v in run.items()]
+    rows = [
+        {"run": label.partition(",")[0], "kind": re.split(r",| \(", name)[0], **values}
         for label, run in result["results"].items()
         if SHAPE in label
-    }
-    machine = result["machine"]
-    return runs, f"One thread of {machine['processor_model']}, torch {machine['torch']}"
+        for name, values in run.items()
+    ]
+    return pandas.DataFrame(rows), _machine(result["machine"])
+
+
+def _machine(machine: Mapping[str, str]) -> str:
+    return f"One thread of {machine['processor_model']}, torch {machine['torch']}"
 
 
 def updates() -> str:
@@ -178,20 +182,20 @@ def updates() -> str:
     bold = best.ratio_interval.map(lambda ends: "" if ends[0] <= 1 <= ends[1] else "**")
     both = plain[best.index] + ", " + bold + best.shown + bold
     parts = [
-        table({f"{n:,}": both[protocol, n] for n in rows.length.unique()}, protocol)
-        for protocol in ("tail", "prefix")
+        table({f"{n:,}": own.xs((p, n), level=key[:2]) for n, own in both.groupby("length")}, p)
+        for p in ("tail", "prefix")
     ]
     means = rows.groupby(["protocol", "bucket", "family"], sort=False).ratio
     texts = means.agg(statistics.geometric_mean).map("{:.2f}".format)
     buckets = sorted(rows.bucket.unique())
-    parts.append(
-        table({f"{b:g}": texts["tail", b] + " / " + texts["prefix", b] for b in buckets}, "bucket")
-    )
+    tail, prefix = (texts.xs(protocol, level="protocol") for protocol in ("tail", "prefix"))
+    each = tail + " / " + prefix
+    parts.append(table({f"{b:g}": each.xs(b, level="bucket") for b in buckets}, "bucket"))
     columns = {}
     for feed, words in (("steps", "in steps"), ("prompt", "after a prompt")):
         for length in cached["lengths"]:
             own = steps[(steps.feed == feed) & (steps.length == length)]
-            forward = plain["tail", length][own.family.unique()]
+            forward = plain.xs(("tail", length), level=key[:2])[own.family.unique()]
             modes = own.pivot(index="family", columns="mode", values="shown")
             wide = modes.assign(**{"one forward": forward})[["one forward", *own["mode"].unique()]]
             columns[f"{length:,} {words}"] = wide.loc[forward.index].stack()
@@ -201,17 +205,12 @@ def updates() -> str:
 def serving_cost() -> str:
     """Return the cost of a request to vLLM beside the unpatched model, as multiples and in MiB."""
     result: dict[str, Any] = read(BENCHMARKS / "serving.json")
-    runs, machine = result["results"], result["machine"]
-    longest = [cases for cases in runs.values() if "peak_mib" in cases["unpatched"]][-1]
-    rows = [
-        [f"`{name}`" if name != "unpatched again" else name]
-        + [f"{cases[name]['ratio']:.2f}" for cases in runs.values()]
-        + [f"{round(longest[name]['peak_mib'] - longest['unpatched']['peak_mib'])} MiB"]
-        for name in longest
-        if name != "unpatched"
-    ]
-    table = markdown_table(["", *runs, "memory more"], rows, numeric=True)
-    return f"{table}\n\nOne thread of {machine['processor_model']}, torch {machine['torch']}."
+    runs = {name: pandas.DataFrame(cases).T for name, cases in result["results"].items()}
+    columns = {name: run.ratio.drop("unpatched").map("{:.2f}".format) for name, run in runs.items()}
+    peaks = [run.peak_mib for run in runs.values() if "peak_mib" in run][-1]
+    more = (peaks - peaks["unpatched"]).drop("unpatched").astype(float)
+    columns["memory more"] = (more.round() + 0).map("{:.0f} MiB".format)
+    return f"{table(columns, 'method')}\n\n{_machine(result['machine'])}."
 
 
 Parts = Mapping[str, Callable[..., str]]

@@ -5,20 +5,19 @@
     python scripts/measure_real_model.py --work runs/real --only passkey   one result
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 
-Every command resumes where it was interrupted. What is committed counts as measured where Python and the packages are
-the same versions. All texts are files of installed packages, so that anyone has them.
+Every command resumes where it was interrupted in the folder. All texts are files of installed packages, so that anyone
+has them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any
@@ -26,10 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posenc.cli.loading import open_session
-from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.store import Key, record_line
 from hf_posenc.evaluation.options import ModelOptions
-from hf_posenc.evaluation.perplexity import document_key
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
 
@@ -91,8 +87,6 @@ def main(
         if tuning:  # accelerate launch SCRIPT ...
             program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--quiet"]
             program += ["--num_processes", "1", str(ROOT / words[2]), *words[3:]]
-        else:
-            restore(work / name, values)
         print(f"$ {shlex.join(words)}", flush=True)
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(program, env=environ, cwd=work, check=True)
@@ -100,39 +94,6 @@ def main(
             kept = folder / file.name if tuning else folder.with_suffix(file.suffix)
             if kept.exists():
                 shutil.copyfile(file, kept)
-
-
-def restore(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write the records of a result's JSON into a folder, so that its command measures only what the result lacks.
-
-    Nothing is restored of LongPPL and of `extend`, whose results have some of their values as sums alone, and of a
-    result with failures.
-    """
-    sums_alone = result["kind"] == "extend" or result.get("curve", {}).get("methods")
-    if sums_alone or result["failures"]:
-        return
-    methods = {}
-    for entry in result["methods"]:
-        candidate = Candidate.parse(entry["spec"])
-        key = dataclasses.replace(candidate, original=entry["original"]).key
-        methods[entry["label"]] = (key, entry["auto_scale"])
-    values: dict[Key, dict[str, Any]] = {}
-    documents = {entry["name"]: document_key(entry) for entry in result.get("documents", ())}
-    for record in result["records"]:
-        method, auto_scale = methods[record["method"]]
-        if result["kind"] == "retrieval":
-            sample = (record[name] for name in ("task", "length", "depth", "sample"))
-            scores = ("correct", "score", "nats", "rank", "candidates", "distance", "text")
-            values[(method, *sample)] = {name: record[name] for name in scores}
-        else:
-            lengths = [record["length"]] if auto_scale else result["settings"]["lengths"]
-            item = (method, lengths[0], lengths[-1], documents[record["document"]], 0)
-            sums = ("protocol", "length", "nats", "tokens", "bytes", "words", "weighted", "weight")
-            value = values.setdefault(item, {"sums": [], "curve": None})
-            value["sums"].append([record[name] for name in sums])
-    path = folder / "records" / result["fingerprint"] / "shard-restored.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(record_line(*entry) for entry in values.items()))
 
 
 def copied(folder: Path) -> dict[str, Any]:
