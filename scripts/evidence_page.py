@@ -82,7 +82,7 @@ def _perplexities(result: Any, records: list[Record], protocols: Any, *specs: st
     """Return a table with the longest texts first; the documents that are needed are those of its first column."""
     labels = {entry.spec: entry.label for entry in result.candidates}
     first, *others = [labels[spec] for spec in specs or (TRUNCATION,)]
-    cells, columns = summary(records, first), {}
+    cells, columns = summary(records, first), dict[str, Any]()
     for length, protocol in itertools.product(result.settings.lengths[::-1], sorted(protocols)):
         own = at(cells, protocol, length, "both")
         if not columns:

@@ -34,10 +34,10 @@ def records_of(file: str) -> Any:
 
 def tables(page: str) -> Iterator[tuple[str, dict[tuple[str, ...], str]]]:
     """Yield each JSON file that the page names, and the table below it: fields by their row's code and their column."""
-    pattern = r"data/([\w/-]+\.json)\).*?\n\n((?:\|.*\n)+)"
+    pattern = r"data/([\w/-]+\.json)\).*?\n\n((?:\|[^\n]*\n)+)"
     for file, table in re.findall(pattern, page, re.DOTALL):
         lines = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()]
-        fields = {}
+        fields: dict[tuple[str, ...], str] = {}
         for row in lines[2:]:
             names = tuple(part.strip("`") for part in row if part.startswith("`"))
             columns = list(zip(lines[0], row, strict=True))[len(names) :]
