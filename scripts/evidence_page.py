@@ -235,8 +235,7 @@ def commands(machine: str = "") -> str:
             model, versions = values["model"], made_with(values["environment"])
             hashes = model["weights_sha256"][:16], model["tokenizer"]["sha256"][:16]
             about = f"{file.stem}: {model['device']}, {model['dtype']}, {versions}"
-            lines.append(f"{about}, weights {hashes[0]}, tokenizer {hashes[1]}")
-            lines += textwrap.wrap(
-                values["command"], 110, initial_indent="  ", subsequent_indent="    "
-            )
+            about += f", weights {hashes[0]}, tokenizer {hashes[1]}"
+            for text, indent in ((about, ""), (values["command"], "  ")):
+                lines += textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent="    ")
     return "```text\n" + "\n".join(lines) + "\n```"
