@@ -237,5 +237,5 @@ def commands(machine: str = "") -> str:
             about = f"{file.stem}: {model['device']}, {model['dtype']}, {versions}"
             about += f", weights {hashes[0]}, tokenizer {hashes[1]}"
             for text, indent in ((about, ""), (values["command"], "  ")):
-                lines += textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent="    ")
+                lines += textwrap.wrap(text, 90, initial_indent=indent, subsequent_indent="    ")
     return "```text\n" + "\n".join(lines) + "\n```"
