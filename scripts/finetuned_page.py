@@ -10,7 +10,7 @@ from hf_posenc.evaluation.grid import markdown_table, number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.scoring import conclusion
-from scripts.results import BENCHMARKS, DOCS, made_with, perplexity, read
+from scripts.results import BENCHMARKS, DOCS, at, made_with, perplexity, read, summary, table
 
 WAYS = BENCHMARKS / "finetuning.json"
 POSITIONS = BENCHMARKS / "positions.json"
@@ -63,28 +63,20 @@ def example() -> str:
 def ways() -> str:
     """Return the tail perplexities of the embedded model after each way of training."""
     result: dict[str, Any] = read(WAYS)
-    rows = result["ways"]
-    lengths = list(next(iter(rows.values()))["tail"])
-    header = [
-        "way",
-        *(f"{int(length):,} before" for length in lengths[-1:]),
-        *(f"{int(length):,} after" for length in lengths),
-        "options",
-    ]
     lines = []
-    for name, row in rows.items():
-        before = [number(row["before"]["tail"][length]) for length in lengths[-1:]]
-        after = [number(row["tail"][length]) for length in lengths]
+    for name, row in result["ways"].items():
+        *_, (longest, untrained) = row["before"]["tail"].items()
+        after = {f"{int(length):,} after": number(each) for length, each in row["tail"].items()}
+        before = {"way": name, f"{int(longest):,} before": number(untrained)}
         lines.append(
-            [name, *before, *after, f"`{' '.join(row['options'])}`" if row["options"] else ""]
+            before | after | {"options": f"`{' '.join(row['options'])}`".replace("``", "")}
         )
-    intro = (
+    made = markdown_table([*lines[0]], [[*line.values()] for line in lines], numeric=True)
+    return (
         "Tail perplexity of the embedded Llama (trained at 256 tokens) on the same held-out tokens, "
         f"{result['steps']} steps with the same number of tokens each. There is one seed, so small differences are not "
-        "significant."
+        f"significant.\n\n{made}\n\n{made_with(result['environment'])}; measured by `scripts/compare_finetuning.py`."
     )
-    table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
-    return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py`."
 
 
 def positions() -> str:
@@ -179,13 +171,10 @@ def _of_seeds(
 
 
 def _table(scores: PerplexityResult) -> str:
+    cells = summary(scores.records)
     lengths = scores.settings.lengths
-    rows = []
-    for row in scores.candidates:
-        cells = [scores.cell(row.label, "tail", length) for length in lengths]
-        rows.append([row.label, *(number(c.perplexity) if c else "-" for c in cells)])
-    heads = ["tail perplexity", *(f"{length:,}" for length in lengths)]
-    return markdown_table(heads, rows, numeric=True)
+    columns = {f"{n:,}": at(cells, "tail", n, "perplexity").map(number) for n in lengths}
+    return table(columns, "tail perplexity")
 
 
 def _fence(text: str, language: str = "bash") -> str:

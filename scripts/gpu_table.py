@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import pandas
 import torch
 
 from hf_posenc.attention import engine
@@ -168,17 +169,12 @@ def _layers(values: dict[str, Any]) -> str:
 
 
 def _ratios(rows: list[dict[str, Any]], kind: str) -> str:
-    columns = [
-        *dict.fromkeys(COLUMNS[name] for row in rows for name in row[kind] if name != "plain")
-    ]
     lines = []
     for row in rows:
-        plain, ratios = row[kind]["plain"], dict.fromkeys(columns, "")
-        for name, value in row[kind].items():
-            if name != "plain":
-                ratios[COLUMNS[name]] = f"{value / plain:.2f}"
+        plain = row[kind]["plain"]
         options = "".join(f", {name} {value:,}" for name, value in row["options"].items())
-        lines.append(
-            [f"`{row['method']}`{options}", f"{row['length']:,}", f"{plain:.3g}", *ratios.values()]
-        )
-    return markdown_table(["method", "tokens", "plain, ms", *columns], lines, numeric=True)
+        about = {"method": f"`{row['method']}`{options}", "tokens": f"{row['length']:,}"}
+        others = {COLUMNS[k]: f"{v / plain:.2f}" for k, v in row[kind].items() if k != "plain"}
+        lines.append(about | {"plain, ms": f"{plain:.3g}"} | others)
+    frame = pandas.DataFrame(lines).fillna("")
+    return markdown_table([*frame], frame.to_numpy().tolist(), numeric=True)

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
@@ -26,7 +28,14 @@ from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS, get_method
-from scripts import concept_pages, finetuned_page, gpu_table, method_pages, real_model_page
+from scripts import (
+    concept_pages,
+    evidence_page,
+    finetuned_page,
+    gpu_table,
+    headline,
+    method_pages,
+)
 from scripts.method_pages import expressed
 from scripts.results import (
     BENCHMARKS,
@@ -35,12 +44,14 @@ from scripts.results import (
     EVIDENCE,
     ROOT,
     UPDATES,
+    at,
     evidence,
     made_with,
     passkeys,
     perplexity,
     read,
-    tails,
+    summary,
+    table,
     update_mode,
 )
 
@@ -51,36 +62,31 @@ SHAPE = "heads 8/8"
 
 def demo() -> str:
     """Return the tail perplexities of the committed demo run, and its plot."""
-    result, cells = perplexity(DEMO), tails(DEMO)
-    lengths, labels = result.settings.lengths, [entry.label for entry in result.candidates]
-    rows = [
-        [
-            label,
-            *(f"{cells[label, n].perplexity:.2f}" if (label, n) in cells else "-" for n in lengths),
-        ]
-        for label in labels
-    ]
+    result = perplexity(DEMO)
+    cells = summary(record for record in result.records if record.protocol == "tail")
     intro = (
-        f"*Tail* perplexity by context length: that of the same {cells[labels[0], lengths[0]].tokens:,} tokens, the "
-        f"ends of {len(result.documents)} held-out modules.\nThe model is a Llama trained at {result.original} tokens; "
-        f"`auto` sets the scale to length / {result.original}:"
+        f"*Tail* perplexity by context length: that of the same {cells.tokens[0]:,} tokens, the ends of "
+        f"{len(result.documents)} held-out modules.\nThe model is a Llama trained at {result.original} tokens; `auto` "
+        f"sets the scale to length / {result.original}:"
     )
-    table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
-    best = []
-    for length in lengths[1:]:
-        rivals = (c for (label, n), c in cells.items() if n == length and label != TRUNCATION)
-        cell = min(rivals, key=lambda cell: cell.nats)
-        assert cell.ratio is not None
-        assert cell.ratio_interval is not None
-        ratio, ends = number(cell.ratio, 3), number_range(cell.ratio_interval, 3)
-        best.append(f"{cell.method} {ratio} ({ends}) at {length:,} tokens")
+    columns = {
+        f"{n:,}": at(cells, "tail", n, "perplexity").map("{:.2f}".format)
+        for n in result.settings.lengths
+    }
+    rivals = cells[(cells.method != TRUNCATION) & (cells.length > result.original)]
+    best = [
+        f"{c.method} {number(c.ratio, 3)} ({number_range(c.ratio_interval, 3)}) at {c.length:,} tokens"
+        for c in rivals.loc[rivals.groupby("length").nats.idxmin()].itertuples()
+    ]
     verdict = (
         f"Perplexity of the best other method divided by that of the control, `{TRUNCATION}` (paired intervals, "
         f"which hold together in 95 % of samples for all methods): {'; '.join(best)}."
     )
     length, found = passkeys(BENCHMARKS / "retrieval.csv")
-    shares = ", ".join(f"{label} {keys.first / keys.samples:.0%}" for label, keys in found.items())
-    chance = found[TRUNCATION].chance
+    shares = ", ".join(
+        f"{keys.Index} {keys.ranked / keys.samples:.0%}" for keys in found.itertuples()
+    )
+    chance = found.chance[TRUNCATION]
     retrieved = (
         f"Share of passkey prompts of {length:,} tokens in which the right passkey is the most probable of "
         f"{1 / chance:.0f}: {shares}; chance is {chance:.0%} ([retrieval.md](retrieval.md))."
@@ -88,7 +94,7 @@ def demo() -> str:
     made = f"Measured with {made_with(result.environment)}"
     link = "[data/demo/](data/demo/) has the intervals and every setting"
     plot = "![Perplexity by length](data/demo/perplexity.png)"
-    return f"{intro}\n\n{table}\n\n- {verdict}\n- {retrieved}\n- {made}; {link}.\n\n{plot}"
+    return f"{intro}\n\n{table(columns)}\n\n- {verdict}\n- {retrieved}\n- {made}; {link}.\n\n{plot}"
 
 
 def bench() -> str:
@@ -121,18 +127,18 @@ def shipping() -> str:
 def attention() -> str:
     """Return times of the attention engine as ratios to plain causal attention, and its memory."""
     runs, machine = _attention_runs()
-    every = dict.fromkeys(kind for run in runs.values() for kind, _ in run)
-    columns = [kind for kind in every if not kind.startswith(PLAIN)]
-    rows = []
-    for label, run in runs.items():
-        ratios = ([f"{v['ratio']:.2f}" for kind, v in run if kind == column] for column in columns)
-        rows.append([label, *(" / ".join(each) or "-" for each in ratios)])
+    kinds = [kind for kind in runs.kind.unique() if not kind.startswith(PLAIN)]
+    ratios = runs.ratio.map("{:.2f}".format).groupby([runs.run, runs.kind], sort=False)
+    wide = ratios.agg(" / ".join).unstack(sort=False)[kinds].fillna("-")
     peaks = []
-    for label in (next(iter(runs)), [label for label in runs if label.startswith("prefill")][-1]):
-        own = [(kind, v["peak_mib"]) for kind, v in runs[label] if kind in (PLAIN, *columns)]
-        peaks.append(f"{label}: {', '.join(f'{kind} {peak:,.0f}' for kind, peak in own)}")
-    table = markdown_table(["tokens", *columns], rows, numeric=True)
-    return f"{table}\n\nTwo values: frozen and trainable bias. {machine}.\nExtra memory in MiB, {'; '.join(peaks)}."
+    for label in (runs.run[0], [label for label in wide.index if label.startswith("prefill")][-1]):
+        own = runs[(runs.run == label) & runs.kind.isin([PLAIN, *kinds])]
+        each = ", ".join(f"{row.kind} {row.peak_mib:,.0f}" for row in own.itertuples())
+        peaks.append(f"{label}: {each}")
+    rows = markdown_table(
+        ["tokens", *kinds], [[n, *r] for n, *r in wide.itertuples()], numeric=True
+    )
+    return f"{rows}\n\nTwo values: frozen and trainable bias. {machine}.\nExtra memory in MiB, {'; '.join(peaks)}."
 
 
 def attention_summary() -> str:
@@ -140,8 +146,8 @@ def attention_summary() -> str:
     runs, machine = _attention_runs()
 
     def between(*kinds: str) -> str:
-        ratios = [v["ratio"] for run in runs.values() for kind, v in run if kind in kinds]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+        ratios = runs.ratio[runs.kind.isin(kinds)]
+        return f"{ratios.min():.2f} to {ratios.max():.2f}"
 
     return (
         "Times as multiples of plain causal attention (PyTorch's fused kernel), over prefill, decode and training: "
@@ -151,95 +157,79 @@ def attention_summary() -> str:
     )
 
 
-def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], str]:
-    """Return the measured kinds of every run of `SHAPE`, and the machine."""
+def _attention_runs() -> tuple[Any, str]:
+    """Return a frame of the measured kinds of every run of `SHAPE`, and the machine."""
     result: dict[str, Any] = read(BENCHMARKS / "attention.json")
-    runs = {
-        label.partition(",")[0]: [(re.split(r",| \(", name)[0], v) for name, v in run.items()]
+    rows = [
+        {"run": label.partition(",")[0], "kind": re.split(r",| \(", name)[0], **values}
         for label, run in result["results"].items()
         if SHAPE in label
-    }
-    machine = result["machine"]
-    return runs, f"One thread of {machine['processor_model']}, torch {machine['torch']}"
+        for name, values in run.items()
+    ]
+    return pandas.DataFrame(rows), _machine(result["machine"])
+
+
+def _machine(machine: Mapping[str, str]) -> str:
+    return f"One thread of {machine['processor_model']}, torch {machine['torch']}"
 
 
 def updates() -> str:
     """Return the update modes of the dynamic methods: whole texts, buckets, generation."""
     result: dict[str, Any] = read(UPDATES)
-    whole = {
-        (*update_mode(row["method"]), row["protocol"], row["length"]): row
-        for row in result["whole_texts"]
-    }
-    families = list(dict.fromkeys(key[0] for key in whole if key[1] == "row"))
-    buckets = sorted({key[2] for key in whole if key[2] is not None})
-    lengths, cached = result["settings"]["lengths"][1:], result["cached"]
-    protocols = ("tail", "prefix")
-
-    def both(family: str, protocol: str, length: int) -> str:
-        """Return the perplexities by sequence and by row, the second bold where their difference is significant."""
-        published = whole[family, "sequence", None, protocol, length]
-        row = whole[family, "row", cached["bucket"], protocol, length]
-        low, high = row["ratio_interval"]
-        better = f"{row['perplexity']:.2f}" if low <= 1 <= high else f"**{row['perplexity']:.2f}**"
-        return f"{published['perplexity']:.2f}, {better}"
-
-    def mean(family: str, bucket: int, protocol: str) -> str:
-        keys = [(family, "row", bucket, protocol, length) for length in lengths]
-        return f"{statistics.geometric_mean(whole[key]['ratio'] for key in keys):.2f}"
-
-    tables = []
-    for protocol in protocols:
-        rows = [[f"`{f}`", *(both(f, protocol, n) for n in lengths)] for f in families]
-        tables.append(([protocol, *(f"{n:,}" for n in lengths)], rows))
-    rows = []
-    for family in families:
-        means = ([mean(family, bucket, p) for p in protocols] for bucket in buckets)
-        rows.append([f"`{family}`", *map(" / ".join, means)])
-    tables.append((["bucket", *map(str, buckets)], rows))
-    steps = {
-        (*update_mode(r["method"])[:2], r["feed"], r["length"]): r["perplexity"]
-        for r in result["generation"]
-    }
-    rows, places = [], [(feed, n) for feed in ("steps", "prompt") for n in cached["lengths"]]
-    for family in dict.fromkeys(key[0] for key in steps):
-        forward = [whole[family, "sequence", None, "tail", n]["perplexity"] for _, n in places]
-        rows.append([f"`{family}`", "one forward", *(f"{value:.2f}" for value in forward)])
-        for mode in dict.fromkeys(key[1] for key in steps):
-            values = (steps[(family, mode, *place)] for place in places)
-            rows.append(["", f"`{mode}`", *(f"{value:.2f}" for value in values)])
-    feeds = {"steps": "in steps", "prompt": "after a prompt"}
-    tables.append((["with a cache", "mode", *(f"{n:,} {feeds[feed]}" for feed, n in places)], rows))
-    return "\n\n".join(markdown_table(*table, numeric=True) for table in tables)
+    whole, steps = (pandas.DataFrame(result[name]) for name in ("whole_texts", "generation"))
+    for frame in (whole, steps):
+        frame[["family", "mode", "bucket"]] = [update_mode(label) for label in frame.method]
+        frame["shown"] = frame.perplexity.map("{:.2f}".format)
+    key, cached = ["protocol", "length", "family"], result["cached"]
+    plain = whole[(whole["mode"] == "sequence") & whole.bucket.isna()].set_index(key).shown
+    rows = whole[(whole["mode"] == "row") & (whole.length > whole.length.min())]
+    best = rows[rows.bucket == cached["bucket"]].set_index(key)
+    bold = best.ratio_interval.map(lambda ends: "" if ends[0] <= 1 <= ends[1] else "**")
+    both = plain[best.index] + ", " + bold + best.shown + bold
+    parts = [
+        table({f"{n:,}": own.xs((p, n), level=key[:2]) for n, own in both.groupby("length")}, p)
+        for p in ("tail", "prefix")
+    ]
+    means = rows.groupby(["protocol", "bucket", "family"], sort=False).ratio
+    texts = means.agg(statistics.geometric_mean).map("{:.2f}".format)
+    buckets = sorted(rows.bucket.unique())
+    tail, prefix = (texts.xs(protocol, level="protocol") for protocol in ("tail", "prefix"))
+    each = tail + " / " + prefix
+    parts.append(table({f"{b:g}": each.xs(b, level="bucket") for b in buckets}, "bucket"))
+    columns = {}
+    for feed, words in (("steps", "in steps"), ("prompt", "after a prompt")):
+        for length in cached["lengths"]:
+            own = steps[(steps.feed == feed) & (steps.length == length)]
+            forward = plain.xs(("tail", length), level=key[:2])[own.family.unique()]
+            modes = own.pivot(index="family", columns="mode", values="shown")
+            wide = modes.assign(**{"one forward": forward})[["one forward", *own["mode"].unique()]]
+            columns[f"{length:,} {words}"] = wide.loc[forward.index].stack()
+    return "\n\n".join([*parts, table(columns, "with a cache", "mode")])
 
 
 def serving_cost() -> str:
     """Return the cost of a request to vLLM beside the unpatched model, as multiples and in MiB."""
     result: dict[str, Any] = read(BENCHMARKS / "serving.json")
-    runs, machine = result["results"], result["machine"]
-    longest = [cases for cases in runs.values() if "peak_mib" in cases["unpatched"]][-1]
-    rows = [
-        [f"`{name}`" if name != "unpatched again" else name]
-        + [f"{cases[name]['ratio']:.2f}" for cases in runs.values()]
-        + [f"{round(longest[name]['peak_mib'] - longest['unpatched']['peak_mib'])} MiB"]
-        for name in longest
-        if name != "unpatched"
-    ]
-    table = markdown_table(["", *runs, "memory more"], rows, numeric=True)
-    return f"{table}\n\nOne thread of {machine['processor_model']}, torch {machine['torch']}."
+    runs = {name: pandas.DataFrame(cases).T for name, cases in result["results"].items()}
+    columns = {name: run.ratio.drop("unpatched").map("{:.2f}".format) for name, run in runs.items()}
+    peaks = [run.peak_mib for run in runs.values() if "peak_mib" in run][-1]
+    more = (peaks - peaks["unpatched"]).drop("unpatched").astype(float)
+    columns["memory more"] = (more.round() + 0).map("{:.0f} MiB".format)
+    return f"{table(columns, 'method')}\n\n{_machine(result['machine'])}."
 
 
 Parts = Mapping[str, Callable[..., str]]
-REAL_MODEL_PAGES = (
-    *("README.md", "docs/real_model.md", "docs/choosing.md", "docs/extend.md"),
-    *("docs/recommend.md", "docs/retrieval.md"),
-)
+QUOTING = ("choosing", "extend", "recommend", "retrieval")
 CONCEPTS = ("cache", "extrapolation", "encodings", "rope", "scale")
 METHOD_PARTS: Parts = {
     "facts": lambda name: method_pages.method_facts(get_method(name)),
     "measured": lambda name: method_pages.measured(get_method(name)),
 }
 PAGES: dict[Path, Parts] = {
-    **{ROOT / page: vars(real_model_page) for page in REAL_MODEL_PAGES},
+    ROOT / "README.md": {"headline": headline.headline},
+    ROOT / "CONTRIBUTING.md": {"commands": evidence_page.commands},
+    DOCS / "evidence.md": vars(evidence_page),
+    **{DOCS / f"{name}.md": vars(evidence_page) | vars(headline) for name in QUOTING},
     DOCS / "demo.md": {"demo": demo},
     DOCS / "bench.md": {"bench": bench},
     DOCS / "sweep.md": {kind.kind: partial(tuned, kind) for kind in (SweepResult, SearchResult)},

@@ -9,8 +9,8 @@ import functools
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import pandas
 import yaml
 
 from hf_posenc.embedded import model_path
@@ -21,19 +21,21 @@ from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import METHODS, LengthDependent, Method, TableFilter
 from hf_posenc.methods.facts import facts, knob_rows
+from scripts import evidence_page
 from scripts.results import (
     BENCHMARKS,
-    DOCS,
     REAL_MODEL,
     ROOT,
     SMALL_MODELS,
+    at,
     passkeys,
     perplexity,
     read,
+    summary,
+    table,
     tails,
 )
 
-GPU = DOCS / "data" / "gpu" / "h200.json"
 _NO_CONFIG = (
     "no config of another engine expresses it: `hf_posenc.from_pretrained`, and vLLM by [the "
     "plug-in](../vllm.md)"
@@ -132,12 +134,9 @@ def _on_gpu(method: type[Method]) -> str:
         return "1"
     if GROUPS["filters"](method) or method.kind == "tables":
         return "1"
-    rows = [r for r in read(GPU)["rows"] if (r["method"], r["phase"]) == (method.name, "prefill")]
-    lengths = [row["length"] for row in rows]
-    length = 32768 if 32768 in lengths else max(lengths, default=0)  # at most; all methods at one
-    times = [row["ms"] for row in rows if row["length"] == length]
-    ratios = [ms / each["plain"] for each in times for name, ms in each.items() if name != "plain"]
-    return f"{min(ratios):.2f}" if ratios else "-"
+    rows = evidence_page.prefill().query("method == @method.name")
+    length = 32768 if 32768 in {*rows.length} else rows.length.max()  # at most; all methods at one
+    return min(rows[rows.length == length].times, key=float, default="-")
 
 
 def _servers(method: type[Method]) -> str:
@@ -191,13 +190,13 @@ def _embedded(method: type[Method]) -> Iterator[str]:
 def _retrieval(method: type[Method]) -> Iterator[str]:
     """Passkeys that are ranked first and that are answered, in the longest prompts of the embedded model."""
     longest, found = passkeys(BENCHMARKS / "retrieval.csv")
-    control = found[TRUNCATION]
-    for label, keys in found.items():
-        if _of(label, method):
+    control = found.loc[TRUNCATION]
+    for keys in found.itertuples():
+        if _of(keys.Index, method):
             yield (
-                f"**Embedded model, passkeys** at {longest:,} tokens: {keys.first} of {keys.samples} ranked first "
+                f"**Embedded model, passkeys** at {longest:,} tokens: {keys.ranked} of {keys.samples} ranked first "
                 f"among {1 / keys.chance:.0f} candidates, {keys.answered or 'none'} answered "
-                f"(truncation {control.first} and {control.answered or 'none'})."
+                f"(truncation {control.ranked} and {control.answered or 'none'})."
             )
 
 
@@ -270,40 +269,26 @@ def _small_models(method: type[Method]) -> Iterator[str]:
 
 
 def _real(method: type[Method]) -> str:
-    """One line on SmolLM2: perplexities by the control's, short texts first, and passkeys."""
-    found: dict[str, list[str]] = {}
+    """Return what was measured on SmolLM2 as a table: perplexities and ratios to a control, and passkeys."""
     files = {max(perplexity(f).settings.lengths): f for f in REAL_MODEL.glob("tail-*.json")}
-    texts = [line for _, file in sorted(files.items()) for line in _real_tail(file, method)]
-    for label, text in (*texts, *_real_passkeys(method)):
-        found.setdefault(label, []).append(text)
-    if not found:
+    columns = {}
+    for length, file in sorted(files.items()):
+        records = perplexity(file).records
+        control = TRUNCATION if any(r.method == TRUNCATION for r in records) else UNPATCHED
+        head = f"tail of {length:,} tokens, / {control}"
+        columns[head] = at(summary(records, control), "tail", length, "both")
+    if (file := REAL_MODEL / "passkey.json").exists():
+        longest, found = passkeys(file)
+        counts = [f"{k.answered} of {k.samples} ({k.ranked} first)" for k in found.itertuples()]
+        columns[f"passkeys in {longest:,}"] = pandas.Series(counts, found.index)
+    every = dict.fromkeys(label for column in columns.values() for label in column.index)
+    own = [label for label in every if _of(label, method)]
+    if not own:
         return "**SmolLM2-135M**: not measured on it."
-    lines = "; ".join(f"`{label}` {', '.join(texts)}" for label, texts in found.items())
-    return f"**SmolLM2-135M**, tail perplexity and passkeys ([all methods](../real_model.md)): {lines}."
-
-
-def _real_tail(file: Path, method: type[Method]) -> Iterator[tuple[str, str]]:
-    """Yield label and perplexity at the longest length, by truncation's, or by the unpatched model's without it."""
-    result = perplexity(file)
-    control = TRUNCATION if TRUNCATION in {e.label for e in result.candidates} else UNPATCHED
-    cells, length = tails(file, control), result.settings.lengths[-1]
-    for label in _labels(result, method):
-        if (label, length) in cells:
-            yield label, f"{_by_control(cells[label, length], control)} at {length:,} tokens"
-
-
-def _real_passkeys(method: type[Method]) -> Iterator[tuple[str, str]]:
-    """Yield label and numbers of passkeys that are answered and ranked first, in the longest prompts."""
-    file = REAL_MODEL / "passkey.json"
-    if not file.exists():
-        return
-    longest, found = passkeys(file)
-    cut = found.get(TRUNCATION)
-    control = "" if cut is None else f" (truncation {cut.answered} and {cut.first})"
-    for label, keys in found.items():
-        if _of(label, method):
-            answered = f"{keys.answered} of {keys.samples} passkeys at {longest:,} tokens answered"
-            yield label, f"{answered}, {keys.first} ranked first{control}"
+    rows = [*(label for label in every if label == TRUNCATION), *own]
+    made = table({head: column.reindex(rows).dropna() for head, column in columns.items()})
+    about = "perplexity, and its ratio to the control: bold if significant"
+    return f"**SmolLM2-135M**, {about} ([all methods](../evidence.md)):\n\n{made}"
 
 
 def _labels(result: PerplexityResult, method: type[Method]) -> list[str]:
@@ -316,16 +301,13 @@ def _of(label: str, method: type[Method]) -> bool:
     return re.split(r"[ ,]", last)[0] == method.name
 
 
-def _by_control(cell: Cell, control: str = TRUNCATION) -> str:
-    """Return a perplexity, and its ratio to the control's with the interval and the verdict."""
+def _by_control(cell: Cell) -> str:
+    """Return a perplexity, and its ratio to truncation's with the interval and the verdict."""
     value = number(cell.perplexity)
     if cell.ratio is None or cell.ratio_interval is None:
         return value
     ends = number_range(cell.ratio_interval)
-    what = "the unpatched model" if control == UNPATCHED else control
-    if ends == number_range((1.0, 1.0)):
-        return f"{value} (equal to {what}'s)"
-    return f"{value} ({number(cell.ratio)} times {what}'s, {ends}: {VERDICTS[cell.differs]})"
+    return f"{value} ({number(cell.ratio)} times {TRUNCATION}'s, {ends}: {VERDICTS[cell.differs]})"
 
 
 def _default(text: str) -> str:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas
 
+from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
+from hf_posenc.evaluation.measuring.statistics import TOO_FEW, Cell, Interval, Record, summarize
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-BENCHMARKS, REAL_MODEL = DOCS / "data" / "benchmarks", DOCS / "data" / "real_model"
-DEMO = DOCS / "data" / "demo" / "perplexity.json"
-TRANSCRIBED = DOCS / "data" / "published.json"
+DATA = DOCS / "data"
+BENCHMARKS, REAL_MODEL = DATA / "benchmarks", DATA / "real_model"
+DEMO = DATA / "demo" / "perplexity.json"
+TRANSCRIBED = DATA / "published.json"
 EVIDENCE = ROOT / "hf_posenc" / "evaluation" / "recommend" / "evidence.json"
 ATTENTION, UPDATES = BENCHMARKS / "attention_distance.json", BENCHMARKS / "updates.json"
 SMALL_MODELS = BENCHMARKS / "small_models.json"
@@ -54,39 +57,73 @@ def tails(file: Path, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
 def losses(records: Iterable[Record], length: int) -> Any:
     """Return a frame of the nats a token at a length: a row for each document's file name, a column for each method."""
     frame = pandas.DataFrame(vars(record) for record in records if record.length == length)
-    frame["loss"], frame["name"] = (
-        frame.nats / frame.tokens,
-        frame.document.map(lambda d: Path(d).name),
-    )
-    return frame.pivot(index="name", columns="method", values="loss")
+    frame["loss"] = frame.nats / frame.tokens
+    frame["name"] = frame.document.map(lambda d: Path(d).name)
+    wide = frame.pivot(index="name", columns="method", values="loss")
+    return wide[frame.method.unique()]
 
 
-@dataclass(frozen=True)
-class Passkeys:
-    """So many prompts, and in how many the passkey is answered, or the most probable candidate (`first`).
+def summary(records: Iterable[Record], control: str = TRUNCATION) -> Any:
+    """Return a frame of the cells of records, with ratios to a control: the fields of `Cell`, and texts of tables.
 
-    `chance` is the share of prompts in which a random candidate is the passkey.
+    `against` is the ratio with its range, in bold if it is significant, `both` the perplexity above it, `to_tell` the
+    documents that are needed.
     """
+    cells = summarize(list(records), baseline=control)
+    frame = pandas.DataFrame([vars(cell) | {"differs": cell.differs} for cell in cells])
+    frame["against"] = [*map(_against, cells)]
+    frame.loc[frame.method == control, "against"] = "1"
+    shown = [f"{number(c.perplexity)} ({_range(c.interval)})" for c in cells]
+    frame["both"] = [
+        f"{each}<br>×{ratio}" for each, ratio in zip(shown, frame.against, strict=True)
+    ]
+    frame["to_tell"] = [f"{cell.needed:,}" if cell.needed else "" for cell in cells]
+    return frame
 
-    samples: int
-    answered: int
-    first: int
-    chance: float
+
+def _against(cell: Cell) -> str:
+    bold = "**" if cell.differs else ""
+    same = cell.ratio_interval == (1.0, 1.0)
+    return (
+        f"{bold}{number(cell.ratio)} ({'identical' if same else _range(cell.ratio_interval)}){bold}"
+    )
 
 
-def passkeys(file: Path) -> tuple[int, dict[str, Passkeys]]:
-    """Return the length of the longest passkey prompts of a CSV or JSON file, and their results by method."""
-    if file.suffix == ".csv":
-        rows = pandas.read_csv(file).query("depth.isna()")
-    else:
-        rows = pandas.DataFrame(vars(cell) for cell in retrieval(file).cells)
-    rows = rows[rows.task == "passkey"]
-    longest = int(rows.length.max()) if len(rows) else 0
-    found = {}
-    for row in rows[rows.length == longest].itertuples():
-        answered, first = (round(share * row.samples) for share in (row.accuracy, row.first))
-        found[row.method] = Passkeys(row.samples, answered, first, row.chance)
-    return longest, found
+def _range(interval: Interval | None) -> str:
+    return TOO_FEW if interval is None else number_range(interval)
+
+
+def at(frame: Any, protocol: str, length: int, column: str = "against") -> Any:
+    """Return a column of `summary` under a protocol at a length, by method."""
+    rows = frame[(frame.protocol == protocol) & (frame.length == length)]
+    return rows.set_index("method")[column]
+
+
+def table(columns: Mapping[str, Any], *names: str) -> str:
+    """Return series of texts, joined on their index, as a Markdown table; empty where one has no entry."""
+    frame = pandas.concat(columns, axis=1, sort=False).fillna("")
+    heads = [*(names or ("method",)), *columns]
+    keys = (key if isinstance(key, tuple) else (key,) for key in frame.index)
+    rows = [
+        [*(f"`{part}`" for part in key), *map(str, row)]
+        for key, row in zip(keys, frame.to_numpy(), strict=True)
+    ]
+    numeric = [index >= len(names or "1") for index in range(len(heads))]
+    return markdown_table(heads, rows, numeric=numeric)
+
+
+def passkeys(file: Path) -> tuple[int, Any]:
+    """Return the length of the longest passkey prompts of a CSV or JSON file, and a frame of their counts by method.
+
+    Of `samples` prompts, the passkey is answered in `answered` and the most probable candidate in `ranked`; `chance` is
+    the share of prompts in which a random candidate is the passkey.
+    """
+    every = pandas.read_csv(file) if file.suffix == ".csv" else retrieval(file).frame
+    rows = every.query("task == 'passkey' and depth.isna()")
+    rows = rows.query("length == length.max()").set_index("method")
+    answered, ranked = ((rows[share] * rows.samples).round() for share in ("accuracy", "first"))
+    counts = rows.assign(answered=answered, ranked=ranked)
+    return int(rows.length.max()), counts.astype({"answered": int, "ranked": int, "samples": int})
 
 
 def update_mode(label: str) -> tuple[str, str, int | None]:
@@ -96,6 +133,12 @@ def update_mode(label: str) -> tuple[str, str, int | None]:
     mode, bucket = given.pop("update", ""), given.pop("bucket", None)
     rest = ", ".join(" ".join(option) for option in given.items())
     return f"{name} ({rest})" if rest else name, mode, None if bucket is None else int(bucket)
+
+
+def specs(command: str) -> list[str]:
+    """Return the methods that a command line names."""
+    words = shlex.split(command.replace("--patch=", "--patch "))
+    return [spec for flag, spec in itertools.pairwise(words) if flag == "--patch"]
 
 
 def made_with(environment: Mapping[str, Any]) -> str:

@@ -287,9 +287,9 @@ class BenchOptions(ProtocolOptions, MethodsOptions):
     """Options of `hf-posenc bench` and `bench`; `None` stands for the suite's own.
 
     Attributes:
-        suite: Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths)
-            or full (20 documents, every doubling up to the target, all retrieval tasks). gpu: a device, without
-            documents.
+        suite: Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths),
+            evidence (24 documents, 3 lengths: for the project's page of evidence) or full (20 documents, every doubling
+            up to the target, all retrieval tasks). gpu: a device, without documents.
         lengths: Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).
         target_length: The longest of the suite's lengths, in tokens, e.g. 32k.
         tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3,

@@ -47,7 +47,6 @@ from hf_posenc.evaluation.measuring.execute import (
     wait_for_all,
     write_timings,
 )
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import (
     BenchOptions,
@@ -270,8 +269,7 @@ class BenchResult(Result):
         ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
         if any(end > BOUND for end in ends):
             yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
-        if count < FEW_DOCUMENTS:
-            yield FEW_NOTE
+        yield from measured.sample_sizes()
         yield from self.remarks
         yield from auto_scale_note(measured.candidates)
         if self.retrieval is not None:

@@ -53,6 +53,19 @@ SUITES = {
         samples=2,
         rounds=3,
     ),
+    # an entry of docs/evidence.md, with its texts; minutes on a GPU, a night on a CPU
+    "evidence": Suite(
+        methods=(
+            *("none", "truncation", "attention_sinks", "yarn", "dynamic_yarn"),
+            *("self_extend", "rerope", "dual_chunk"),
+        ),
+        documents=24,
+        reach=4,
+        lengths=3,
+        tasks=("passkey", "niah_multikey_2", "vt"),
+        samples=2,
+        rounds=3,
+    ),
     # a table to publish; hours, on several processes if possible
     "full": Suite(
         methods=PERPLEXITY_METHODS,

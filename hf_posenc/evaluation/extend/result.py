@@ -21,7 +21,7 @@ from hf_posenc.evaluation.grid import (
     to_markdown,
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.statistics import Cell, Interval, side_of_one
+from hf_posenc.evaluation.measuring.statistics import NEEDED, TOO_FEW, Cell, Interval
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
 from hf_posenc.evaluation.tuning.board import Board
@@ -209,10 +209,11 @@ class ExtendResult(Result):
         if cell is None or cell.ratio is None or not math.isfinite(cell.ratio):
             reason = self.perplexity.failure(self.winner, "tail", length)
             return Demand(name, False, reason or f"no number at {length:,} tokens")
-        worse = length > self.lengths[0] and side_of_one(cell.ratio_interval, cell.documents) > 0
+        worse = length > self.lengths[0] and cell.differs > 0
         met = cell.ratio <= 1 + self.bound and not worse
         whose = "the unpatched model" if length == self.lengths[0] else control
-        numbers = f"{number(cell.ratio)} times {whose}{_ends(cell.ratio_interval)}"
+        needs = f"; {NEEDED.format(cell.needed)}" if cell.needed and not cell.differs else ""
+        numbers = f"{number(cell.ratio)} times {whose}{_ends(cell.ratio_interval, needs)}"
         return Demand(name, met, f"{numbers}{', significantly worse' * worse}")
 
     def _retrieved(self, far: bool) -> Demand:
@@ -400,8 +401,8 @@ def _numbers(demands: Sequence[Demand]) -> str:
     return ", ".join(demand.numbers for demand in demands) or "not measured"
 
 
-def _ends(interval: Interval | None) -> str:
-    return "" if interval is None else f" ({number_range(interval)})"
+def _ends(interval: Interval | None, more: str = "") -> str:
+    return f" ({TOO_FEW if interval is None else number_range(interval)}{more})"
 
 
 def _field(cell: Cell | None, name: str) -> Field:

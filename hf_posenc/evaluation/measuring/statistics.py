@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,21 @@ if TYPE_CHECKING:
 COVERAGE = 0.95
 """Share of all samples of documents whose interval, or whose whole family of intervals, contains the true values."""
 FEW_DOCUMENTS = 5
-"""With fewer documents no difference is called significant."""
+"""The fewest documents with an interval and a verdict: of equal weight, or worth so many (`estimate`).
+
+With fewer, the interval of a mean is wider than the range from the lowest document to the highest (1.4 times with four,
+2.6 with three), so the documents themselves say more. On measured ratios it also misses the truth more often: intervals
+of 95 % contain it in 93 % of samples of five documents, in 90 % of samples of two.
+"""
 TOO_FEW = "too few documents"
-"""The verdict where there are fewer."""
-FEW_NOTE = f"Fewer than {FEW_DOCUMENTS} documents: the ranges are wide, and no difference is called significant."
+"""What is printed where there are fewer."""
+FEW_NOTE = (
+    f"{TOO_FEW.capitalize()} for ranges and verdicts: {FEW_DOCUMENTS} of equal weight are needed."
+)
+CLAIM, POWER = 0.01, 0.8
+"""The difference that `needed` documents show, as a share of the perplexity, in this share of samples."""
+NEEDED = f"{100 * CLAIM:g} % would need {{:,}} documents"
+"""How such a number is worded beside a ratio."""
 
 ROUNDING = 1e-4
 """A ratio of perplexities this close to 1 is rounding: other kernels on the same numbers."""
@@ -91,7 +103,7 @@ class Cell:
 
     Attributes:
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
-        interval: 95 % interval of the perplexity over documents; `None` with fewer than two documents.
+        interval: 95 % interval of the perplexity over documents; `None` with too few (`FEW_DOCUMENTS`).
         ratio_interval: Interval of the ratio, paired by document; the intervals of all methods under a protocol at a
             length hold together in 95 % of samples.
     """
@@ -110,26 +122,26 @@ class Cell:
     bytes: int | None
     words: int | None
     documents: int
+    needed: int | None = None
 
     @property
     def differs(self) -> int:
         """-1 if significantly lower than the baseline, 1 if higher, 0 if neither."""
-        return side_of_one(self.ratio_interval, self.documents)
+        return side_of_one(self.ratio_interval)
 
 
 VERDICTS = {-1: "better", 0: "not told apart", 1: "worse"}
 """The word for a side of a ratio of perplexities."""
 
 
-def side_of_one(interval: Interval | None, documents: int) -> int:
+def side_of_one(interval: Interval | None) -> int:
     """Return the side of 1 of a whole interval, beyond rounding: -1, 1, or 0 for neither or too few documents."""
-    if interval is None or documents < FEW_DOCUMENTS:
+    if interval is None:
         return 0
     low, high = interval
     return int(low > 1 + ROUNDING) - int(high < 1 - ROUNDING)
 
 
-@np.errstate(all="ignore")  # infinite sums; a single document with scored tokens
 def estimate(
     sums: Sequence[float],
     weights: Sequence[float],
@@ -144,17 +156,51 @@ def estimate(
     There is none with fewer than two documents, or where a sum is not finite. With several `comparisons`, it is one of
     as many that contain the true values together in 95 % of samples: each misses its own in 5 % / `comparisons`.
     """
+    mean, error, worth = _jackknife(sums, weights, baseline)
+    if error is None:
+        return mean, None
+    half = _student(max(1.0, worth - 1), comparisons) * error
+    return mean, (mean - half, mean + half)
+
+
+def documents_needed(
+    sums: Sequence[float],
+    weights: Sequence[float],
+    baseline: tuple[Sequence[float], Sequence[float]],
+    comparisons: int = 1,
+    difference: float = math.log1p(CLAIM),
+) -> int | None:
+    """Return how many such documents show a difference of the means in 80 % of samples, by intervals as `estimate`'s.
+
+    The spread of the paired differences is that of the given documents. The formula is Guenther's for t tests
+    ("Sample size formulas for normal theory t tests", The American Statistician 35, 1981).
+    """
+    _, error, worth = _jackknife(sums, weights, baseline)
+    if error is None:
+        return None
+    normal = statistics.NormalDist()
+    level = normal.inv_cdf(1 - (1 - COVERAGE) / comparisons / 2)
+    spread = error * math.sqrt(worth) / difference
+    count = ((level + normal.inv_cdf(POWER)) * spread) ** 2 + level**2 / 2
+    return max(FEW_DOCUMENTS, math.ceil(count))
+
+
+@np.errstate(all="ignore")  # infinite sums; a single document with scored tokens
+def _jackknife(
+    sums: Sequence[float],
+    weights: Sequence[float],
+    baseline: tuple[Sequence[float], Sequence[float]] | None,
+) -> tuple[float, float | None, float]:
+    """Return a mean, its standard error, if there is any, and how many equal documents these are worth."""
     mean, shifts = _left_out(sums, weights)
     if baseline is not None:
         base, base_shifts = _left_out(*baseline)
         mean, shifts = mean - base, shifts - base_shifts
     count = sum(weight > 0 for weight in weights)
     if count < 2 or not math.isfinite(mean):
-        return mean, None
+        return mean, None, 0.0
     worth = math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights)
-    error = math.sqrt((count - 1) / count * math.fsum(shifts**2))
-    half = _student(max(1.0, worth - 1), comparisons) * error
-    return mean, (mean - half, mean + half)
+    return mean, math.sqrt((count - 1) / count * math.fsum(shifts**2)), worth
 
 
 def _left_out(
@@ -229,18 +275,23 @@ def _cell(
     comparisons: int,
 ) -> Cell:
     """Return the cell of records of all documents, and its ratio to the baseline if that is complete."""
+    unit = 1.0 if base is None else math.log(base)
+    own = _weighted(rows, aggregate)
+    few = round(_jackknife(*own, None)[2]) < FEW_DOCUMENTS
 
     def power(loss: float) -> float:
-        return exp_or_inf(loss if base is None else loss * math.log(base))
+        return exp_or_inf(loss * unit)
 
     def powers(interval: Interval | None) -> Interval | None:
-        return None if interval is None else (power(interval[0]), power(interval[1]))
+        return None if interval is None or few else (power(interval[0]), power(interval[1]))
 
-    own = _weighted(rows, aggregate)
     loss, interval = estimate(*own)
-    difference = ratio_interval = None
+    difference = ratio_interval = needed = None
     if len(baseline) == len(rows):
-        difference, ratio_interval = estimate(*own, _weighted(baseline, aggregate), comparisons)
+        reference = _weighted(baseline, aggregate)
+        difference, ratio_interval = estimate(*own, reference, comparisons)
+        if not few and baseline[0].method != rows[0].method:
+            needed = documents_needed(*own, reference, comparisons, math.log1p(CLAIM) / unit)
     nats = math.fsum(row.nats for row in rows)
     size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
     return Cell(
@@ -256,6 +307,7 @@ def _cell(
         bytes=size,
         words=words,
         documents=sum(row.weight > 0 for row in rows),
+        needed=needed,
     )
 
 

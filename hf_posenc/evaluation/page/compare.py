@@ -192,8 +192,11 @@ def perplexity_verdict(result: PerplexityResult, protocol: str) -> str:
     interval = f" ({'-'.join(map(ratio_text, cell.ratio_interval))})" if cell.ratio_interval else ""
     verdict = f"significantly {statistics.VERDICTS[cell.differs]}"
     if not cell.differs:
-        few = documents < statistics.FEW_DOCUMENTS
-        verdict = "too few documents for a verdict" if few else "not significantly different"
+        few = cell.ratio_interval is None
+        needs = statistics.NEEDED.format(cell.needed or 0)
+        verdict = (
+            "too few documents for a verdict" if few else f"not significantly different ({needs})"
+        )
     none = "" if better else "no method is significantly better; "
     also = f"; significantly better too: {', '.join(others)}" if others else ""
     patched = any(entry.label == control and entry.method for entry in result.candidates)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid, number
-from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
+from hf_posenc.evaluation.measuring.statistics import TOO_FEW, VERDICTS, Cell
 from hf_posenc.evaluation.page import compare
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.compare import ratio_text
@@ -180,8 +180,8 @@ def _ratio(cell: Cell | None, itself: str) -> Field:
     if itself:
         return Field(itself, "none")
     shown = Field(f"×{ratio_text(cell.ratio)}", "value", cell.ratio)
-    if cell.ratio_interval is not None:
-        shown.append(f"\n{'-'.join(map(ratio_text, cell.ratio_interval))}", "aside")
+    ends = cell.ratio_interval
+    shown.append(f"\n{'-'.join(map(ratio_text, ends)) if ends else TOO_FEW}", "aside")
     if cell.differs:
         shown.append("\n").append(VERDICTS[cell.differs], VERDICTS[cell.differs])
     return shown

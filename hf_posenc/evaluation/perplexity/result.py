@@ -18,11 +18,12 @@ from hf_posenc.evaluation.grid import (
     number,
     number_range,
 )
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
-    FEW_DOCUMENTS,
+    CLAIM,
     FEW_NOTE,
+    POWER,
     Cell,
     Failure,
     Record,
@@ -53,6 +54,7 @@ COLUMNS = {
     "bytes": "their UTF-8 bytes",
     "words": "words that begin in them",
     "documents": "documents with scored tokens",
+    "needed": "documents with which a ratio of 1.01 would be significant in 80 % of samples, by the measured spread",
     "status": "ok, not finite, or the reason why there is no number",
 }
 """The columns of the CSV file and of `frame`, with unit and meaning."""
@@ -201,18 +203,15 @@ class PerplexityResult(MethodsResult[Cell]):
         settings, count = self.settings, len(self.documents)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         texts = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
-        ranges = "ranges: 95 % intervals over documents"
-        yield (
-            f"{texts}{skipped}; {ranges if count > 1 else 'no ranges, which need several documents'}; "
-            f"bits/byte at {settings.lengths[-1]:,} tokens."
-        )
+        told = any(cell.interval for cell in self.cells)
+        ranges = "ranges: 95 % intervals over documents; " * told
+        yield f"{texts}{skipped}; {ranges}bits/byte at {settings.lengths[-1]:,} tokens."
         if any(cell.differs for cell in self.cells):
             yield (
                 f"↓ ↑: significantly lower or higher than {self._baseline} (paired intervals of the ratios; all of a "
                 "column hold together in 95 % of samples: Bonferroni); no arrow: the difference may be chance."
             )
-        if 1 < count < FEW_DOCUMENTS:
-            yield FEW_NOTE
+        yield from self.sample_sizes()
         special = len(self.model.get("bos", {}).get("token_ids", ()))
         short = [length for length in settings.lengths if length - special < settings.stride]
         if "stream" in settings.protocols and short:
@@ -224,6 +223,23 @@ class PerplexityResult(MethodsResult[Cell]):
             yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
         yield from self._short_texts()
         yield from auto_scale_note(self.candidates)
+
+    def sample_sizes(self) -> Iterator[str]:
+        """Note too few documents, and how many a difference of 1 % from truncation, else the baseline, would need."""
+        if any(c.interval is None and math.isfinite(c.perplexity) for c in self.cells):
+            yield FEW_NOTE
+        labels, length = [entry.label for entry in self.candidates], self.settings.lengths[-1]
+        control = TRUNCATION if TRUNCATION in labels else self._baseline
+        protocol = self._last_protocol(length)
+        records = [r for r in self.records if (r.protocol, r.length) == (protocol, length)]
+        about: dict[str, Any] = {"aggregate": self.settings.aggregate, "base": self.settings.base}
+        cells = summarize(records, baseline=control, **about)
+        needed = ", ".join(f"{cell.method} {cell.needed:,}" for cell in cells if cell.needed)
+        if needed:
+            yield (
+                f"Documents with which a difference of {100 * CLAIM:g} % from {control} would be significant in "
+                f"{100 * POWER:g} % of samples, by the measured spread ({protocol}, {length:,} tokens): {needed}."
+            )
 
     @property
     def _baseline(self) -> str:

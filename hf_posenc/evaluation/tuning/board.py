@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import (
-    FEW_DOCUMENTS,
     Cell,
     Failure,
     Interval,
@@ -31,6 +30,7 @@ class Row:
         perplexity: At the target length, with its 95 % interval over documents; NaN if it failed.
         ratio: Its perplexity at the target length by that of the best method, over the documents of this row. The
             interval is one of the board's `comparisons`; there is none on too few documents, or if it left early.
+        needed: Documents with which a ratio of 1.01 would be significant in 80 % of samples.
         short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
             a regression of 2 %. `None` if one of them failed.
         left: True if it left a sweep before the last round: no verdict, since a bad start made it leave.
@@ -46,11 +46,12 @@ class Row:
     short: float | None
     failed: str | None
     left: bool = False
+    needed: int | None = None
 
     @property
     def significant(self) -> bool:
         """True if it differs significantly from the best method, all comparisons of the table considered."""
-        return side_of_one(self.ratio_interval, self.documents) != 0
+        return side_of_one(self.ratio_interval) != 0
 
 
 @dataclass
@@ -170,7 +171,7 @@ class Board:
         cell = self.cell(label, target, documents, best, self.comparisons)
         near = self.cell(label, original, documents if short is None else short, self.control)
         ratio = None if cell is None or label == best else cell.ratio
-        told = ratio is not None and not left and len(documents) >= FEW_DOCUMENTS
+        told = ratio is not None and not left
         return Row(
             label=label,
             control=control,
@@ -182,4 +183,5 @@ class Board:
             short=None if near is None or label == self.control else near.ratio,
             failed=self.failure(label, target, documents),
             left=left,
+            needed=None if cell is None else cell.needed,
         )

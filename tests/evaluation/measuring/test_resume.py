@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc.evaluation import measure_perplexity, measure_retrieval
 from hf_posenc.evaluation.documents import Document, tokenize
-from hf_posenc.evaluation.measuring.candidates import Candidate, parse_candidates
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.identity import describe_model
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.perplexity import PerplexityRun, joined
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
-from scripts.measure_real_model import copied_share, restore
+from scripts.measure_real_model import copied_share
 from tests.support import zoo
 from tests.support.processes import PATIENCE, start
 from tests.support.selection import late
@@ -179,38 +178,6 @@ def test_changed_settings_weights_or_backends_start_anew(tmp_path: Path) -> None
     run = make_run(base=2.0)  # decides the summary only
     with run.open(tmp_path) as store:
         assert collected(run, store) is not None
-
-
-@pytest.mark.parametrize("kind", ["perplexity", "retrieval"])
-def test_a_committed_result_is_not_measured_again(kind: str, tmp_path: Path) -> None:
-    """A folder restored from a result's JSON: the same run measures nothing, one with another method that alone."""
-    model, words = tiny(), WORDS
-    texts = [prose(140 + 41 * n, n) for n in range(3)]
-
-    def measured(folder: Path, *methods: str) -> dict[str, Any]:
-        if kind == "perplexity":
-            given: Any = {"protocols": ["tail"], "lengths": LENGTHS[:2]}
-            made: Any = measure_perplexity(
-                model, words, texts, methods=methods, output=folder, **given
-            )
-        else:
-            given = {"tasks": ["passkey"], "lengths": [512], "depths": [0.0, 1.0], "samples": 1}
-            made = measure_retrieval(model, words, methods=methods, output=folder, **given)
-        return json.loads(to_json(made.to_dict()))
-
-    old = ["truncation", "yarn", "pi:scale=2"]
-    first = measured(tmp_path / "first", *old)
-    restored = tmp_path / "restored"
-    restore(restored, first)
-    assert measured(restored, *old) == first
-    own = restored.glob("records/*/shard-1-of-1.jsonl")
-    assert "".join(path.read_text() for path in own) == ""
-    both = measured(restored, *old, "rerope:window=24")
-    assert both["records"][: len(first["records"])] == first["records"]
-    (new,) = restored.glob("records/*/shard-1-of-1.jsonl")
-    assert {json.loads(line)["key"][0] for line in new.read_text().splitlines()} == {
-        Candidate.parse("rerope:window=24").checked(model).key
-    }
 
 
 def test_copies_count_where_truncation_has_cut_off_the_first() -> None:

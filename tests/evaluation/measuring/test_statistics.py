@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_posenc.evaluation.measuring.statistics import (
+    FEW_DOCUMENTS,
     Interval,
     Record,
     _student,
@@ -170,21 +171,18 @@ def test_intervals_cover_the_truth(shape: str, lengths: str, documents: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("interval", "documents", "side"),
+    ("interval", "side"),
     [
-        (None, 9, 0),
-        ((1.0002, 1.5), 9, 1),
-        ((0.5, 0.9998), 5, -1),
-        ((0.5, 0.9998), 4, 0),
-        ((1.00005, 1.5), 9, 0),
-        ((0.5, 0.99995), 9, 0),
-        ((0.5, 1.5), 9, 0),
+        (None, 0),
+        ((1.0002, 1.5), 1),
+        ((0.5, 0.9998), -1),
+        ((1.00005, 1.5), 0),
+        ((0.5, 0.99995), 0),
+        ((0.5, 1.5), 0),
     ],
 )
-def test_a_side_is_that_of_the_whole_interval(
-    interval: Interval | None, documents: int, side: int
-) -> None:
-    assert side_of_one(interval, documents) == side
+def test_a_side_is_that_of_the_whole_interval(interval: Interval | None, side: int) -> None:
+    assert side_of_one(interval) == side
 
 
 def test_a_named_family_of_comparisons_widens_the_interval() -> None:
@@ -214,18 +212,18 @@ def test_ratios_are_paired_by_document() -> None:
 
 def test_an_empty_cell_ends_no_table() -> None:
     """At 8 a document failed, at 16 there are no key tokens; at 32 one comparison is a family of its own."""
-    own, other = [30.0, 50.0, 80.0], [28.0, 61.0, 70.0]
+    own, other = [30.0, 50.0, 80.0, 90.0, 160.0], [28.0, 61.0, 70.0, 99.0, 140.0]
     rows = [
         *records("none", [(60.0, 10)], 8),
-        *records("none", [(0.0, 0)] * 3, 16),
-        *records("none", [(other[n], 10 * n + 10) for n in range(3)], 32),
-        *records("pi", [(own[n], 10 * n + 10) for n in range(3)], 32),
+        *records("none", [(0.0, 0)] * 5, 16),
+        *records("none", [(other[n], 10 * n + 10) for n in range(5)], 32),
+        *records("pi", [(own[n], 10 * n + 10) for n in range(5)], 32),
     ]
     cells = summarize([dataclasses.replace(row, words=5) for row in rows], aggregate="documents")
     named = [(cell.method, cell.protocol, cell.length, cell.words) for cell in cells]
-    assert named == [("none", "tail", 32, 15), ("pi", "tail", 32, 15)]
-    gaps = [(own[n] - other[n]) / (10 * n + 10) for n in range(3)]
-    mean, half = sum(gaps) / 3, 4.3027 * statistics.stdev(gaps) / math.sqrt(3)
+    assert named == [("none", "tail", 32, 25), ("pi", "tail", 32, 25)]
+    gaps = [(own[n] - other[n]) / (10 * n + 10) for n in range(5)]
+    mean, half = sum(gaps) / 5, 2.7764 * statistics.stdev(gaps) / math.sqrt(5)
     assert cells[1].ratio == pytest.approx(math.exp(mean))
     expected = (math.exp(mean - half), math.exp(mean + half))
     assert cells[1].ratio_interval == pytest.approx(expected, rel=1e-4)
@@ -245,7 +243,7 @@ def test_bytes_that_are_not_known_give_no_bits_per_byte() -> None:
 
 @pytest.mark.parametrize(("nats", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (5e6, "inf")])
 def test_losses_without_a_finite_perplexity(nats: float, shown: str) -> None:
-    (cell,) = summarize(records("none", [(nats, 5), (12.0, 5)]))
+    (cell,) = summarize(records("none", [(nats, 5), *[(12.0, 5)] * 4]))
     assert str(cell.perplexity) == shown
     assert (cell.interval is None) == (not math.isfinite(nats))
 
@@ -262,11 +260,50 @@ def test_rounding_is_no_difference() -> None:
     assert cells[1].ratio_interval[1] < 1
 
 
-def test_one_document_has_no_interval() -> None:
-    (cell,) = summarize(records("none", [(10.0, 5)]))
-    assert cell.interval is None
-    assert cell.ratio_interval is None
-    assert cell.perplexity == pytest.approx(math.exp(2))
+@pytest.mark.parametrize("count", range(1, FEW_DOCUMENTS + 1))
+def test_too_few_documents_have_no_interval(count: int) -> None:
+    """They have fewer than five, whose interval is as wide as the documents lie apart."""
+    few, rng = count < FEW_DOCUMENTS, np.random.default_rng(count)
+    losses = [(10.0 + index, 5) for index in range(count)]
+    cells = summarize(
+        [*records("none", losses), *records("pi", [(n**1.1, tokens) for n, tokens in losses])]
+    )
+    assert [cell.interval is None for cell in cells] == [few, few]
+    assert [cell.ratio_interval is None for cell in cells] == [few, few]
+    assert [cell.needed is None for cell in cells] == [True, few]
+    assert cells[0].perplexity == pytest.approx(math.exp(sum(n for n, _ in losses) / 5 / count))
+    if count > 1:
+        draws = rng.normal(size=(2000, count))
+        ends = [estimate(row.tolist(), [1.0] * count)[1] or (0, 0) for row in draws]
+        widths, ranges = np.diff(ends), np.ptp(draws, axis=1)
+        assert widths.mean() / ranges.mean() > 1.3 if few else widths.mean() / ranges.mean() < 1.03
+
+
+@pytest.mark.parametrize(
+    ("spread", "documents", "comparisons", "base"),
+    [(0.02, 8, 1, None), (0.02, 21, 5, None), (0.01, 14, 12, 2.0), (0.03, 40, 3, 10.0)],
+)
+def test_as_many_documents_as_are_needed_show_one_percent(
+    spread: float, documents: int, comparisons: int, base: float | None
+) -> None:
+    """Samples of the needed number have a significant difference in about 80 %, those of two thirds in far fewer."""
+    rng, unit = np.random.default_rng(documents), math.log(base or math.e)
+    first = rng.normal(size=documents)
+    first = 3 + spread / unit * (first - first.mean()) / first.std(ddof=1)
+    rows = [
+        records(name, [(100 * loss, 100) for loss in losses])
+        for name, losses in (("none", [3.0] * documents), ("other", first.tolist()))
+    ]
+    cell = summarize([*rows[0], *rows[1]], base=base, comparisons=comparisons)[1]
+    assert cell.needed is not None
+    powers = []
+    for count in (cell.needed, cell.needed * 2 // 3):
+        draws = rng.normal(math.log(1.01) / spread, 1, (4000, count))
+        error = draws.std(axis=1, ddof=1) / math.sqrt(count)
+        found = draws.mean(axis=1) > _student(count - 1, comparisons) * error
+        powers.append(found.mean())
+    assert powers[0] == pytest.approx(0.8, abs=0.03)
+    assert powers[1] < 0.7
 
 
 def test_many_small_terms_add_up() -> None:

@@ -220,12 +220,12 @@ GAPS = "the text between them is not read"
 @pytest.mark.parametrize(
     ("documents", "stride", "special", "noted", "unsaid"),
     [
-        (1, None, [], "1 document, 1 skipped; no ranges", "Fewer than"),
-        (1, 128, [], "One stream, 1 skipped; no ranges", GAPS),
-        (6, 512, [], f"Windows of 256 tokens lie 512 apart: {GAPS}", "Fewer than"),
+        (1, None, [], "1 document, 1 skipped; bits/byte", "ranges: 95 %"),
+        (1, 128, [], "One stream, 1 skipped; bits/byte", GAPS),
+        (6, 512, [], f"Windows of 256 tokens lie 512 apart: {GAPS}", "Too few"),
         (6, 256, [], "One stream", GAPS),
-        (6, 256, [0], GAPS, "Fewer than"),
-        (4, None, [], "Fewer than 5 documents", GAPS),
+        (6, 256, [0], GAPS, "Too few"),
+        (4, None, [], "Too few documents for ranges", "ranges: 95 %"),
     ],
 )
 def test_notes_on_documents_and_windows(
