@@ -154,7 +154,6 @@ class TuningResult(PerplexityResult):
     @classmethod
     def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
         """Read what `to_dict` returned; everything that follows from the records is computed again."""
-        values = _converted(values) if values["format"] == 1 else values
         names = ("race", "controls", "source", "documents", "recipe", *cls.stored)
         return cls(
             **cls.description(values, {"skipped": Skipped, "failures": Failure}),
@@ -257,39 +256,6 @@ class TuningResult(PerplexityResult):
                 yield (
                     f"It is worse than {name}: on these documents, no method here benefits from the longer context."
                 )
-
-
-def _converted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of format 1, whose records had the index of a document or the reason of a failure."""
-    race = dict(values["settings"])
-    lengths, windows = (race.pop("original"), race.pop("target")), race.pop("windows_per_document")
-    settings = {name: race.pop(name) for name in ("tail_tokens", "chunk", "prefill")}
-    settings |= {"windows_per_document": None if windows == 1 else windows}
-    names = [each["name"] for each in (*values["documents"], *values.get("needles", ()))]
-    records, failures = [], []
-    for old in values["records"]:
-        about = {"method": old["method"], "protocol": "tail", "length": old["length"]}
-        if "failed" in old:
-            failure = about | {"reason": old["failed"]}
-            failures += [failure] * (failure not in failures)
-            continue
-        about |= {"document": names[old["document"]], "bytes": None, "words": None}
-        sums = {"nats": old["nats"], "tokens": old["tokens"]}
-        records.append(about | sums | {"weighted": old["nats"], "weight": float(old["tokens"])})
-    kept = ("label", "spec", "method", "scale")
-    plain: dict[str, Any] = {"parts": (), "beside": {}, "auto_scale": False, "original": None}
-    return {
-        **values,
-        "settings": {"lengths": lengths, "protocols": ("tail",), **settings},
-        "race": race,
-        "controls": [each["label"] for each in values["methods"] if each["control"]],
-        "methods": [{name: each[name] for name in kept} | plain for each in values["methods"]],
-        "records": records,
-        "failures": failures,
-        "original_max_position_embeddings": lengths[0],
-        "head_replay": "off",
-        "fingerprint": None,
-    }
 
 
 def recipe(
