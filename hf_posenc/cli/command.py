@@ -114,7 +114,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.P
 _NAMES = {
     "patch": ("hf_posenc.methods", "available_methods"),
     "recipe": ("hf_posenc.recipes", "available_recipes"),
-    "checkpoint": ("hf_posenc.catalog", "checkpoints"),
+    "download": ("hf_posenc.catalog", "downloads"),
     "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
     "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),

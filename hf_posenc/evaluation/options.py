@@ -55,8 +55,8 @@ class DocumentOptions:
     """Source of the documents.
 
     Attributes:
-        text: Files of text (UTF-8, also .gz and .zst), JSON lines, parquet, folders or glob patterns; may be given
-            several times, or with several values.
+        text: Files of text (also .gz and .zst), JSON lines, parquet, folders or glob patterns; or books, code or prose:
+            documents by name (docs/documents.md). May be given several times, or with several values.
         dataset: A dataset of the datasets library: hub name or folder.
         config: The dataset's configuration.
         split: The dataset's split.
@@ -64,6 +64,7 @@ class DocumentOptions:
         streaming: Read the dataset row by row, without downloading it.
         tokenized: The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.
         token_dtype: Number format of a .bin file of token ids: uint16, uint32, int32, int64.
+        encoding: Encoding of files of text, e.g. latin-1.
         token_cache: Keep the documents' tokens in this folder; several processes and later runs then tokenize only
             once.
     """
@@ -78,6 +79,7 @@ class DocumentOptions:
     streaming: bool = document_option(True)
     tokenized: str | None = document_option()
     token_dtype: str = document_option("uint16")
+    encoding: str = document_option("utf-8")
     token_cache: Path | None = document_option()
 
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
+from hf_posenc.evaluation.documents.named import NAMED, is_name, versions
 from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
@@ -60,7 +62,9 @@ class Source:
 
     @classmethod
     def of(cls, documents: Iterable[str | Entry]) -> Source:
-        """Return the source of texts or entries that a Python caller passes."""
+        """Return the source of texts or entries that a Python caller passes, or of documents by their name."""
+        if isinstance(documents, str) and is_name(documents):
+            return source_of(DocumentOptions(text=[documents]))
         return cls(lambda: as_entries(documents), {"kind": "python"}, embedded=False)
 
     def load(
@@ -119,8 +123,9 @@ def source_of(options: DocumentOptions) -> Source:
                 raise PosencError(
                     f"--text {path} is a model's folder. MODEL goes in front of the options."
                 )
-        reading["token_dtype"] = options.token_dtype
+        reading |= {"token_dtype": options.token_dtype, "encoding": options.encoding}
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
+        about |= {"packages": [x for p in paths if is_name(p) for x in versions(p)]}
         return Source(lambda: read_paths(paths, **reading), about, False, cache)
     if options.dataset is not None:
         name = options.dataset
@@ -147,6 +152,7 @@ def refuse_ignored(options: DocumentOptions) -> None:
         "streaming": ("a --dataset on the hub", [on_hub]),
         "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
         "token_dtype": ("a .bin file in --text", (str(path).endswith(".bin") for path in paths)),
+        "encoding": ("files in --text", (not is_name(str(path)) for path in paths)),
     }
     for name, (user, uses) in users.items():
         value = getattr(options, name)
@@ -160,6 +166,11 @@ def refuse_ignored(options: DocumentOptions) -> None:
 
 def check_readable(source: Source, paths: Sequence[str]) -> None:
     """Raise if none of these files, folders and patterns has a document; reading stops at the first."""
+    for name in NAMED.keys() & {path for path in paths if os.path.lexists(path)}:
+        warnings.warn(
+            f"--text {name} is the one in this folder, not the documents of that name.",
+            stacklevel=2,
+        )
     skipped: list[Skipped] = []
     for entry in source.read() if paths and not any(map(is_saved, map(Path, paths))) else ():
         if isinstance(entry, Document) and not entry.text.strip():

@@ -1,0 +1,111 @@
+"""Documents by name: `books`, `code` and `prose`, chosen by fixed rules, so that everyone gets the same ones.
+
+- `books`: every book of the package that `hf-posenc fetch books` downloads. Language models have read them.
+- `code`: folders of models in the installed transformers whose modeling files are copyright `NEW` or later. A folder is
+  one document: its files, one after the other, but for `modular_*.py`, which repeat others. It is left out if more than
+  `SHARED` of its lines are in folders of older models, or in longer ones that were taken before it.
+- `prose`: the pages of documentation in the packages that `hf-posenc fetch prose` downloads. A folder of pages is one
+  document.
+
+Code and prose have `LEAST` characters or more. Other versions of transformers give other documents: the name of each
+has the version, and a result the hash of its text.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from hf_posenc import catalog
+from hf_posenc.embedded.corpus import distinctive_lines
+from hf_posenc.evaluation.documents.document import Document
+
+NEW = "2025"
+SHARED = 0.6
+LEAST = 60_000
+"""Some 16,000 tokens."""
+_YEAR = re.compile(r"Copyright\D*(\d{4})")
+_DOCS = re.compile(r"package/docs/((?:[^/]+/)?).*\.mdx?")
+
+
+@functools.cache
+def code() -> tuple[Document, ...]:
+    """Return the code, the longest document first."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    new, known = dict[str, str](), set[bytes]()
+    for folder in sorted(Path(spec.origin).parent.glob("models/*/")):
+        texts = {file.name: file.read_text("utf-8") for file in sorted(folder.glob("*.py"))}
+        text = "".join(x for name, x in texts.items() if not name.startswith(("modular_", "__")))
+        heads = [x[:2000] for name, x in texts.items() if name.startswith("modeling_")]
+        years = [min(_YEAR.findall(head), default="") for head in heads]
+        if years and min(years) >= NEW:
+            new[folder.name] = text
+        else:
+            known |= distinctive_lines(text)
+    documents, version = [], metadata.version("transformers")
+    for name in sorted(new, key=lambda name: (-len(new[name]), name)):
+        lines = distinctive_lines(new[name])
+        if len(new[name]) >= LEAST and len(lines & known) <= SHARED * len(lines):
+            known |= lines
+            documents.append(Document(f"transformers {version}/{name}", new[name]))
+    return tuple(documents)
+
+
+def books() -> Iterator[Document]:
+    """Yield the books; those that are not UTF-8 are Latin-1."""
+    for package, name, data in _members("books"):
+        if name.endswith(".txt"):
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = data.decode("latin-1")
+            yield Document(f"{package}/{Path(name).name}", text)
+
+
+def prose() -> Iterator[Document]:
+    """Yield the prose, in the order of packages and folders; the pages beside the folders are a document too."""
+    pages: dict[str, str] = {}
+    for package, name, data in _members("prose"):
+        if match := _DOCS.fullmatch(name):
+            folder = f"{package}/docs/{match[1]}".rstrip("/")
+            pages[folder] = pages.get(folder, "") + data.decode()
+    yield from (Document(name, text) for name, text in pages.items() if len(text) >= LEAST)
+
+
+def _members(name: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield the package, name and content of every file in the packages of a download, by name."""
+    for file, package in zip(
+        catalog.fetched(name), catalog.downloads()[name].packages, strict=True
+    ):
+        with tarfile.open(file) as archive:  # read in its own order: gzip data has no other
+            contents = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
+            texts = {name: content.read() for name, content in contents.items() if content}
+        yield from ((package, name, texts[name]) for name in sorted(texts))
+
+
+NAMED: dict[str, Callable[[], Iterator[Document]]] = {
+    "books": books,
+    "code": lambda: iter(code()),
+    "prose": prose,
+}
+"""The documents of each name."""
+
+
+def is_name(argument: str) -> bool:
+    """Return whether an argument names documents, and no file or folder."""
+    return argument in NAMED and not os.path.lexists(argument)
+
+
+def versions(name: str) -> list[str]:
+    """Return the packages that the documents of a name come from."""
+    if name in catalog.downloads():
+        return list(catalog.downloads()[name].packages)
+    return [f"transformers=={metadata.version('transformers')}"]
