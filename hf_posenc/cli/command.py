@@ -21,7 +21,7 @@ from hf_posenc.evaluation.flags import PANELS, Flag, help_texts
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 ARGUMENTS = "hf_posenc.arguments"
-_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
+_WITH_A_VALUE = ("--output", "--shard")
 _SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
 TERMINAL = "terminal"
 

@@ -65,8 +65,6 @@ class DocumentOptions:
         tokenized: The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.
         token_dtype: Number format of a .bin file of token ids: uint16, uint32, int32, int64.
         encoding: Encoding of files of text, e.g. latin-1.
-        token_cache: Keep the documents' tokens in this folder; several processes and later runs then tokenize only
-            once.
     """
 
     text: Sequence[str] | None = document_option(
@@ -80,7 +78,6 @@ class DocumentOptions:
     tokenized: str | None = document_option()
     token_dtype: str = document_option("uint16")
     encoding: str = document_option("utf-8")
-    token_cache: Path | None = document_option()
 
 
 @dataclass(frozen=True, kw_only=True)
