@@ -183,6 +183,16 @@ def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) ->
     )
 
 
+def _shown(cell: Cell, mark: str = "") -> Field:
+    """Return the field of a number: the accuracy, how often the answer ranks first, and their intervals."""
+    text = Field(percent(cell.accuracy), mark, cell.accuracy)
+    text.append(f"\n{percent_range(cell.interval)}", "aside")
+    if cell.first is not None and cell.first_interval is not None:
+        text.append(f"\n1st {percent(cell.first)}", "" if cell.beats_chance else "aside")
+        text.append(f"\n{percent_range(cell.first_interval)}", "aside")
+    return text
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
@@ -228,6 +238,23 @@ class RetrievalResult(MethodsResult[Cell]):
         """Return the numbers by depth, from the front to the back."""
         key = (method, task, length)
         return [c for c in self.depth_cells if (c.method, c.task, c.length) == key]
+
+    def apart(self, method: str, task: str) -> list[Cell | None]:
+        """Return the numbers of needles within the original length from the end of the prompt, and of those beyond.
+
+        Truncation reads the former alone. Both are over all prompts that are longer; `None` without a needle there, and
+        where one of these lengths has no number.
+        """
+        original, own = self.original, (method, task)
+        if original is None or any(
+            (each.method, each.task) == own and each.length > original for each in self.failures
+        ):
+            return [None, None]
+        parts: list[list[Record]] = [[], []]
+        for r in self.records:
+            if (r.method, r.task) == own and r.length > original and r.distance is not None:
+                parts[r.distance > original].append(r)
+        return [_cell((*own, part[-1].length, None), part) if part else None for part in parts]
 
     def is_left_out(self, task: str, length: int) -> bool:
         """Return whether the task has no prompt of this length."""
@@ -352,13 +379,18 @@ class RetrievalResult(MethodsResult[Cell]):
         by_distance = definition.has_depth and bool(fitting)
         if by_distance:
             grid.column(f"k_max\n{PI_SUCCESS:.0%}", numeric=True)
+        apart = by_distance and self.original is not None and max(fitting) > self.original
+        for place in ("within", "beyond") if apart else ():
+            grid.column(f"{place}\n{self.original:,}", numeric=True)
         for entry in self.candidates:
             fields = [self._field(entry.label, task, n, best[n]) for n in lengths]
             reached = [self.passing(entry.label, task)[0]]
             if by_distance:
                 reached.append(self.k_max(entry.label, task, max(fitting)))
             tokens = ["-" if length is None else f"{length:,}" for length in reached]
-            grid.row(entry.label, *fields, *tokens)
+            parts = self.apart(entry.label, task) if apart else ()
+            split = [Field("-", "none") if cell is None else _shown(cell) for cell in parts]
+            grid.row(entry.label, *fields, *tokens, *split)
         return grid
 
     def _field(self, method: str, task: str, length: int, best: tuple[float, float]) -> Field:
@@ -368,12 +400,7 @@ class RetrievalResult(MethodsResult[Cell]):
         if cell is None:
             return failure_field(self.failure(method, task, length))
         top = best > (0, 0) and cell.quality == best
-        text = Field(percent(cell.accuracy), "best" if top else "", cell.accuracy)
-        text.append(f"\n{percent_range(cell.interval)}", "aside")
-        if cell.first is not None and cell.first_interval is not None:
-            text.append(f"\n1st {percent(cell.first)}", "" if cell.beats_chance else "aside")
-            text.append(f"\n{percent_range(cell.first_interval)}", "aside")
-        return text
+        return _shown(cell, "best" if top else "")
 
     def notes(self) -> Iterator[str]:
         settings = self.settings
@@ -398,6 +425,11 @@ class RetrievalResult(MethodsResult[Cell]):
             f"{PI_SUCCESS:.0%}: Position Interpolation's effective context, the largest distance up to which at least "
             "that many are found, at the longest length."
         )
+        if self.original is not None and settings.lengths[-1] > self.original:
+            yield (
+                f"within, beyond: needles within {self.original:,} tokens of the end, all that truncation reads, and "
+                "farther ones, in all longer prompts."
+            )
         if self.haystack.get("kind") != "noise":
             yield (
                 "Haystack: your own text instead of the noise sentences; not comparable with published numbers."
