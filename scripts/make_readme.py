@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.engines import ENGINES
-from hf_posenc.evaluation.bench import BenchResult
+from hf_posenc.evaluation.bench.run import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.tuning.results import TuningResult

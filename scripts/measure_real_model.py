@@ -35,7 +35,7 @@ from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Key, record_line
 from hf_posenc.evaluation.options import ModelOptions
-from hf_posenc.evaluation.perplexity import document_key
+from hf_posenc.evaluation.perplexity.run import document_key
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
 

@@ -67,7 +67,7 @@ def perplexity(
     """
     early.check(options, model, documents, run)
     frame = Frame(context, run, PERPLEXITY_METHODS)
-    from hf_posenc.evaluation.perplexity import prepare
+    from hf_posenc.evaluation.perplexity.run import prepare
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)

@@ -127,7 +127,7 @@ class RunOptions:
         output: Folder of the results.
         plot: Draw the plot. Default: where matplotlib is installed.
         shard: This process is the I-th of N that share the work, all with the same --output. Default: read from the
-            environment of torchrun, accelerate or a Slurm array.
+            environment of torchrun or accelerate.
         dry_run: Print the cost of the run, and stop.
     """
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import perplexity as measurement
 from hf_posenc.evaluation.bench.suites import Suite, get_suite
 from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
@@ -54,6 +53,7 @@ from hf_posenc.evaluation.options import (
     PerplexityOptions,
     ProtocolOptions,
 )
+from hf_posenc.evaluation.perplexity import run as measurement
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell

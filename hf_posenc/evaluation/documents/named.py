@@ -31,7 +31,11 @@ SHARED = 0.6
 LEAST = 60_000
 """Some 16,000 tokens."""
 _YEAR = re.compile(r"Copyright\D*(\d{4})")
-_DOCS = re.compile(r"package/docs/((?:[^/]+/)?).*\.mdx?")
+_PAGES = {
+    "books": re.compile(r"package/gutenberg/(.*\.txt)"),
+    "prose": re.compile(r"package/(docs(?:/[^/]+(?=/))?).*\.mdx?"),
+}
+"""Files of a package; those of one name, in parentheses, are one document."""
 
 
 @functools.cache
@@ -59,42 +63,31 @@ def code() -> tuple[Document, ...]:
     return tuple(documents)
 
 
-def books() -> Iterator[Document]:
-    """Yield the books; those that are not UTF-8 are Latin-1."""
-    for package, name, data in _members("books"):
-        if name.endswith(".txt"):
-            try:
-                text = data.decode()
-            except UnicodeDecodeError:
-                text = data.decode("latin-1")
-            yield Document(f"{package}/{Path(name).name}", text)
-
-
-def prose() -> Iterator[Document]:
-    """Yield the prose, in the order of packages and folders; the pages beside the folders are a document too."""
-    pages: dict[str, str] = {}
-    for package, name, data in _members("prose"):
-        if match := _DOCS.fullmatch(name):
-            folder = f"{package}/docs/{match[1]}".rstrip("/")
-            pages[folder] = pages.get(folder, "") + data.decode()
-    yield from (Document(name, text) for name, text in pages.items() if len(text) >= LEAST)
-
-
-def _members(name: str) -> Iterator[tuple[str, str, bytes]]:
-    """Yield the package, name and content of every file in the packages of a download, by name."""
+def fetched(name: str) -> Iterator[Document]:
+    """Yield the books, or the folders of prose; files that are not UTF-8 are Latin-1."""
     for file, package in zip(
         catalog.fetched(name), catalog.downloads()[name].packages, strict=True
     ):
-        with tarfile.open(file) as archive:  # read in its own order: gzip data has no other
-            contents = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
-            texts = {name: content.read() for name, content in contents.items() if content}
-        yield from ((package, name, texts[name]) for name in sorted(texts))
+        with tarfile.open(file) as archive:  # in its own order, as gzip data is read
+            files = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
+            contents = {path: data.read() for path, data in files.items() if data is not None}
+        texts: dict[str, str] = {}
+        for path in sorted(contents):
+            if match := _PAGES[name].fullmatch(path):
+                try:
+                    text = contents[path].decode()
+                except UnicodeDecodeError:
+                    text = contents[path].decode("latin-1")
+                texts[match[1]] = texts.get(match[1], "") + text
+        for title, text in texts.items():
+            if name == "books" or len(text) >= LEAST:
+                yield Document(f"{package}/{title}", text)
 
 
 NAMED: dict[str, Callable[[], Iterator[Document]]] = {
-    "books": books,
+    "books": functools.partial(fetched, "books"),
     "code": lambda: iter(code()),
-    "prose": prose,
+    "prose": functools.partial(fetched, "prose"),
 }
 """The documents of each name."""
 

@@ -377,16 +377,8 @@ class RetrievalSettings:
             raise PosencError(f"Depths go from 0 to 1, not {list(self.depths)!r:.80}.")
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
-        prompts = self.samples * len(self.depths)
-        if prompts > MOST_PROMPTS:
-            raise PosencError(
-                f"{self.samples:,} samples at {len(self.depths)} depths are {prompts:,} prompts of a task and length, "
-                f"and at most {MOST_PROMPTS:,} are measured."
-            )
-        for name, least, most in (
-            ("samples", 1, MOST_PROMPTS),
-            ("distractors", 0, MOST_DISTRACTORS),
-        ):
+        samples = MOST_PROMPTS // len(self.depths)
+        for name, least, most in (("samples", 1, samples), ("distractors", 0, MOST_DISTRACTORS)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise PosencError(f"{name} is a number from {least} to {most:,}, not {value:,}.")
 

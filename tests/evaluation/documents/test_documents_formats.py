@@ -27,8 +27,8 @@ from hf_posenc.evaluation.documents import readers as token_files
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import DocumentOptions
-from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import GOOD, PACK, json_lines, refusal
 from tests.support.tiny_text import byte_tokenizer, prose
