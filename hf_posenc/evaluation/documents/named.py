@@ -17,7 +17,6 @@ import functools
 import importlib.util
 import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -65,23 +64,17 @@ def code() -> tuple[Document, ...]:
 
 def fetched(name: str) -> Iterator[Document]:
     """Yield the books, or the folders of prose; files that are not UTF-8 are Latin-1."""
-    for file, package in zip(
-        catalog.fetched(name), catalog.downloads()[name].packages, strict=True
-    ):
-        with tarfile.open(file) as archive:  # in its own order, as gzip data is read
-            files = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
-            contents = {path: data.read() for path, data in files.items() if data is not None}
-        texts: dict[str, str] = {}
-        for path in sorted(contents):
-            if match := _PAGES[name].fullmatch(path):
-                try:
-                    text = contents[path].decode()
-                except UnicodeDecodeError:
-                    text = contents[path].decode("latin-1")
-                texts[match[1]] = texts.get(match[1], "") + text
-        for title, text in texts.items():
-            if name == "books" or len(text) >= LEAST:
-                yield Document(f"{package}/{title}", text)
+    texts: dict[str, str] = {}
+    for package, path, content in catalog.contents(name):
+        if match := _PAGES[name].fullmatch(path):
+            try:
+                text = content.decode()
+            except UnicodeDecodeError:
+                text = content.decode("latin-1")
+            title = f"{package}/{match[1]}"
+            texts[title] = texts.get(title, "") + text
+    least = LEAST if name == "prose" else 0
+    return (Document(title, text) for title, text in texts.items() if len(text) >= least)
 
 
 NAMED: dict[str, Callable[[], Iterator[Document]]] = {

@@ -397,15 +397,10 @@ class Kit:
         return next(value for value in iter(draw, None) if value not in self._text)
 
     def passages(self) -> Iterator[str]:
-        """Yield sentences of the user's own text, without its lines, or of noise, again and again."""
-        text = self._text or NOISE
-        while True:
-            found = 0
-            for match in re.finditer(r"[^.!?\n]{2,300}[.!?\n]", text):
-                if passage := " ".join(match[0].split()):
-                    found += 1
-                    yield passage
-            text = text if found else NOISE
+        """Return sentences of the user's own text, or of noise, again and again."""
+        decode = self.encoder.tokenizer.decode
+        own = (decode(ids).strip() for ids in self._sentences)
+        return filter(None, itertools.cycle(own if self._sentences else SENTENCES))
 
     def unused(self, words: Sequence[str], needed: int) -> list[str]:
         """Return those of the names or phrases that are not in the user's own text, whatever their capitals.

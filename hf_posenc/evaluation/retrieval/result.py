@@ -239,22 +239,19 @@ class RetrievalResult(MethodsResult[Cell]):
         key = (method, task, length)
         return [c for c in self.depth_cells if (c.method, c.task, c.length) == key]
 
-    def apart(self, method: str, task: str) -> list[Cell | None]:
-        """Return the numbers of needles within the original length from the end of the prompt, and of those beyond.
+    def needles(self, method: str, task: str, *, far: bool) -> list[Record]:
+        """Return the answers in prompts longer than the original length, by where the needle is.
 
-        Truncation reads the former alone. Both are over all prompts that are longer; `None` without a needle there, and
-        where one of these lengths has no number.
+        With `far` it lies farther from the end than that length; else within it, where truncation reads it. None where
+        one of these prompts' lengths has no number.
         """
-        original, own = self.original, (method, task)
-        if original is None or any(
-            (each.method, each.task) == own and each.length > original for each in self.failures
-        ):
-            return [None, None]
-        parts: list[list[Record]] = [[], []]
-        for r in self.records:
-            if (r.method, r.task) == own and r.length > original and r.distance is not None:
-                parts[r.distance > original].append(r)
-        return [_cell((*own, part[-1].length, None), part) if part else None for part in parts]
+        original, own = self.original or math.inf, (method, task)
+        longer = (each for each in (*self.failures, *self.records) if each.length > original)
+        found = [each for each in longer if (each.method, each.task) == own]
+        if any(isinstance(each, Failure) for each in found):
+            return []
+        needles = (each for each in found if isinstance(each, Record) and each.distance is not None)
+        return [each for each in needles if (each.distance > original) == far]
 
     def is_left_out(self, task: str, length: int) -> bool:
         """Return whether the task has no prompt of this length."""
@@ -388,8 +385,9 @@ class RetrievalResult(MethodsResult[Cell]):
             if by_distance:
                 reached.append(self.k_max(entry.label, task, max(fitting)))
             tokens = ["-" if length is None else f"{length:,}" for length in reached]
-            parts = self.apart(entry.label, task) if apart else ()
-            split = [Field("-", "none") if cell is None else _shown(cell) for cell in parts]
+            sides = [self.needles(entry.label, task, far=far) for far in (False, True) if apart]
+            cells = (_cell((entry.label, task, 0, None), side) if side else None for side in sides)
+            split = (Field("-", "none") if cell is None else _shown(cell) for cell in cells)
             grid.row(entry.label, *fields, *tokens, *split)
         return grid
 

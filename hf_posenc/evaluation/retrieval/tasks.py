@@ -355,12 +355,8 @@ class RetrievalSettings:
     def __post_init__(self) -> None:
         for name in ("lengths", "tasks", "depths"):
             given: Any = plain(getattr(self, name))
-            try:
-                if (
-                    name == "depths"
-                ):  # a needle is drawn by its depth's text: 0 and 0.0 would be two
-                    given = map(float, even_depths(given))
-                given = list(given)
+            try:  # a needle is drawn by its depth's text: 0 and 0.0 would be two
+                given = list(map(float, even_depths(given)) if name == "depths" else given)
                 once = list(dict.fromkeys(given)) if name == "tasks" else sorted(set(given))
                 sound = bool(given) and given == once
             except (TypeError, ValueError):
