@@ -54,7 +54,7 @@ def result_of(folder: Path) -> PerplexityResult:
             cell[key[3]] = [a + b for a, b in zip(before, numbers, strict=True)]
     whole = {cell: of for cell, of in sums.items() if of.keys() == documents.keys()}
     return PerplexityResult(
-        settings=Settings.from_dict(about["settings"]),
+        settings=Settings(**about["settings"]),
         candidates=[MethodEntry.of(c) for c in candidates.values()],
         records=[
             Record(*cell, document.rsplit(" ", 2)[0], *numbers)

@@ -90,10 +90,13 @@ def retrieval(
         list[str] | None,
         typer.Option(
             metavar="PATH",
-            help="Own text between the needles instead of noise: files, folders or glob patterns; several times.",
+            help="Own text between the needles instead of noise: as --text of perplexity; several times.",
             rich_help_panel=DOCUMENTS,
         ),
     ] = None,
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of the own text.", rich_help_panel=DOCUMENTS)
+    ] = DocumentOptions.encoding,
 ) -> None:
     """Measure what a model finds in long prompts: passkeys, RULER's tasks that need no download, facts, associations.
 
@@ -114,7 +117,7 @@ def retrieval(
             f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
             "leave it out."
         )
-    text = _read(haystack) if haystack else None
+    text = _read(haystack, encoding) if haystack else None
     frame = Frame(context, run, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
 
@@ -125,12 +128,12 @@ def retrieval(
         exit_on(result.problems())
 
 
-def _read(paths: list[str]) -> str:
+def _read(paths: list[str], encoding: str) -> str:
     """Return the user's own text, of all files one after the other, up to `MOST_TEXT`."""
     from hf_posenc.evaluation.documents import Document, LongDocument, Skipped, read_paths
 
     text, reasons = "", []
-    for entry in read_paths(paths):
+    for entry in read_paths(paths, encoding=encoding):
         if isinstance(entry, Document | LongDocument):
             for piece in (entry.text,) if isinstance(entry, Document) else entry.chunks():
                 text += piece

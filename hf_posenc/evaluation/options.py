@@ -291,8 +291,7 @@ class BenchOptions(ProtocolOptions, MethodsOptions):
             documents.
         lengths: Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).
         target_length: The longest of the suite's lengths, in tokens, e.g. 32k.
-        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, kv, mrcr, vt, fwe, babilong_qa1 to
-            babilong_qa3, nolima_tools and nolima_world; all, or none.
+        tasks: Tasks of hf-posenc retrieval; all, or none.
         seed: Seed of everything that is drawn.
         rounds: Times that the prefill of every method is timed; 0: never.
         limit: Stop at so many usable documents.

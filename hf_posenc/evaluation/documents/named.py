@@ -3,22 +3,18 @@
 - `books`: every book of the package that `hf-posenc fetch books` downloads. Language models have read them.
 - `code`: folders of models in the installed transformers whose modeling files are copyright `NEW` or later. A folder is
   one document: its files, one after the other, but for `modular_*.py`, which repeat others. It is left out if more than
-  `SHARED` of its lines are in folders of older models, or in longer ones that were taken before it.
-- `prose`: the pages of documentation in the packages that `hf-posenc fetch prose` downloads. A folder of pages is one
-  document.
+  `SHARED` of its lines are in folders of older models, or in longer documents.
+- `prose`: the documentation in the packages that `hf-posenc fetch prose` downloads, a document for each folder.
 
-Code and prose have `LEAST` characters or more. Other versions of transformers give other documents: the name of each
-has the version, and a result the hash of its text.
+Code and prose have `LEAST` characters or more. The name of a document has the version of its package.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 from hf_posenc import catalog
@@ -40,11 +36,10 @@ _PAGES = {
 @functools.cache
 def code() -> tuple[Document, ...]:
     """Return the code, the longest document first."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
+    import transformers
+
     new, known = dict[str, str](), set[bytes]()
-    for folder in sorted(Path(spec.origin).parent.glob("models/*/")):
+    for folder in sorted(Path(transformers.__file__).parent.glob("models/*/")):
         texts = {file.name: file.read_text("utf-8") for file in sorted(folder.glob("*.py"))}
         text = "".join(x for name, x in texts.items() if not name.startswith(("modular_", "__")))
         heads = [x[:2000] for name, x in texts.items() if name.startswith("modeling_")]
@@ -53,12 +48,13 @@ def code() -> tuple[Document, ...]:
             new[folder.name] = text
         else:
             known |= distinctive_lines(text)
-    documents, version = [], metadata.version("transformers")
+    documents = []
     for name in sorted(new, key=lambda name: (-len(new[name]), name)):
         lines = distinctive_lines(new[name])
         if len(new[name]) >= LEAST and len(lines & known) <= SHARED * len(lines):
             known |= lines
-            documents.append(Document(f"transformers {version}/{name}", new[name]))
+            title = f"transformers=={transformers.__version__}/{name}"
+            documents.append(Document(title, new[name]))
     return tuple(documents)
 
 
@@ -88,10 +84,3 @@ NAMED: dict[str, Callable[[], Iterator[Document]]] = {
 def is_name(argument: str) -> bool:
     """Return whether an argument names documents, and no file or folder."""
     return argument in NAMED and not os.path.lexists(argument)
-
-
-def versions(name: str) -> list[str]:
-    """Return the packages that the documents of a name come from."""
-    if name in catalog.downloads():
-        return list(catalog.downloads()[name].packages)
-    return [f"transformers=={metadata.version('transformers')}"]

@@ -279,7 +279,6 @@ def _pyarrow(module: str, suffix: str) -> Any:
 def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
     """Yield the text of a file as it is, without a byte order mark, piece by piece."""
     decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
-    given = codecs.lookup(encoding).name.upper()
     wide = b"\0" in " ".encode(encoding)
     with _content(path) as file:
         while True:
@@ -298,7 +297,8 @@ def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
                 place, byte = offset - pending + error.start, error.object[error.start]
                 guess = _encoding_of(error.object)
                 advice = f"; if it is {guess}, give --encoding {guess}" * bool(guess)
-                reason = f"not {given} (byte 0x{byte:02x} at offset {place}){advice}"
+                known = error.encoding.upper()
+                reason = f"not {known} (byte 0x{byte:02x} at offset {place}){advice}"
                 raise UnreadableError(reason) from error
             yield text if offset else text.removeprefix("\ufeff")
             if not data:
@@ -314,8 +314,7 @@ def _encoding_of(data: bytes) -> str:
     with contextlib.suppress(ImportError):
         from charset_normalizer import from_bytes
 
-        best = from_bytes(data).best()
-        return "" if best is None else best.encoding
+        return getattr(from_bytes(data).best(), "encoding", "")
     return ""
 
 

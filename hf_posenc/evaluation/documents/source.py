@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.named import NAMED, is_name, versions
+from hf_posenc.evaluation.documents.named import NAMED, is_name
 from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
@@ -104,11 +105,7 @@ def source_of(options: DocumentOptions) -> Source:
     """Return the source that the options name; by default the held-out modules."""
     if options.text and options.dataset is not None:
         raise PosencError("--text and --dataset exclude each other: give one of them.")
-    reading: dict[str, Any] = {
-        "split": options.split,
-        "column": options.column,
-        "tokenized": options.tokenized,
-    }
+    reading = {name: getattr(options, name) for name in ("split", "column", "tokenized")}
     if options.text:
         paths = list(options.text)
         for path in paths:  # os.path, since pathlib raises for a name that is too long
@@ -118,7 +115,8 @@ def source_of(options: DocumentOptions) -> Source:
                 )
         reading |= {"token_dtype": options.token_dtype, "encoding": options.encoding}
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
-        about |= {"packages": [x for p in paths if is_name(p) for x in versions(p)]}
+        if any(map(is_name, paths)):
+            about["transformers"] = metadata.version("transformers")  # `code` is a part of it
         return Source(lambda: read_paths(paths, **reading), about, False)
     if options.dataset is not None:
         name = options.dataset

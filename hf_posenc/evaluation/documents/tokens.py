@@ -33,21 +33,13 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of windows, in characters; none of them changes a token.
+    """Sizes of windows, in characters; none of them changes a token."""
 
-    Attributes:
-        window: Text that is tokenized at a time.
-        overlap: Text that two windows share at first; more if they do not agree.
-        largest: Limit to which a window grows in search of a place to cut; a text without one is left out.
-        whole: Longer texts are left out if this tokenizer's texts cannot be cut.
-        per_token: Text that is read at first for each requested token.
-    """
-
-    window: int = 1 << 18
-    overlap: int = 1 << 13
-    largest: int = 1 << 21
-    whole: int = 1 << 25
-    per_token: int = 6
+    window: int = 1 << 18  # text that is tokenized at a time
+    overlap: int = 1 << 13  # text that two windows share at first; more if they do not agree
+    largest: int = 1 << 21  # to which a window grows in search of a place to cut, if need be
+    whole: int = 1 << 25  # longer texts are left out if this tokenizer's texts cannot be cut
+    per_token: int = 6  # text that is read at first for each requested token
 
 
 SIZES = Sizes()

@@ -169,8 +169,7 @@ class ExtendResult(Result):
 
         With `far` those about needles that lie farther back than the original length; else about the others.
         """
-        part = self.retrieval
-        found = part.needles(label, "passkey", far=far) if part is not None else ()
+        found = self.retrieval.needles(label, "passkey", far=far) if self.retrieval else ()
         return {(record.depth, record.sample): record for record in found}
 
     @property

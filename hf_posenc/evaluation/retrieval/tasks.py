@@ -203,18 +203,15 @@ def repeated_request(sample: Sample, kit: Kit) -> Scene:
 
     filler, wrong = lines(kit.encoder, turns), Draws("distractors", *sample.needle)
     spare = kit.others(lambda: reply(wrong.choice(NOUNS), wrong), answer)
-    others = _shown_first(sample, filler, values, spare)
+    question, places = text["question"], draws.places(depth, asked, len(equal))
+    others = itertools.chain(equal, _shown_first(sample, filler, values, spare))
     return kit.scene(
         text["head"],
-        zip(
-            draws.places(depth, asked, len(equal)),
-            (text["turn"].format(subject, each) for each in equal),
-            strict=True,
-        ),
+        zip(places, (text["turn"].format(subject, each) for each in equal), strict=True),
         filler,
-        text["question"].format(ORDINALS[asked], subject),
+        question.format(ORDINALS[asked], subject),
         [answer],
-        ([other] for other in itertools.chain((each for each in equal if each != answer), others)),
+        ([other] for other in others),  # with the answer, which `lay_out` leaves out
         asked=asked,
     )
 
