@@ -246,12 +246,12 @@ class RetrievalResult(MethodsResult[Cell]):
         one of these prompts' lengths has no number.
         """
         original, own = self.original or math.inf, (method, task)
-        longer = (each for each in (*self.failures, *self.records) if each.length > original)
-        found = [each for each in longer if (each.method, each.task) == own]
-        if any(isinstance(each, Failure) for each in found):
+        failures = (each for each in self.failures if each.length > original)
+        records = (each for each in self.records if each.length > original)
+        if any((each.method, each.task) == own for each in failures):
             return []
-        needles = (each for each in found if isinstance(each, Record) and each.distance is not None)
-        return [each for each in needles if (each.distance > original) == far]
+        records = (r for r in records if (r.method, r.task) == own and r.distance is not None)
+        return [r for r in records if ((r.distance or 0) > original) == far]
 
     def is_left_out(self, task: str, length: int) -> bool:
         """Return whether the task has no prompt of this length."""
@@ -360,8 +360,7 @@ class RetrievalResult(MethodsResult[Cell]):
         return [self._table(task) for task in self.settings.tasks]
 
     def _table(self, task: str) -> Grid:
-        settings, definition = self.settings, get_task(task)
-        lengths = settings.lengths
+        settings, lengths, definition = self.settings, self.settings.lengths, get_task(task)
         fitting = [length for length in lengths if not self.is_left_out(task, length)]
         grid = Grid(f"Retrieval, {task}: {definition.definition}")
         grid.column("method", footer="first by chance" if settings.ranks else "")
@@ -386,8 +385,8 @@ class RetrievalResult(MethodsResult[Cell]):
                 reached.append(self.k_max(entry.label, task, max(fitting)))
             tokens = ["-" if length is None else f"{length:,}" for length in reached]
             sides = [self.needles(entry.label, task, far=far) for far in (False, True) if apart]
-            cells = (_cell((entry.label, task, 0, None), side) if side else None for side in sides)
-            split = (Field("-", "none") if cell is None else _shown(cell) for cell in cells)
+            own = (entry.label, task, 0, None)
+            split = [_shown(_cell(own, s)) if s else Field("-", "none") for s in sides]
             grid.row(entry.label, *fields, *tokens, *split)
         return grid
 

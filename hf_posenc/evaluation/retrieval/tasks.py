@@ -152,7 +152,8 @@ def key_value(sample: Sample, kit: Kit) -> Scene:
 
     Blank lines at the end of the object fill up the length, so that it can be parsed.
     """
-    draws, more, text = Draws(*sample.needle), Draws(*sample.filler), WORDS["kv"]
+    draws, more = Draws(*sample.needle), Draws(*sample.filler)
+    text: dict[str, str] = WORDS["kv"]
     key, value, wrong = draws.uuid(), draws.uuid(), Draws("distractors", *sample.needle)
     values = [value]
 
@@ -179,7 +180,8 @@ def repeated_request(sample: Sample, kit: Kit) -> Scene:
 
     The four have as many tokens, so that the others are distractors. Behind them come replies to other requests.
     """
-    draws, more, text = Draws(*sample.needle), Draws(*sample.filler), WORDS["mrcr"]
+    draws, more = Draws(*sample.needle), Draws(*sample.filler)
+    text: dict[str, str] = WORDS["mrcr"]
     depth, subject, passages = sample.depth, draws.choice(NOUNS), kit.passages()
     assert depth is not None
 
