@@ -189,12 +189,12 @@ def repeated_request(sample: Sample, kit: Kit) -> Scene:
         words = (ADJECTIVES, VERBS, ADJECTIVES, NOUNS)
         return kit.absent(lambda: text["reply"].format(about, *map(draws.choice, words)))
 
-    equal = dict.fromkeys([reply(subject, draws)])
-    size = len(kit.encoder.behind(":", f" {next(iter(equal))}"))
+    by_size: dict[int, dict[str, None]] = {}
+    equal: dict[str, None] = {}
     while len(equal) < len(ORDINALS):
         other = reply(subject, draws)
-        if len(kit.encoder.behind(":", f" {other}")) == size:
-            equal[other] = None
+        equal = by_size.setdefault(len(kit.encoder.behind(":", f" {other}")), {})
+        equal[other] = None
     asked = draws.below(len(equal))
     values = [answer := list(equal)[asked]]
 
