@@ -51,7 +51,7 @@ _MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
 }
 _UTF_16 = dict.fromkeys(
-    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "not UTF-8: give --encoding utf-16"
+    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16: give --encoding utf-16"
 )
 
 
