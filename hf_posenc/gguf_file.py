@@ -136,7 +136,7 @@ def find_gguf(path_or_id: Any) -> Path | None:
     if not path.is_dir():
         if path.suffix == SUFFIX:
             raise PosencError(f"There is no file {path}. Give a GGUF file that exists.")
-        return _fetched(str(path)) if str(path) in catalog.checkpoints() else None
+        return catalog.fetched(str(path))[0] if str(path) in catalog.checkpoints() else None
     if any((path / name).exists() for name in _CONFIG_FILES):
         return None
     files = sorted(path.glob(f"*{SUFFIX}"))
@@ -146,16 +146,6 @@ def find_gguf(path_or_id: Any) -> Path | None:
             f"The folder {path} has {len(files)} GGUF files ({listed}). Give one of them: {files[0]}"
         )
     return files[0] if files else None
-
-
-def _fetched(name: str) -> Path:
-    file, checkpoint = catalog.fetched_file(name), catalog.checkpoints()[name]
-    if not file.is_file():
-        raise PosencError(
-            f"{name} is not here yet. To download it ({checkpoint.megabytes} MB, {checkpoint.licence}): hf-posenc "
-            f"fetch {name}"
-        )
-    return file
 
 
 def read_header(path: str | Path) -> Header:

@@ -18,7 +18,7 @@ from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, Mask, Run
 from hf_posenc.attention.checks.comparison import HEADS, KEY_HEADS, encoding_of, methods
 from hf_posenc.attention.encoding import Encoding, GrowingPlan
-from hf_posenc.evaluation.bench import GpuResult
+from hf_posenc.evaluation.device.result import GpuResult
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.methods import Method
 from scripts.results import DOCS

@@ -42,8 +42,8 @@ from hf_posenc.evaluation.documents import (
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 

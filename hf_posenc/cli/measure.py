@@ -67,7 +67,7 @@ def perplexity(
     """
     early.check(options, model, documents, run)
     frame = Frame(context, run, PERPLEXITY_METHODS)
-    from hf_posenc.evaluation.perplexity import prepare
+    from hf_posenc.evaluation.perplexity.run import prepare
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
@@ -90,10 +90,13 @@ def retrieval(
         list[str] | None,
         typer.Option(
             metavar="PATH",
-            help="Own text between the needles instead of noise: files, folders or glob patterns; several times.",
+            help="Own text between the needles instead of noise: as --text of perplexity; several times.",
             rich_help_panel=DOCUMENTS,
         ),
     ] = None,
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of the own text.", rich_help_panel=DOCUMENTS)
+    ] = DocumentOptions.encoding,
 ) -> None:
     """Measure what a model finds in long prompts: passkeys, RULER's tasks that need no download, facts, associations.
 
@@ -114,7 +117,7 @@ def retrieval(
             f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
             "leave it out."
         )
-    text = _read(haystack) if haystack else None
+    text = _read(haystack, encoding) if haystack else None
     frame = Frame(context, run, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
 
@@ -125,12 +128,12 @@ def retrieval(
         exit_on(result.problems())
 
 
-def _read(paths: list[str]) -> str:
+def _read(paths: list[str], encoding: str) -> str:
     """Return the user's own text, of all files one after the other, up to `MOST_TEXT`."""
     from hf_posenc.evaluation.documents import Document, LongDocument, Skipped, read_paths
 
     text, reasons = "", []
-    for entry in read_paths(paths):
+    for entry in read_paths(paths, encoding=encoding):
         if isinstance(entry, Document | LongDocument):
             for piece in (entry.text,) if isinstance(entry, Document) else entry.chunks():
                 text += piece
@@ -466,15 +469,12 @@ def report(
     if not plots.available():
         print_warning("no plots: they need matplotlib (pip install 'hf-posenc[plot]').")
     write_atomically(output, render(collection, title=title or TITLE))
-    count, waiting = len(collection.sources), len(collection.unfinished)
-    also = f" and {waiting} unfinished run{'s' * (waiting != 1)}" if waiting else ""
-    results = f"{count} result{'s' * (count != 1)}"
+    count = len(collection.sources)
     print_json(
         {
             "page": str(output),
             "results": [{"name": source.name, "kind": source.kind} for source in collection.files],
-            "unfinished": [run.name for run in collection.unfinished],
             "remarks": collection.remarks,
         }
     )
-    print_note(f"Wrote {output}: {results}{also}")
+    print_note(f"Wrote {output}: {count} result{'s' * (count != 1)}")

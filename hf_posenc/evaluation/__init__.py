@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import naming_extras
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench import BenchResult as BenchResult
-    from hf_posenc.evaluation.bench import GpuResult as GpuResult
+    from hf_posenc.evaluation.bench.run import BenchResult as BenchResult
+    from hf_posenc.evaluation.device.result import GpuResult as GpuResult
     from hf_posenc.evaluation.documents import read_dataset as read_dataset
     from hf_posenc.evaluation.documents import read_paths as read_paths
     from hf_posenc.evaluation.extend.result import ExtendResult as ExtendResult
-    from hf_posenc.evaluation.perplexity import measure_perplexity as measure_perplexity
     from hf_posenc.evaluation.perplexity.result import PerplexityResult as PerplexityResult
+    from hf_posenc.evaluation.perplexity.run import measure_perplexity as measure_perplexity
     from hf_posenc.evaluation.retrieval.result import RetrievalResult as RetrievalResult
     from hf_posenc.evaluation.retrieval.run import measure_retrieval as measure_retrieval
     from hf_posenc.evaluation.scoring.head_replay import TokenScorer as TokenScorer
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
-    "BenchResult": "bench",
+    "BenchResult": "bench.run",
     "ExtendResult": "extend.result",
-    "GpuResult": "bench",
+    "GpuResult": "device.result",
     "PerplexityResult": "perplexity.result",
     "RetrievalResult": "retrieval.result",
     "SearchResult": "tuning.search",
     "SweepResult": "tuning.sweep",
     "TokenScorer": "scoring.head_replay",
-    "measure_perplexity": "perplexity",
+    "measure_perplexity": "perplexity.run",
     "measure_retrieval": "retrieval.run",
     "read_dataset": "documents",
     "read_paths": "documents",

@@ -55,8 +55,8 @@ class DocumentOptions:
     """Source of the documents.
 
     Attributes:
-        text: Files of text (UTF-8, also .gz and .zst), JSON lines, parquet, folders or glob patterns; may be given
-            several times, or with several values.
+        text: Files of text (also .gz and .zst), JSON lines, parquet, folders or glob patterns; or books, code or prose:
+            documents by name (docs/documents.md). May be given several times, or with several values.
         dataset: A dataset of the datasets library: hub name or folder.
         config: The dataset's configuration.
         split: The dataset's split.
@@ -64,8 +64,7 @@ class DocumentOptions:
         streaming: Read the dataset row by row, without downloading it.
         tokenized: The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.
         token_dtype: Number format of a .bin file of token ids: uint16, uint32, int32, int64.
-        token_cache: Keep the documents' tokens in this folder; several processes and later runs then tokenize only
-            once.
+        encoding: Encoding of files of text, e.g. latin-1.
     """
 
     text: Sequence[str] | None = document_option(
@@ -78,7 +77,7 @@ class DocumentOptions:
     streaming: bool = document_option(True)
     tokenized: str | None = document_option()
     token_dtype: str = document_option("uint16")
-    token_cache: Path | None = document_option()
+    encoding: str = document_option("utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ class RunOptions:
         output: Folder of the results.
         plot: Draw the plot. Default: where matplotlib is installed.
         shard: This process is the I-th of N that share the work, all with the same --output. Default: read from the
-            environment of torchrun, accelerate or a Slurm array.
+            environment of torchrun or accelerate.
         dry_run: Print the cost of the run, and stop.
     """
 
@@ -259,8 +258,8 @@ class RetrievalOptions(MethodsOptions):
     """Options of `hf-posenc retrieval` and `measure_retrieval`.
 
     Attributes:
-        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3,
-            nolima_tools and nolima_world; or all.
+        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, kv, mrcr, vt, fwe, babilong_qa1 to
+            babilong_qa3, nolima_tools and nolima_world; or all.
         depths: Depths of the needle, evenly from the front to the back of the prompt.
         samples: Samples at every length and depth.
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.
@@ -292,8 +291,7 @@ class BenchOptions(ProtocolOptions, MethodsOptions):
             up to the target, all retrieval tasks). gpu: a device, without documents.
         lengths: Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).
         target_length: The longest of the suite's lengths, in tokens, e.g. 32k.
-        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, babilong_qa1 to babilong_qa3,
-            nolima_tools and nolima_world; all, or none.
+        tasks: Tasks of hf-posenc retrieval; all, or none.
         seed: Seed of everything that is drawn.
         rounds: Times that the prefill of every method is timed; 0: never.
         limit: Stop at so many usable documents.

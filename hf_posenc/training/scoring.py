@@ -24,8 +24,9 @@ from hf_posenc.evaluation.measuring.execute import Progress, collected, execute,
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
-from hf_posenc.evaluation.perplexity import PerplexityRun, make_settings
+from hf_posenc.evaluation.perplexity.protocols import make_settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.model.unwrapping import is_sharded, unwrap

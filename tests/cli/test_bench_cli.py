@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.evaluation.bench import SUITES, BenchResult
+from hf_posenc.evaluation.bench.run import BenchResult
+from hf_posenc.evaluation.bench.suites import SUITES
 from hf_posenc.evaluation.flags import parse_tasks
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS

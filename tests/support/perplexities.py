@@ -8,9 +8,9 @@ from typing import Any
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import Progress, silent
-from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 
 
 def measured(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import perplexity as measurement
 from hf_posenc.evaluation.bench.suites import Suite, get_suite
 from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
@@ -29,6 +28,7 @@ from hf_posenc.evaluation.grid import (
     length_head,
     listed,
     number,
+    number_range,
     percent,
     percent_range,
     to_markdown,
@@ -53,6 +53,7 @@ from hf_posenc.evaluation.options import (
     PerplexityOptions,
     ProtocolOptions,
 )
+from hf_posenc.evaluation.perplexity import run as measurement
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MOST_ROUNDS = 1000
-BOUND = 1000.0
-"""Larger perplexities are shown as `>1e3`, as in papers; the JSON has the exact number."""
 GIB = 2**30
 
 _PARTS: dict[str, Any] = {
@@ -230,10 +229,9 @@ class BenchResult(Result):
         if cell is None:
             return failure_field(measured.failure(method, protocol, length))
         lowest = cell.perplexity == measured.lowest(protocol, length)
-        field = Field(_bounded(cell.perplexity), "best" if lowest else "", cell.perplexity)
+        field = Field(number(cell.perplexity), "best" if lowest else "", cell.perplexity)
         if cell.interval is not None and math.isfinite(cell.perplexity):
-            low, high = (_bounded(end, 3) for end in cell.interval)
-            field.append(f"\n{low}-{high}", "aside")
+            field.append(f"\n{number_range(cell.interval, 3)}", "aside")
         compared = cell.ratio is not None and 0 < cell.ratio < math.inf
         if compared and method != measured.candidates[0].label:
             rounded = round(math.log(cell.ratio or 1), 3) or 0.0  # no -0.000
@@ -266,9 +264,6 @@ class BenchResult(Result):
             f"to {baseline} on the same documents; *: its paired interval excludes 0 (all of a column "
             "hold together in 95 % of samples)."
         )
-        ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
-        if any(end > BOUND for end in ends):
-            yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
         yield from measured.sample_sizes()
         yield from self.remarks
         yield from auto_scale_note(measured.candidates)
@@ -287,10 +282,6 @@ class BenchResult(Result):
                 yield f"{row.method}: the prefill failed at length {row.length:,}: {row.failed}"
 
 
-def _bounded(value: float, digits: int = 4) -> str:
-    return ">1e3" if value > BOUND else number(value, digits)
-
-
 def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
     cell = pooled(result, method, tasks)
     if isinstance(cell, str):
@@ -306,19 +297,15 @@ def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Fie
 def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
     settings = result.settings
     count = len(settings.depths) * settings.samples
-    cells = (pooled(result, entry.label) for entry in result.candidates)
-    cell = next((cell for cell in cells if not isinstance(cell, str)), None)
-    samples = "" if cell is None else f", {cell.samples} in all"
-    first = ""
-    if cell is not None and cell.chance is not None:
-        first = (
-            f" 1st: how often the right answer is the most probable of {settings.distractors + 1}; *: more often than "
-            f"chance ({percent(cell.chance)})."
-        )
     yield (
-        f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths ({count} samples each"
-        f"{samples}), with a 95 % Wilson interval.{first}"
+        f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths ({count} samples each), with "
+        "a 95 % Wilson interval."
     )
+    if settings.ranks:
+        yield (
+            f"1st: how often the right answer is the most probable of {settings.distractors + 1} (fewer where the task "
+            "offers fewer); *: more often than chance."
+        )
     for task in settings.tasks:
         short = [entry.length for entry in result.left_out if entry.task == task]
         if short:

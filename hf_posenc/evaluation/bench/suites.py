@@ -87,7 +87,7 @@ def get_suite(name: str) -> Suite:
     """Return the suite of this name; refuse an unknown one."""
     if name == GPU:
         raise PosencError(
-            "The suite gpu takes no model and no documents: use bench.GpuRun(options).run()."
+            "The suite gpu takes no model and no documents: use device.run.GpuRun(options).run()."
         )
     if name not in SUITES:
         raise unknown("suite", name, (*SUITES, GPU))

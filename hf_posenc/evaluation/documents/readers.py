@@ -32,6 +32,7 @@ from hf_posenc.evaluation.documents.document import (
     UnreadableError,
     printable,
 )
+from hf_posenc.evaluation.documents.named import NAMED, is_name
 
 SMALL = 1 << 20  # characters, or bytes, from which on a text stays in its file
 PIECE = 1 << 16  # bytes that are read at a time
@@ -48,9 +49,10 @@ _MAGIC = {
     b"\xfd7zXZ": "xz data: decompress it first",
     b"\x1f\x8b": "gzip data: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
-    b"\xff\xfe": "UTF-16 (or UTF-32), not UTF-8: convert it with iconv",
-    b"\xfe\xff": "UTF-16, not UTF-8: convert it with iconv",
 }
+_UTF_16 = dict.fromkeys(
+    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16: give --encoding utf-16"
+)
 
 
 def read_paths(
@@ -60,8 +62,11 @@ def read_paths(
     tokenized: str | None = None,
     split: str = "test",
     token_dtype: str = "uint16",
+    encoding: str = "utf-8",
 ) -> Iterator[Entry]:
-    """Yield the documents of files, folders (all files below them except hidden ones) and glob patterns.
+    """Yield the documents of files, folders (all files below them except hidden ones), glob patterns and names.
+
+    The names are `books`, `code` and `prose` (`documents.named`), where there is no such file or folder.
 
     Each file is read once. Its suffix, without `.gz` or `.zst`, selects the format: `.jsonl`, `.ndjson` and `.parquet`
     contain rows; `.npy` contains token ids, as does a `.bin` file that is named and not just found in a folder;
@@ -74,12 +79,14 @@ def read_paths(
         tokenized: The column of rows that contains token ids, read instead of a text.
         split: The split of a saved `DatasetDict`.
         token_dtype: Type of the ids in a `.bin` file: `uint16`, as LongLoRA's, or another of `TOKEN_DTYPES`.
+        encoding: Encoding of files of text, as Python names it.
 
     Yields:
         A document for each usable file or row, and an entry with the reason for each other one.
 
     Raises:
-        PosencError: There is no such `token_dtype`, or a saved dataset cannot be read.
+        PosencError: There is no such `token_dtype` or `encoding`, a saved dataset cannot be read, or the documents of a
+            name have not been fetched.
 
     Examples:
         >>> from pathlib import Path
@@ -91,10 +98,17 @@ def read_paths(
     """
     if token_dtype not in TOKEN_DTYPES:
         raise unknown("token type", token_dtype, TOKEN_DTYPES)
+    try:
+        "".encode(encoding)
+    except LookupError as error:
+        raise PosencError(f"--encoding {encoding}: Python has no such encoding of text.") from error
     seen: dict[tuple[int, int], Path] = {}
     rows = Column(column, tokenized)
     for argument in map(str, [paths] if isinstance(paths, str | Path) else paths):
         path, folder = _named(argument)
+        if is_name(argument):
+            yield from NAMED[argument]()
+            continue
         if folder and is_saved(path):
             yield from read_dataset(str(path), split=split, column=column, tokenized=tokenized)
             continue
@@ -107,7 +121,7 @@ def read_paths(
                 first = seen.setdefault((status.st_dev, status.st_ino), file)
                 if first is file:
                     dtype = None if folder else token_dtype
-                    yield from _read_file(file, status.st_size, rows, dtype)
+                    yield from _read_file(file, status.st_size, rows, dtype, encoding)
                 elif os.path.abspath(first) != os.path.abspath(file):  # noqa: PTH100 (links stay)
                     yield Skipped(printable(file), f"the same file as {printable(first)}")
             except UnreadableError as error:
@@ -156,7 +170,9 @@ def _below(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path | Skipped]:
             yield from _below(entry, seen)
 
 
-def _read_file(path: Path, size: int, column: Column, token_dtype: str | None) -> Iterator[Entry]:
+def _read_file(
+    path: Path, size: int, column: Column, token_dtype: str | None, encoding: str
+) -> Iterator[Entry]:
     """Yield the documents of a file, in the format of its suffix; a `.bin` file needs the type of its ids."""
     compressed = path.suffix.lower() in _COMPRESSED
     suffix = Path(path.stem if compressed else path).suffix.lower()
@@ -180,7 +196,7 @@ def _read_file(path: Path, size: int, column: Column, token_dtype: str | None) -
             "it to .txt to read it as it is"
         )
     else:
-        yield _read_text(path, size, compressed)
+        yield _read_text(path, size, compressed, encoding)
 
 
 # The errors of files, as reasons of one line.
@@ -220,8 +236,8 @@ def _status(path: Path) -> os.stat_result:
 # Text, compressed or not.
 
 
-def _read_text(path: Path, size: int, compressed: bool) -> Document | LongDocument:
-    name, pieces = printable(path), functools.partial(_text_pieces, path)
+def _read_text(path: Path, size: int, compressed: bool, encoding: str) -> Document | LongDocument:
+    name, pieces = printable(path), functools.partial(_text_pieces, path, encoding)
     held, length = [""], 0
     for piece in pieces():
         if max(length, 0 if compressed else size) > SMALL:
@@ -260,29 +276,46 @@ def _pyarrow(module: str, suffix: str) -> Any:
         ) from error
 
 
-def _text_pieces(path: Path) -> Iterator[str]:
+def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
     """Yield the text of a file as it is, without a byte order mark, piece by piece."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
+    wide = b"\0" in " ".encode(encoding)
     with _content(path) as file:
         while True:
             data = file.read(PIECE)
             if not offset:
-                reasons = (reason for magic, reason in _MAGIC.items() if data.startswith(magic))
+                magics = _MAGIC if wide else _MAGIC | _UTF_16
+                reasons = (reason for magic, reason in magics.items() if data.startswith(magic))
                 if reason := next(reasons, None):
                     raise UnreadableError(reason)
-            if (zero := data.find(0)) >= 0:
+            if not wide and (zero := data.find(0)) >= 0:
                 raise UnreadableError(f"not text: a NUL byte at offset {offset + zero:,}")
             pending = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                place = offset - pending + error.start
-                reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {place})"
+                place, byte = offset - pending + error.start, error.object[error.start]
+                guess = _encoding_of(error.object)
+                advice = f"; if it is {guess}, give --encoding {guess}" * bool(guess)
+                known = error.encoding.upper()
+                reason = f"not {known} (byte 0x{byte:02x} at offset {place}){advice}"
                 raise UnreadableError(reason) from error
             yield text if offset else text.removeprefix("\ufeff")
             if not data:
                 return
             offset += len(data)
+
+
+def _encoding_of(data: bytes) -> str:
+    """Return the likely encoding of text that is not UTF-8; empty if nothing is known."""
+    if 4 * sum(byte > 127 for byte in data) < len(data):  # the alphabet is Latin
+        undefined = {0x81, 0x8D, 0x8F, 0x90, 0x9D}.intersection(data)
+        return "latin-1" if undefined else "cp1252"
+    with contextlib.suppress(ImportError):
+        from charset_normalizer import from_bytes
+
+        return getattr(from_bytes(data).best(), "encoding", "")
+    return ""
 
 
 # Rows: one column of each is a document.

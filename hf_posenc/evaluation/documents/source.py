@@ -7,8 +7,10 @@ import functools
 import hashlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +26,11 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
+from hf_posenc.evaluation.documents.named import NAMED, is_name
 from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
-    from hf_posenc.evaluation.documents.storage import TokenCache
     from hf_posenc.evaluation.documents.tokens import Numbers
 
 
@@ -43,8 +45,8 @@ def read_embedded() -> Iterator[Document]:
 class Source:
     """A reader of documents that can be restarted, and its description in results.
 
-    `embedded` is True for the held-out modules of the standard library, the default. `token_cache` is the folder that
-    keeps tokens from run to run; `seen` is called with the name of every document that is read.
+    `embedded` is True for the held-out modules of the standard library, the default. `seen` is called with the name of
+    every document that is read.
     """
 
     read: Callable[[], Iterable[Entry]] = read_embedded
@@ -52,7 +54,6 @@ class Source:
         default_factory=lambda: {"kind": "held-out modules of the standard library"}
     )
     embedded: bool = True
-    token_cache: Path | None = None
     seen: Callable[[str], None] = lambda name: None
 
     def __iter__(self) -> Iterator[Entry]:
@@ -60,7 +61,9 @@ class Source:
 
     @classmethod
     def of(cls, documents: Iterable[str | Entry]) -> Source:
-        """Return the source of texts or entries that a Python caller passes."""
+        """Return the source of texts or entries that a Python caller passes, or of documents by their name."""
+        if isinstance(documents, str) and is_name(documents):
+            return source_of(DocumentOptions(text=[documents]))
         return cls(lambda: as_entries(documents), {"kind": "python"}, embedded=False)
 
     def load(
@@ -76,10 +79,7 @@ class Source:
 
         `embedded_limit` and `embedded_tokens` are the options' defaults for the held-out modules.
         """
-        from hf_posenc.evaluation.documents.storage import TokenCache
-        from hf_posenc.evaluation.measuring.identity import tokenizer_hash
-
-        folder, limit, max_tokens = self.token_cache, options.limit, options.max_doc_tokens
+        limit, max_tokens = options.limit, options.max_doc_tokens
         if self.embedded:
             limit, max_tokens = limit or embedded_limit, max_tokens or embedded_tokens
         documents, skipped = load_documents(
@@ -89,7 +89,6 @@ class Source:
             max_tokens=max_tokens,
             limit=limit,
             seen=self.seen,
-            cache=TokenCache(folder, tokenizer_hash(tokenizer)) if folder is not None else None,
         )
         return documents, skipped, {**self.about, "limit": limit, "max_doc_tokens": max_tokens}
 
@@ -106,12 +105,7 @@ def source_of(options: DocumentOptions) -> Source:
     """Return the source that the options name; by default the held-out modules."""
     if options.text and options.dataset is not None:
         raise PosencError("--text and --dataset exclude each other: give one of them.")
-    cache = options.token_cache
-    reading: dict[str, Any] = {
-        "split": options.split,
-        "column": options.column,
-        "tokenized": options.tokenized,
-    }
+    reading = {name: getattr(options, name) for name in ("split", "column", "tokenized")}
     if options.text:
         paths = list(options.text)
         for path in paths:  # os.path, since pathlib raises for a name that is too long
@@ -119,17 +113,19 @@ def source_of(options: DocumentOptions) -> Source:
                 raise PosencError(
                     f"--text {path} is a model's folder. MODEL goes in front of the options."
                 )
-        reading["token_dtype"] = options.token_dtype
+        reading |= {"token_dtype": options.token_dtype, "encoding": options.encoding}
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
-        return Source(lambda: read_paths(paths, **reading), about, False, cache)
+        if any(map(is_name, paths)):
+            about["transformers"] = metadata.version("transformers")  # `code` is a part of it
+        return Source(lambda: read_paths(paths, **reading), about, False)
     if options.dataset is not None:
         name = options.dataset
         reading = {"config": options.config, **reading, "streaming": options.streaming}
         about = {"kind": "dataset", "name": name, **reading}
-        return Source(lambda: read_dataset(name, **reading), about, False, cache)
+        return Source(lambda: read_dataset(name, **reading), about, False)
     if options.tokenized is not None:
         raise PosencError("--tokenized names a column of a --dataset, or of rows in --text files.")
-    return Source(token_cache=cache)
+    return Source()
 
 
 def refuse_ignored(options: DocumentOptions) -> None:
@@ -147,6 +143,7 @@ def refuse_ignored(options: DocumentOptions) -> None:
         "streaming": ("a --dataset on the hub", [on_hub]),
         "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
         "token_dtype": ("a .bin file in --text", (str(path).endswith(".bin") for path in paths)),
+        "encoding": ("files in --text", (not is_name(str(path)) for path in paths)),
     }
     for name, (user, uses) in users.items():
         value = getattr(options, name)
@@ -160,6 +157,11 @@ def refuse_ignored(options: DocumentOptions) -> None:
 
 def check_readable(source: Source, paths: Sequence[str]) -> None:
     """Raise if none of these files, folders and patterns has a document; reading stops at the first."""
+    for name in NAMED.keys() & {path for path in paths if os.path.lexists(path)}:
+        warnings.warn(
+            f"--text {name} is the one in this folder, not the documents of that name.",
+            stacklevel=2,
+        )
     skipped: list[Skipped] = []
     for entry in source.read() if paths and not any(map(is_saved, map(Path, paths))) else ():
         if isinstance(entry, Document) and not entry.text.strip():
@@ -179,7 +181,6 @@ def load_documents(
     max_tokens: int | None = None,
     limit: int | None = None,
     seen: Callable[[str], None] = lambda name: None,
-    cache: TokenCache | None = None,
 ) -> tuple[list[TokenizedDocument], list[Skipped]]:
     """Read and tokenize documents until `limit` usable ones are found.
 
@@ -190,7 +191,6 @@ def load_documents(
         max_tokens: Documents are cut to so many tokens; a file is read no further than that takes.
         limit: Number of usable documents after which reading stops.
         seen: Called with each document's name, for progress, and again while a long one is read.
-        cache: Stores tokens from run to run.
 
     Returns:
         The usable documents and the skipped ones, in the order of the source, no two of the same name. A copy is
@@ -225,7 +225,7 @@ def load_documents(
             if isinstance(entry, TokenizedDocument):
                 document = vocabulary().usable(entry, max_tokens)
             else:
-                document = tokenize(entry, tokenizer, max_tokens, cache=cache, seen=seen)
+                document = tokenize(entry, tokenizer, max_tokens, seen=seen)
             longest = max(longest, len(document))
             if len(document) < min_tokens:
                 raise UnreadableError(
@@ -254,7 +254,6 @@ def tokenize(
     tokenizer: Any,
     max_tokens: int | None = None,
     *,
-    cache: TokenCache | None = None,
     seen: Callable[[str], None] = lambda name: None,
 ) -> TokenizedDocument:
     """Convert a text to tokens, without special tokens, the first `max_tokens` of them.
@@ -266,7 +265,6 @@ def tokenize(
         document: The text.
         tokenizer: A tokenizer of transformers.
         max_tokens: Number of tokens to keep; `None`: all.
-        cache: Stores tokens from run to run.
         seen: Called with the name and the number of tokens so far while a long text is read.
 
     Returns:
@@ -282,8 +280,7 @@ def tokenize(
     """
     import torch
 
-    from hf_posenc.evaluation.documents.storage import IN_MEMORY, stored
-    from hf_posenc.evaluation.documents.tokens import joined
+    from hf_posenc.evaluation.documents.tokens import IN_MEMORY, joined, stored
 
     digest, ends, size, hashed, blank = hashlib.sha256(), ["", ""], 0, None, True
 
@@ -312,18 +309,12 @@ def tokenize(
                 seen(f"{document.name}: {count:,} tokens")
             yield piece.tokens
 
-    # A text in memory, and one for the cache, is hashed as a whole and first; any other while it is tokenized, which
-    # reads it once and no further than needed.
-    hashed_first = isinstance(document, Document) or (cache is not None and max_tokens is None)
-    if hashed_first:
+    # A text in memory is hashed as a whole and first; any other while it is tokenized, which reads it once and no
+    # further than needed.
+    if hashed_first := isinstance(document, Document):
         for chunk in document.chunks():
             note(chunk)
-        if blank:
-            raise UnreadableError("empty")
-    if hashed_first and cache is not None:
-        rows = cache.rows(digest.hexdigest(), max_tokens, parts())
-    else:
-        rows = stored(parts())
+    rows = stored(parts())
     if blank:
         raise UnreadableError("empty")
     columns = torch.from_numpy(rows).T

@@ -18,38 +18,33 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hf_posenc.evaluation.documents.document import UnreadableError
+from hf_posenc.files import disk_errors
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of windows, in characters; none of them changes a token.
+    """Sizes of windows, in characters; none of them changes a token."""
 
-    Attributes:
-        window: Text that is tokenized at a time.
-        overlap: Text that two windows share at first; more if they do not agree.
-        largest: Limit to which a window grows in search of a place to cut; a text without one is left out.
-        whole: Longer texts are left out if this tokenizer's texts cannot be cut.
-        per_token: Text that is read at first for each requested token.
-    """
-
-    window: int = 1 << 18
-    overlap: int = 1 << 13
-    largest: int = 1 << 21
-    whole: int = 1 << 25
-    per_token: int = 6
+    window: int = 1 << 18  # text that is tokenized at a time
+    overlap: int = 1 << 13  # text that two windows share at first; more if they do not agree
+    largest: int = 1 << 21  # to which a window grows in search of a place to cut, if need be
+    whole: int = 1 << 25  # longer texts are left out if this tokenizer's texts cannot be cut
+    per_token: int = 6  # text that is read at first for each requested token
 
 
 SIZES = Sizes()
 
+IN_MEMORY = 1 << 20  # most tokens of a document that is kept in memory, 24 bytes each
 AGREED = 8  # least number of tokens that two windows must share in the middle of their overlap
 LONGEST_COUNT = 64  # repetitions that a pattern may count and still forget its phase in an overlap
 
@@ -362,3 +357,21 @@ class _Reader:
         text = "".join(parts)
         self._held, self.ended = text[size:], held <= size
         return text[:size]
+
+
+# The tokens of a whole document.
+
+
+def stored(parts: Iterable[Numbers]) -> Numbers:
+    """Return all rows of a document, those of its `Piece.tokens`: in memory, or mapped from a nameless file if many."""
+    room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
+    columns, limit = 1, IN_MEMORY * 24
+    with tempfile.SpooledTemporaryFile(max(1, limit)) as file:
+        for part in parts:
+            columns = part.shape[1]
+            with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
+                file.write(np.ascontiguousarray(part, "<i8").tobytes())
+        if file.tell() > limit:
+            return np.memmap(file, "<i8", "r+").reshape(-1, columns)
+        file.seek(0)
+        return np.frombuffer(bytearray(file.read()), "<i8").reshape(-1, columns)

@@ -169,13 +169,8 @@ class ExtendResult(Result):
 
         With `far` those about needles that lie farther back than the original length; else about the others.
         """
-        original, target = self.lengths
-        return {
-            (record.depth, record.sample): record
-            for record in ([] if self.retrieval is None else self.retrieval.records)
-            if record.method == label and record.length == target
-            if record.distance is not None and (record.distance > original) == far
-        }
+        found = self.retrieval.needles(label, "passkey", far=far) if self.retrieval else ()
+        return {(record.depth, record.sample): record for record in found}
 
     @property
     def answers(self) -> bool:

@@ -67,25 +67,7 @@ def current_shard(text: str | None = None) -> Shard:
                 "Start the processes with torchrun or accelerate launch, unset both, or pass --shard I/N."
             )
         return Shard(int(rank), int(world), launched=True)
-    if os.environ.get("SLURM_ARRAY_TASK_ID"):
-        return _slurm_shard()
     return Shard()
-
-
-def _slurm_shard() -> Shard:
-    """Return the share of a task of a Slurm array, whose tasks are numbered evenly."""
-    defaults = {"ID": "", "MIN": "0", "MAX": "", "STEP": "1", "COUNT": "1"}  # of a single task
-    given = {n: os.environ.get(f"SLURM_ARRAY_TASK_{n}", value) for n, value in defaults.items()}
-    given["MAX"] = given["MAX"] or given["ID"]
-    with contextlib.suppress(ValueError):
-        task, first, last, step, count = map(int, given.values())
-        numbers = range(first, last + 1, step)
-        if task in numbers and numbers[-1] == last and len(numbers) == count:
-            return Shard(numbers.index(task), count)
-    shown = ", ".join(f"SLURM_ARRAY_TASK_{name}={value}" for name, value in given.items())
-    raise PosencError(
-        f"The Slurm array ({shown}) does not number its tasks evenly: submit it as --array=0-N, or pass --shard I/N."
-    )
 
 
 def fingerprint_of(settings: Mapping[str, Any]) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid
 from hf_posenc.evaluation.measuring.identity import version_of
-from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
+from hf_posenc.evaluation.page.collect import Collection, Source, collect
 from hf_posenc.evaluation.page.sections import sections
 from hf_posenc.evaluation.plots import available
 
-__all__ = ["TITLE", "Collection", "Source", "Unfinished", "collect", "render"]
+__all__ = ["TITLE", "Collection", "Source", "collect", "render"]
 
 TITLE = "Measurements of hf-posenc"
 HASH = 12

@@ -38,22 +38,11 @@ class Source:
     part: bool = False
 
 
-@dataclass(frozen=True)
-class Unfinished:
-    """A run folder with records and no result: counts, and the command, of the run that stored most."""
-
-    name: str
-    values: int
-    processes: int
-    command: str | None
-
-
 @dataclass
 class Collection:
-    """Results, each once, with their parts behind them; unfinished runs; reasons why files are left out."""
+    """Results, each once, with their parts behind them; runs that have not finished, and why files are left out."""
 
     sources: list[Source] = field(default_factory=list)
-    unfinished: list[Unfinished] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -72,7 +61,7 @@ def collect(paths: Sequence[Path]) -> Collection:
     for path in paths:
         if not path.exists():
             raise PosencError(f"There is no folder {path}. Give the --output folder of a run.")
-        files, unfinished = [path], list[Unfinished]()
+        files, unfinished = [path], list[str]()
         if path.is_dir():
             inside = (file for file in path.rglob("*.json") if file.stem in KINDS)
             found = (file for file in inside if RECORDS not in file.relative_to(path).parts)
@@ -83,10 +72,10 @@ def collect(paths: Sequence[Path]) -> Collection:
                 _add(collection, file, file.parent if path.is_dir() else file, seen)
             except PosencError as reason:
                 collection.remarks.append(f"{file}: {reason}.")
-        collection.unfinished += unfinished
+        collection.remarks += unfinished
         if not files and not unfinished:
             collection.remarks.append(f"{path}: no result in it.")
-    if not collection.sources and not collection.unfinished:
+    if not collection.sources:
         names = ", ".join(f"{kind}.json" for kind in KINDS)
         reasons = " ".join(collection.remarks)
         raise PosencError(f"There is nothing to report. {reasons} A run's folder has {names}.")
@@ -119,16 +108,19 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
             collection.sources.append(Source(*about, part, data[part], inside, part=True))
 
 
-def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
-    runs = []
+def _unfinished_in(folder: Path, finished: set[Path]) -> list[str]:
+    """Return a line for each run with records and no result, with the command of the one that stored most."""
+    lines = []
     folders = {path.parents[2] for path in folder.rglob(f"{RECORDS}/*/*.jsonl")}
     for run in sorted(folders - finished):
         counts: dict[Path, list[int]] = {}
         for file in sorted((run / RECORDS).glob("*/*.jsonl")):
             counts.setdefault(file.parent, []).append(file.read_bytes().count(b"\n"))
         store = max(counts, key=lambda store: sum(counts[store]))
-        command = None
+        command = ""
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            command = json.loads((store / "settings.json").read_bytes()).get("command")
-        runs.append(Unfinished(run.as_posix(), sum(counts[store]), len(counts[store]), command))
-    return runs
+            command = json.loads((store / "settings.json").read_bytes()).get("command") or ""
+        lines.append(
+            f"{run.as_posix()}: unfinished, with {sum(counts[store]):,} values; the same command resumes it. {command}"
+        )
+    return lines

@@ -150,12 +150,6 @@ class Settings:
                 f"({lengths[-1]}), so that every length reads the same ones."
             )
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """Read the settings of a result; an earlier version's that determine nothing any more are left out."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
-
     @property
     def streams(self) -> bool:
         """True if the documents are joined."""

@@ -143,7 +143,7 @@ class PerplexityResult(MethodsResult[Cell]):
         }
         return cls(
             **cls.description(values, {"skipped": Skipped, "failures": Failure}),
-            settings=Settings.from_dict(values["settings"]),
+            settings=Settings(**values["settings"]),
             source=values["source"],
             documents=values["documents"],
             records=[record_of(entry) for entry in values["records"]],

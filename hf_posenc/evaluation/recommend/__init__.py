@@ -18,11 +18,11 @@ from torch import nn
 from hf_posenc.adapters import available_architectures
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.grid import Grid
-from hf_posenc.evaluation.recommend.evidence import TOLERANCE, verdict
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FAST_TURNS,
     REFUSED,
+    TOLERANCE,
     TRAINED,
     WORKS,
     Option,
@@ -31,6 +31,7 @@ from hf_posenc.evaluation.recommend.options import (
     option_of,
     rank,
     rotary_limits,
+    verdict,
 )
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method

@@ -8,16 +8,17 @@ tokens, make neighbours look closer than in training. Nothing here runs the mode
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part
-from hf_posenc.evaluation.recommend.evidence import Evidence, evidence_of, summary, verdict
 from hf_posenc.methods import (
     ABF,
     DPE,
@@ -33,6 +34,11 @@ from hf_posenc.methods import (
 )
 from hf_posenc.rope import RopeSpec
 
+TOLERANCE = 1.25
+"""A method holds while its perplexity is at most this multiple of the unpatched model's at the trained length.
+
+Our choice: the published numbers are either a few per cent above or many times as large.
+"""
 FAST_TURNS = 32
 """Pairs with at least this many turns in training are fast: YaRN's beta_fast (arXiv 2309.00071)."""
 
@@ -161,6 +167,53 @@ def _similar_until(table: Tensor, limit: int) -> int | None:
         if len(negative):
             return start + int(negative[0])
     return None
+
+
+# Published evidence for methods without training: a digest of the tables in docs/data/published.json, which
+# `python -m scripts.make_readme` writes.
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence of one published row for a method: the table's name, and the model as printed.
+
+    Attributes:
+        held: The largest multiple of the trained length at which it held; 0: none.
+        broke: The first multiple at which it did not; `None`: none in the table.
+    """
+
+    table: str
+    model: str
+    held: float
+    broke: float | None
+
+
+@functools.cache
+def evidence_of(method: str) -> tuple[Evidence, ...]:
+    """Return the published evidence for a method, by its canonical name; empty if there is none."""
+    rows = json.loads(resources.files(__package__).joinpath("evidence.json").read_bytes())
+    return tuple(Evidence(*row) for name, *row in rows if name == method)
+
+
+def verdict(evidence: Sequence[Evidence], factor: float) -> int:
+    """Return 1 if the method held at this multiple and never broke below it, -1 if it broke, else 0."""
+    if any(one.broke is not None and one.broke <= factor for one in evidence):
+        return -1
+    return int(any(one.held >= factor for one in evidence))
+
+
+def summary(evidence: Sequence[Evidence], factor: float) -> str:
+    """Return the evidence in a few words, with the factor and the model of each measurement, and how far it reaches."""
+    parts = []
+    best = max(evidence, key=lambda one: one.held, default=None)
+    if best is not None and best.held:
+        parts.append(f"held at x{best.held:g} ({best.model}, {best.table})")
+    worst = min(evidence, key=lambda one: one.broke or math.inf, default=None)
+    if worst is not None and worst.broke is not None:
+        parts.append(f"not at x{worst.broke:g} ({worst.model}, {worst.table})")
+    elif best is not None and factor > best.held:
+        parts.append(f"x{factor:.3g} is beyond what was measured")
+    return f"published, untrained: {', '.join(parts) or 'nothing'}"
 
 
 @dataclass(frozen=True)

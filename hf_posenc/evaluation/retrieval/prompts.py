@@ -77,7 +77,7 @@ class Filler:
 
     `units` are the tokens of one unit after the other, without end. If `running`, they are sentences of a running text,
     which a line's end (`newline`) closes before something else follows; lines bring their own. `restarts` returns the
-    units of a running text that begins again behind every needle.
+    units of a running text that begins again behind every needle. If `blank`, empty lines stand for a truncated unit.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class Filler:
         *,
         running: bool = True,
         restarts: Callable[[], Iterator[Sequence[int]]] | None = None,
+        blank: bool = False,
     ) -> None:
+        self._blank = blank and bool(newline)
         self._units, self._restarts, self._newline = units, restarts, list(newline)
         self._closing = self._newline if running else []
         self._next, self.whole_units = next(units), 0
@@ -103,6 +105,8 @@ class Filler:
     def exactly(self, size: int) -> list[int]:
         """Return exactly `size` tokens: the last unit may be truncated, and the end of a line comes last."""
         ids = self._fill(size - len(self._closing))
+        if self._blank:
+            return [*ids, *itertools.islice(itertools.cycle(self._newline), size - len(ids))]
         if rest := size - len(ids):
             ids += [*self._next[: max(0, rest - len(self._newline))], *self._newline]
         return ids[:size]
@@ -116,10 +120,10 @@ class Filler:
         return ids
 
 
-def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
-    """Return a filler of lines, each made when it is needed."""
+def lines(encoder: Encoder, line: Callable[[], str], *, blank: bool = False) -> Filler:
+    """Return a filler of lines, each made when it is needed; `blank` as in `Filler`."""
     units = (encoder.line(f"{line()}\n") for _ in itertools.count())
-    return Filler(units, encoder.newline, running=False)
+    return Filler(units, encoder.newline, running=False, blank=blank)
 
 
 def sentences(encoder: Encoder, text: str) -> Iterator[Sequence[int]]:
@@ -351,6 +355,12 @@ class Draws:
         words = (self.below(2**32).to_bytes(4, "big") for _ in range(4))
         return str(uuid.UUID(bytes=b"".join(words), version=4))
 
+    def places(self, depth: float, asked: int, count: int) -> list[float]:
+        """Draw ascending places of so many needles, of which the one with the index `asked` is at the depth."""
+        before = sorted(depth * self.fraction() for _ in range(asked))
+        behind = sorted(depth + (1 - depth) * self.fraction() for _ in range(asked + 1, count))
+        return [*before, depth, *behind]
+
     def shuffled(self, values: Sequence[T]) -> list[T]:
         """Return the values in a random order."""
         order = sorted((self.fraction(), index) for index in range(len(values)))
@@ -385,6 +395,12 @@ class Kit:
     def absent(self, draw: Callable[[], str]) -> str:
         """Draw until the value is not in the user's own text."""
         return next(value for value in iter(draw, None) if value not in self._text)
+
+    def passages(self) -> Iterator[str]:
+        """Return sentences of the user's own text, or of noise, again and again."""
+        decode = self.encoder.tokenizer.decode
+        own = (decode(ids).strip() for ids in self._sentences)
+        return filter(None, itertools.cycle(own if self._sentences else SENTENCES))
 
     def unused(self, words: Sequence[str], needed: int) -> list[str]:
         """Return those of the names or phrases that are not in the user's own text, whatever their capitals.

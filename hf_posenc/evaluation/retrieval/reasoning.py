@@ -47,18 +47,16 @@ def closed(sample: Sample, kit: Kit, *, riddles: Riddles) -> Scene:
     riddle, example = riddles(draws, kit)
     head = FACTS[sample.task.split("_")[0]]["head"]
     worked = f"{' '.join(example.sentences)}\nQuestion: {example.question} {example.answer}."
-    count, asked = len(riddle.sentences), riddle.asked
-    before = sorted(depth * draws.fraction() for _ in range(asked))
-    behind = sorted(depth + (1 - depth) * draws.fraction() for _ in range(asked + 1, count))
+    places = draws.places(depth, riddle.asked, len(riddle.sentences))
     others = draws.shuffled(riddle.others)
     return kit.scene(
         f"{head}\n\nExample:\n{worked}\n\nText:\n",
-        zip((*before, depth, *behind), riddle.sentences, strict=True),
+        zip(places, riddle.sentences, strict=True),
         kit.noise(),
         f"Question: {riddle.question}",
         [riddle.answer],
         ([other] for other in others),
-        asked=asked,
+        asked=riddle.asked,
         questions=tuple(kit.encoder.line(f"Question: {other}") for other in riddle.questions),
     )
 

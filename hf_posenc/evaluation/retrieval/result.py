@@ -183,6 +183,16 @@ def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) ->
     )
 
 
+def _shown(cell: Cell, mark: str = "") -> Field:
+    """Return the field of a number: the accuracy, how often the answer ranks first, and their intervals."""
+    text = Field(percent(cell.accuracy), mark, cell.accuracy)
+    text.append(f"\n{percent_range(cell.interval)}", "aside")
+    if cell.first is not None and cell.first_interval is not None:
+        text.append(f"\n1st {percent(cell.first)}", "" if cell.beats_chance else "aside")
+        text.append(f"\n{percent_range(cell.first_interval)}", "aside")
+    return text
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
@@ -228,6 +238,20 @@ class RetrievalResult(MethodsResult[Cell]):
         """Return the numbers by depth, from the front to the back."""
         key = (method, task, length)
         return [c for c in self.depth_cells if (c.method, c.task, c.length) == key]
+
+    def needles(self, method: str, task: str, *, far: bool) -> list[Record]:
+        """Return the answers in prompts longer than the original length, by where the needle is.
+
+        With `far` it lies farther from the end than that length; else within it, where truncation reads it. None where
+        one of these prompts' lengths has no number.
+        """
+        original, own = self.original or math.inf, (method, task)
+        failures = (each for each in self.failures if each.length > original)
+        records = (each for each in self.records if each.length > original)
+        if any((each.method, each.task) == own for each in failures):
+            return []
+        records = (r for r in records if (r.method, r.task) == own and r.distance is not None)
+        return [r for r in records if ((r.distance or 0) > original) == far]
 
     def is_left_out(self, task: str, length: int) -> bool:
         """Return whether the task has no prompt of this length."""
@@ -336,8 +360,7 @@ class RetrievalResult(MethodsResult[Cell]):
         return [self._table(task) for task in self.settings.tasks]
 
     def _table(self, task: str) -> Grid:
-        settings, definition = self.settings, get_task(task)
-        lengths = settings.lengths
+        settings, lengths, definition = self.settings, self.settings.lengths, get_task(task)
         fitting = [length for length in lengths if not self.is_left_out(task, length)]
         grid = Grid(f"Retrieval, {task}: {definition.definition}")
         grid.column("method", footer="first by chance" if settings.ranks else "")
@@ -352,13 +375,19 @@ class RetrievalResult(MethodsResult[Cell]):
         by_distance = definition.has_depth and bool(fitting)
         if by_distance:
             grid.column(f"k_max\n{PI_SUCCESS:.0%}", numeric=True)
+        apart = by_distance and self.original is not None and max(fitting) > self.original
+        for place in ("within", "beyond") if apart else ():
+            grid.column(f"{place}\n{self.original:,}", numeric=True)
         for entry in self.candidates:
             fields = [self._field(entry.label, task, n, best[n]) for n in lengths]
             reached = [self.passing(entry.label, task)[0]]
             if by_distance:
                 reached.append(self.k_max(entry.label, task, max(fitting)))
             tokens = ["-" if length is None else f"{length:,}" for length in reached]
-            grid.row(entry.label, *fields, *tokens)
+            sides = [self.needles(entry.label, task, far=far) for far in (False, True) if apart]
+            own = (entry.label, task, 0, None)
+            split = [_shown(_cell(own, s)) if s else Field("-", "none") for s in sides]
+            grid.row(entry.label, *fields, *tokens, *split)
         return grid
 
     def _field(self, method: str, task: str, length: int, best: tuple[float, float]) -> Field:
@@ -368,12 +397,7 @@ class RetrievalResult(MethodsResult[Cell]):
         if cell is None:
             return failure_field(self.failure(method, task, length))
         top = best > (0, 0) and cell.quality == best
-        text = Field(percent(cell.accuracy), "best" if top else "", cell.accuracy)
-        text.append(f"\n{percent_range(cell.interval)}", "aside")
-        if cell.first is not None and cell.first_interval is not None:
-            text.append(f"\n1st {percent(cell.first)}", "" if cell.beats_chance else "aside")
-            text.append(f"\n{percent_range(cell.first_interval)}", "aside")
-        return text
+        return _shown(cell, "best" if top else "")
 
     def notes(self) -> Iterator[str]:
         settings = self.settings
@@ -398,6 +422,11 @@ class RetrievalResult(MethodsResult[Cell]):
             f"{PI_SUCCESS:.0%}: Position Interpolation's effective context, the largest distance up to which at least "
             "that many are found, at the longest length."
         )
+        if self.original is not None and settings.lengths[-1] > self.original:
+            yield (
+                f"within, beyond: needles within {self.original:,} tokens of the end, all that truncation reads, and "
+                "farther ones, in all longer prompts."
+            )
         if self.haystack.get("kind") != "noise":
             yield (
                 "Haystack: your own text instead of the noise sentences; not comparable with published numbers."

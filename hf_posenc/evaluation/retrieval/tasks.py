@@ -13,8 +13,8 @@ import json
 import math
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -39,7 +39,9 @@ MOST_DISTRACTORS = 10_000
 # RULER takes its words from the `wonderwords` package; the 95 adjectives and 98 nouns of this file are fixed, so that a
 # prompt does not change with another package's version.
 WORDS = json.loads(resources.files(__package__).joinpath("words.json").read_text("utf-8"))
-ADJECTIVES, NOUNS = (str(WORDS[kind]).split() for kind in ("adjectives", "nouns"))
+ADJECTIVES, NOUNS, VERBS, ORDINALS = (
+    str(WORDS[kind]).split() for kind in ("adjectives", "nouns", "verbs", "ordinals")
+)
 
 
 def string_match_all(text: str, references: Sequence[str]) -> float:
@@ -120,25 +122,100 @@ def needle_in_haystack(
     filler, others = kit.noise(), spare
     if among_needles:
         # Finding any needle is not enough, it must be the key's: the distractors are the values of the others.
-        more, values = Draws(*sample.filler), {value: None}
+        more, values = Draws(*sample.filler), [value]
 
         def line() -> str:
             other_key = next(other for other in iter(lambda: key_of(more), None) if other != key)
             other = next(v for v in iter(lambda: value_of(more), None) if v not in values)
-            values[other] = None
+            values.append(other)
             return text["needle"].format(key=other_key, value=other)
 
-        def shown_and_spare() -> Iterator[str]:
-            shown = list(values)[1 : filler.whole_units + 1]
-            yield from Draws("distractors", *sample.filler).shuffled(shown)
-            # A short prompt holds too few needles.
-            yield from (other for other in spare if other not in values)
-
-        filler, others = lines(kit.encoder, line), shown_and_spare()
+        filler = lines(kit.encoder, line)
+        others = _shown_first(sample, filler, values, spare)
     assert sample.depth is not None
     needle = sample.depth, text["needle"].format(key=key, value=value)
     question = text["question"].format(key=key)
     return kit.scene(text["head"], [needle], filler, question, [value], ([v] for v in others))
+
+
+def _shown_first(
+    sample: Sample, filler: Filler, values: Sequence[str], spare: Iterable[str]
+) -> Iterator[str]:
+    """Yield the values in the laid out filler, those behind the first; then spare ones, if there are few."""
+    shown = values[1 : filler.whole_units + 1]
+    yield from Draws("distractors", *sample.filler).shuffled(shown)
+    yield from (other for other in spare if other not in values)
+
+
+def key_value(sample: Sample, kit: Kit) -> Scene:
+    """Return one of the UUIDs in a JSON object, by its key, in the words of Liu et al. (arXiv 2307.03172).
+
+    Blank lines at the end of the object fill up the length, so that it can be parsed.
+    """
+    draws, more = Draws(*sample.needle), Draws(*sample.filler)
+    text: dict[str, str] = WORDS["kv"]
+    key, value, wrong = draws.uuid(), draws.uuid(), Draws("distractors", *sample.needle)
+    values = [value]
+
+    def pair() -> str:
+        values.append(more.uuid())
+        return text["pair"].format(more.uuid(), values[-1])
+
+    last = text["pair"].format(more.uuid(), more.uuid()).rstrip(",")
+    filler = lines(kit.encoder, pair, blank=True)
+    assert sample.depth is not None
+    scene = kit.scene(
+        text["head"],
+        [(sample.depth, text["pair"].format(key, value))],
+        filler,
+        text["question"].format(last, key),
+        [f'"{value}"'],
+        ([f'"{v}"'] for v in _shown_first(sample, filler, values, kit.others(wrong.uuid, value))),
+    )
+    return replace(scene, references=(value,))
+
+
+def repeated_request(sample: Sample, kit: Kit) -> Scene:
+    """Return the n-th reply to a request that a conversation has four times, after MRCR (arXiv 2409.12640).
+
+    The four have as many tokens, so that the others are distractors. Behind them come replies to other requests.
+    """
+    draws, more = Draws(*sample.needle), Draws(*sample.filler)
+    text: dict[str, str] = WORDS["mrcr"]
+    depth, subject, passages = sample.depth, draws.choice(NOUNS), kit.passages()
+    assert depth is not None
+
+    def reply(about: str, draws: Draws) -> str:
+        words = (ADJECTIVES, VERBS, ADJECTIVES, NOUNS)
+        return kit.absent(lambda: text["reply"].format(about, *map(draws.choice, words)))
+
+    by_size: dict[int, dict[str, None]] = {}
+    equal: dict[str, None] = {}
+    while len(equal) < len(ORDINALS):
+        other = reply(subject, draws)
+        equal = by_size.setdefault(len(kit.encoder.behind(":", f" {other}")), {})
+        equal[other] = None
+    asked = draws.below(len(equal))
+    values = [answer := list(equal)[asked]]
+
+    def turns() -> str:
+        other = next(noun for noun in iter(lambda: more.choice(NOUNS), None) if noun != subject)
+        values.append(reply(other, more))
+        return f"{text['turn'].format(other, values[-1])}\n{text['passage'].format(next(passages))}"
+
+    filler, wrong = lines(kit.encoder, turns), Draws("distractors", *sample.needle)
+    spare = kit.others(lambda: reply(wrong.choice(NOUNS), wrong), answer)
+    question, places = text["question"], draws.places(depth, asked, len(equal))
+    others = itertools.chain(equal, _shown_first(sample, filler, values, spare))
+    return kit.scene(
+        text["head"],
+        zip(places, (text["turn"].format(subject, each) for each in equal), strict=True),
+        filler,
+        question.format(ORDINALS[asked], subject),
+        [answer],
+        ([other] for other in others),  # with the answer, which `lay_out` leaves out
+        asked=asked,
+    )
 
 
 def variable_tracking(sample: Sample, kit: Kit) -> Scene:
@@ -231,6 +308,8 @@ TASKS: dict[str, Task] = {
         Task("niah_single_1", needle_in_haystack, 128),
         Task("niah_multikey_2", partial(needle_in_haystack, among_needles=True), 128),
         Task("niah_multikey_3", partial(needle_in_haystack, among_needles=True, kind="uuid"), 128),
+        Task("kv", key_value, 64),
+        Task("mrcr", repeated_request, 64),
         Task("vt", variable_tracking, 30, has_depth=False),
         Task("fwe", frequent_words, 50, has_depth=False),
         *(
@@ -275,12 +354,8 @@ class RetrievalSettings:
     def __post_init__(self) -> None:
         for name in ("lengths", "tasks", "depths"):
             given: Any = plain(getattr(self, name))
-            try:
-                if (
-                    name == "depths"
-                ):  # a needle is drawn by its depth's text: 0 and 0.0 would be two
-                    given = map(float, even_depths(given))
-                given = list(given)
+            try:  # a needle is drawn by its depth's text: 0 and 0.0 would be two
+                given = list(map(float, even_depths(given)) if name == "depths" else given)
                 once = list(dict.fromkeys(given)) if name == "tasks" else sorted(set(given))
                 sound = bool(given) and given == once
             except (TypeError, ValueError):
@@ -297,16 +372,8 @@ class RetrievalSettings:
             raise PosencError(f"Depths go from 0 to 1, not {list(self.depths)!r:.80}.")
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
-        prompts = self.samples * len(self.depths)
-        if prompts > MOST_PROMPTS:
-            raise PosencError(
-                f"{self.samples:,} samples at {len(self.depths)} depths are {prompts:,} prompts of a task and length, "
-                f"and at most {MOST_PROMPTS:,} are measured."
-            )
-        for name, least, most in (
-            ("samples", 1, MOST_PROMPTS),
-            ("distractors", 0, MOST_DISTRACTORS),
-        ):
+        samples = MOST_PROMPTS // len(self.depths)
+        for name, least, most in (("samples", 1, samples), ("distractors", 0, MOST_DISTRACTORS)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise PosencError(f"{name} is a number from {least} to {most:,}, not {value:,}.")
 

@@ -163,7 +163,7 @@ class TuningResult(PerplexityResult):
         names = ("race", "controls", "source", "documents", "recipe", *cls.stored)
         return cls(
             **cls.description(values, {"skipped": Skipped, "failures": Failure}),
-            settings=Settings.from_dict(values["settings"]),
+            settings=Settings(**values["settings"]),
             records=list(map(record_of, values["records"])),
             **{name: values[name] for name in names},
         )

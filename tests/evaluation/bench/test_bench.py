@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench import SUITES, BenchResult
-from hf_posenc.evaluation.bench.run import BenchJob, pooled, prepare, suite_lengths
-from hf_posenc.evaluation.bench.suites import get_suite
+from hf_posenc.evaluation.bench.run import BenchJob, BenchResult, pooled, prepare, suite_lengths
+from hf_posenc.evaluation.bench.suites import SUITES, get_suite
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.options import BenchOptions
-from hf_posenc.evaluation.perplexity import measure_perplexity
+from hf_posenc.evaluation.perplexity.run import measure_perplexity
 from hf_posenc.evaluation.retrieval.run import measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import get_task
 from hf_posenc.files import to_json
@@ -120,11 +119,10 @@ def test_a_number_above_the_bound_is_shown_as_one_and_exact_in_the_json(
         return edited(result, perplexity=values)
 
     large = scaled(4)
-    assert rows(large)["none"][0].replace("*", "").startswith("\\>1e3")
     cell = large.to_dict()["perplexity"]["summary"][0]
     assert cell["perplexity"] > 1e6
-    assert any("above 1,000" in line for line in large.notes())
-    assert not any("above 1,000" in line for line in scaled(0.25).notes())
+    shown = float(rows(large)["none"][0].replace("*", "").partition("<br>")[0])
+    assert shown == pytest.approx(cell["perplexity"], rel=0.05)
 
 
 def test_a_loss_that_is_no_number_is_shown_as_nan(result: BenchResult) -> None:

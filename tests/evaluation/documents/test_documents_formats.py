@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc.errors import PosencError
@@ -20,15 +22,17 @@ from hf_posenc.evaluation.documents import (
     Skipped,
     TokenizedDocument,
     load_documents,
+    named,
     read_dataset,
     read_paths,
 )
 from hf_posenc.evaluation.documents import readers as token_files
-from hf_posenc.evaluation.documents.source import Source, source_of
+from hf_posenc.evaluation.documents.named import is_name
+from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import DocumentOptions
-from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import GOOD, PACK, json_lines, refusal
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -58,6 +62,78 @@ def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> N
     # Frames and members that follow each other.
     parts = b"".join(PACK[ending](part.encode()) for part in ("one ", "two ", "three"))
     assert texts(read_paths([str(write(tmp_path / f"c.txt{ending}", parts))])) == ["one two three"]
+
+
+@pytest.mark.parametrize("size", [90, 1 << 21])
+def test_text_in_other_encodings(size: int, tmp_path: Path) -> None:
+    for words, encoding, guess in (
+        ("Brunetière, the local café. ", "latin-1", "cp1252"),
+        ("“quotes” of Windows – ", "cp1252", "cp1252"),
+        ("naïve words of a text\x8d ", "latin-1", "latin-1"),
+        ("Привет, как дела? Сегодня хорошая погода. ", "koi8-r", "koi8_r"),
+        ("naïve € ", "utf-16", "utf-16"),
+    ):
+        path, text = tmp_path / "a.txt", words * (size // len(words))
+        path.write_bytes(text.encode(encoding))
+        (entry,) = read_paths([path], encoding=encoding)
+        assert texts([entry]) == [text]
+        usable, (skipped, *_) = load_documents(
+            [*read_paths([path]), Document("b", prose(99))], byte_tokenizer(), min_tokens=9
+        )
+        assert [each.name for each in usable] == ["b"]
+        if guess != "koi8_r" or importlib.util.find_spec("charset_normalizer"):
+            assert skipped.reason.endswith(f"--encoding {guess}"), skipped
+    (skipped,) = read_paths([path], encoding="ascii")
+    assert str(getattr(skipped, "reason", "")) == "UTF-16: give --encoding utf-16"
+    with pytest.raises(PosencError, match="--encoding rot13: Python has no such encoding of text"):
+        list(read_paths([path], encoding="rot13"))
+    with pytest.raises(PosencError, match="--encoding ascii is for files in --text, and nothing"):
+        refuse_ignored(DocumentOptions(text=["code"], encoding="ascii"))
+    refuse_ignored(DocumentOptions(text=["*.txt"], encoding="ascii"))
+
+
+def test_the_rule_that_picks_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(name: str, count: int) -> str:
+        return "".join(f"{name}_value_{row} = computed({row})\n" for row in range(count))
+
+    def model(name: str, year: str, **files: str) -> None:
+        folder = tmp_path / "models" / name
+        for kind, text in files.items():
+            write(folder / f"{kind}_{name}.py", f"# Copyright {year} The Team\n{text}")
+        write(folder / "__init__.py", lines("init", 9))
+
+    monkeypatch.setattr("transformers.__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("transformers.__version__", "9.9")
+    old, new, other = lines("old", 3000), lines("new", 3000), lines("other", 2500)
+    model("old", "2024 to 2026", modeling=old)
+    model("a_new", "2025", modeling=new, configuration="size = 1\n", modular=old)
+    model("b_copy", "2026", modeling=old + lines("copy", 1800))  # 5 of 8 lines are old
+    model("c_twin", "2026", modeling=new[:-9000] + lines("twin", 200))  # of a longer document
+    model("d_other", "2026", modeling=other + old[: len(other)])  # half of it is old
+    model("e_short", "2026", modeling=lines("short", 1000))
+    model("f_part", "2026", configuration=lines("part", 4000))  # no model of its own
+    (tmp_path / "models" / "g_mixed").mkdir()
+    for year in (2023, 2026):
+        write(
+            tmp_path / f"models/g_mixed/modeling_{year}.py",
+            f"# Copyright {year}\n{lines('m', 4000)}",
+        )
+    documents = {entry.name: "".join(entry.chunks()) for entry in named.code.__wrapped__()}
+    assert list(documents) == ["transformers==9.9/d_other", "transformers==9.9/a_new"]
+    head = "# Copyright 2025 The Team\n"
+    assert documents["transformers==9.9/a_new"] == f"{head}size = 1\n{head}{new}"
+
+
+@pytest.mark.slow
+def test_the_code_of_the_installed_transformers_is_new_long_and_enough() -> None:
+    assert is_name("code")
+    sizes = [len(text) for text in texts(read_paths("code"))]
+    assert len(sizes) >= 24
+    assert min(sizes) >= 3.6 * 16384  # characters of a token of SmolLM2 and Gemma 3
+    assert sum(size >= 3.6 * 32768 for size in sizes) >= 12
+    assert (
+        source_of(DocumentOptions(text=["code"])).about["transformers"] == transformers.__version__
+    )
 
 
 @pytest.fixture

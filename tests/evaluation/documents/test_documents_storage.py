@@ -1,11 +1,10 @@
-"""Long texts stay in their files, many tokens go to files, and a cache stores them from run to run."""
+"""Long texts stay in their files, and many tokens go to files."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import io
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,9 @@ from hf_posenc.evaluation.documents import (
     load_documents,
     read_paths,
     readers,
-    storage,
     tokenize,
 )
 from hf_posenc.evaluation.documents import tokens as joining
-from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.documents.storage import TokenCache
-from hf_posenc.evaluation.options import ReadingOptions
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK, json_lines
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -97,7 +92,7 @@ def test_long_documents_lie_in_files(
         return memmap(*given, **more)
 
     monkeypatch.setattr(np, "memmap", spy)
-    monkeypatch.setattr(storage, "IN_MEMORY", limit)
+    monkeypatch.setattr(joining, "IN_MEMORY", limit)
     entries = [*source[:2], *read_paths([str(torn)]), *source[2:]]
     usable, skipped = load_documents(entries, byte_tokenizer(), min_tokens=64)
     assert [document.to_dict() for document in usable] == expected
@@ -112,7 +107,7 @@ def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "IN_MEMORY", 0)
+    monkeypatch.setattr(joining, "IN_MEMORY", 0)
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
         tokenize(Document("d", prose(100)), byte_tokenizer())
@@ -124,7 +119,7 @@ def test_tokens_and_names_are_fixed_for_ever(
     limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of interrupted runs and results name documents by these fields."""
-    monkeypatch.setattr(storage, "IN_MEMORY", limit)
+    monkeypatch.setattr(joining, "IN_MEMORY", limit)
     monkeypatch.chdir(tmp_path)
     write(Path("a.txt"), "\ufeff" + prose(300) + "\r\nnaïve 東京 😀\n")
     write(Path("b.txt.gz"), gzip.compress((prose(9000, 1) + " é").encode()))
@@ -148,94 +143,10 @@ def test_tokens_and_names_are_fixed_for_ever(
     assert digests == DIGESTS
 
 
-class Counting:
-    """A tokenizer that counts its calls."""
-
-    def __init__(self) -> None:
-        self.tokenizer, self.calls = byte_tokenizer(), 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self.tokenizer)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.tokenizer(*args, **options)
-
-
-@pytest.mark.usefixtures("small")
-def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
-    path = write(tmp_path / "long.txt", prose(2000) * 10)
-    source = [Document("d", prose(5000)), *read_paths([str(path)])]
-    cache = tmp_path / "deep" / "cache"
-
-    def load(
-        tokenizer: Any, max_tokens: int | None = None, folder: Path | None = cache
-    ) -> list[dict[str, Any]]:
-        options = ReadingOptions(max_doc_tokens=max_tokens)
-        reader = Source(lambda: source, {}, embedded=False, token_cache=folder)
-        return [document.to_dict() for document in reader.load(tokenizer, options, min_tokens=9)[0]]
-
-    plain, first, second = byte_tokenizer(), Counting(), Counting()
-    expected = [document.to_dict() for document in load_documents(source, plain, min_tokens=9)[0]]
-    assert load(plain, folder=None) == expected
-    assert not cache.exists()
-    assert load(first) == load(second) == expected
-    assert (first.calls > 0, second.calls) == (True, 0)
-    assert [known["tokens"] for known in load(second, max_tokens=100)] == [100, 100]
-    assert load(byte_tokenizer(bos=True)) == expected  # another tokenizer, with entries of its own
-    assert not list(cache.glob("unfinished-*"))
-    assert len(list(cache.iterdir())) == 5
-
-
-def test_many_writers_of_one_cache(tmp_path: Path) -> None:
-    source = [Document(str(row), prose(3000, row)) for row in range(5)]
-    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source]
-    found: list[list[dict[str, Any]]] = []
-
-    def load() -> None:
-        cache = TokenCache(tmp_path / "cache", "the tokenizer")
-        usable, _ = load_documents(source, byte_tokenizer(), min_tokens=9, cache=cache)
-        found.append([document.to_dict() for document in usable])
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 4
-    assert len(list((tmp_path / "cache").iterdir())) == 5
-
-
-def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
-    def load(folder: str = "cache") -> None:
-        cache = TokenCache(tmp_path / folder, "x")
-        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
-
-    write(tmp_path / "file", "")
-    with pytest.raises(PosencError, match=r"The token cache .* cannot be written to"):
-        load("file")
-    load()
-    (entry,) = (tmp_path / "cache").iterdir()
-    whole = entry.read_bytes()
-    for at in range(0, len(whole), 97):
-        entry.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(PosencError, match="is damaged: remove that file"):
-            load()
-    for damage in (b"", b"torn", whole[:-8], whole[:-1], b"\0" * 16):
-        entry.write_bytes(damage)
-        with pytest.raises(PosencError, match="is damaged: remove that file"):
-            load()
-    entry.write_bytes(whole)
-    load()
-
-
 def test_the_page_names_the_limits_that_hold() -> None:
     page = (Path(__file__).parents[3] / "docs" / "documents.md").read_text(encoding="utf-8")
     sizes = joining.SIZES
-    limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, storage.IN_MEMORY)
+    limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, joining.IN_MEMORY)
     for limit in limits:
         assert f"{limit:,}" in page
     assert f"text of up to {readers.SMALL >> 20} MiB is read at once" in page

@@ -30,7 +30,7 @@ from hf_posenc.evaluation.flags import duration, read_duration
 from hf_posenc.evaluation.measuring import execute
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.options import ExtendOptions, SweepOptions
-from hf_posenc.evaluation.perplexity import PerplexityRun
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.tuning import Course

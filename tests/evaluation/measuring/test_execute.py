@@ -26,8 +26,8 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.store import Key, Records, Shard
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity import PerplexityRun, prepare
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun, prepare
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.files import to_json
 from tests.support import zoo

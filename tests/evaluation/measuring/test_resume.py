@@ -20,8 +20,8 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.identity import describe_model
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.perplexity import PerplexityRun, joined
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import PerplexityRun, joined
 from hf_posenc.files import to_json
 from scripts.measure_real_model import copied_share
 from tests.support import zoo

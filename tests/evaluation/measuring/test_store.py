@@ -183,11 +183,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    """Set the variables of a launcher, and no others; `array` is the ID, least, most, count and step of Slurm's."""
-    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT", "STEP")]
-    for name in ("RANK", "WORLD_SIZE", *names):
+    """Set the variables of a launcher, and no others."""
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    values |= dict(zip(names, values.pop("array", "").split(), strict=False))
     for name, value in values.items():
         monkeypatch.setenv(name, value)
 
@@ -198,8 +196,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
         (None, {}, Shard()),
         ("2/8", {"RANK": "0", "WORLD_SIZE": "4"}, Shard(1, 8)),
         (None, {"RANK": "3", "WORLD_SIZE": "4"}, Shard(3, 4, launched=True)),
-        (None, {"array": "0"}, Shard()),
-        *((None, {"array": f"{n} 3 11 3 4"}, Shard(i, 3)) for i, n in enumerate((3, 7, 11))),
+        (None, {"SLURM_ARRAY_TASK_ID": "3"}, Shard()),  # tasks may measure different things
     ],
 )
 def test_a_process_knows_its_place(
@@ -212,10 +209,6 @@ def test_a_process_knows_its_place(
     assert current_shard(given) == expected
 
 
-ARRAYS = ("7 1 7 3 1", "2 1 7 3 1", "9 0 9 5 1", "6 5 8 3 1", "x 0 2 3 1", "0 0 2 0 1", "4 5 7 3 1")
-"""The last tasks of --array=1,2,7, 0-3,9 and 5,6,8 take another's share, or none, where numbers are taken as even."""
-
-
 @pytest.mark.parametrize(
     ("given", "environment", "reason"),
     [
@@ -225,7 +218,6 @@ ARRAYS = ("7 1 7 3 1", "2 1 7 3 1", "9 0 9 5 1", "6 5 8 3 1", "x 0 2 3 1", "0 0 
             (None, {"WORLD_SIZE": world, "RANK": rank}, "unset both, or pass --shard")
             for world, rank in (("2", "5"), ("2", "a"), ("many", "0"))
         ),
-        *((None, {"array": array}, "does not number its tasks evenly") for array in ARRAYS),
     ],
 )
 def test_a_place_that_does_not_exist(

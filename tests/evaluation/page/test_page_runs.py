@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,13 @@ def test_an_unfinished_run_says_what_it_has(tmp_path: Path) -> None:
     for shard, lines in ((1, 3), (2, 2)):
         text = "{}\n" * lines + '{"torn'
         (records / f"shard-{shard}-of-2.jsonl").write_text(text)
-    made = page(tmp_path / "run")
-    assert "5 values stored by 2 processes" in made.root.text
-    assert "hf-posenc perplexity --x <y>" in made.root.text
+    line = f"{tmp_path}/run: unfinished, with 5 values; the same command resumes it. hf-posenc perplexity --x <y>"
+    with pytest.raises(PosencError, match=re.escape(line)):
+        collect([tmp_path / "run"])
+    write(tmp_path / "other", result())
+    assert line in page(tmp_path).root.text
     write(tmp_path / "run", result())
-    assert not collect([tmp_path / "run"]).unfinished
+    assert not collect([tmp_path / "run"]).remarks
 
 
 def test_what_is_no_result_is_said(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from hf_posenc.evaluation.measuring.candidates import (
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity import prepare
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.run import prepare
 from hf_posenc.methods import LogN, PositionInterpolation
 from tests.support import zoo
 from tests.support.perplexities import measured, shared_prefix

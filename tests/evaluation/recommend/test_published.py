@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS
-from hf_posenc.evaluation.recommend.evidence import (
+from hf_posenc.evaluation.recommend.options import (
     TOLERANCE,
     Evidence,
     evidence_of,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import json
 import re
 import uuid
 from functools import cache
@@ -31,6 +32,8 @@ PROMPTS = {
     "niah_single_1": "ab9c250d9d5b",
     "niah_multikey_2": "c6a0e26f5df7",
     "niah_multikey_3": "f04f1eac6183",
+    "kv": "ab86c0bceb42",
+    "mrcr": "7a985daacd20",
     "vt": "aa986a367fcb",
     "fwe": "1bf5b29f3beb",
     "babilong_qa1": "435ee18c73bb",
@@ -184,6 +187,53 @@ def test_other_needles_are_the_distractors(task: str) -> None:
     assert {text(other.ids).strip() for other in prompt.distractors} <= set(values)
     if task == "niah_multikey_3":
         assert all(uuid.UUID(value).version == 4 for value in values)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "embedded", "metaspace"])
+def test_the_object_can_be_parsed_and_has_the_value(tokenizer: str) -> None:
+    for depth, length in itertools.product((0.0, 0.6, 1.0), (3000, 3001, 3049)):
+        prompt = make("kv", length, depth=depth, tokenizer=tokenizer)
+        shown = text(prompt.ids, tokenizer)
+        pairs: list[tuple[str, str]] = []
+        json.loads(shown[shown.index("{") : shown.index("}") + 1], object_pairs_hook=pairs.extend)
+        keys, values = zip(*pairs, strict=True)
+        assert all(uuid.UUID(each).version == 4 for each in (*keys, *values))
+        assert len({*keys, *values}) == 2 * len(pairs)
+        (asked,) = re.findall(r'Key: "(\S+)"\nCorresponding value:$', shown)
+        place = keys.index(asked)
+        assert prompt.references == (values[place],)
+        assert json.loads(text(prompt.answer.ids, tokenizer)) == values[place]
+        assert place == (0 if depth == 0 else len(pairs) - 2 if depth == 1 else place)
+        wrong = [json.loads(text(other.ids, tokenizer)) for other in prompt.distractors]
+        assert values[place] not in wrong
+        assert len(pairs) < 8 or {*wrong} & {*values}  # in bytes all have the tokens of the answer
+        assert len(pairs) < 8 or tokenizer != "bytes" or {*wrong} < {*values}
+
+
+@pytest.mark.parametrize("haystack", [None, prose(900)])
+def test_one_of_the_equal_requests_is_asked_for(haystack: str | None) -> None:
+    numbers = set()
+    for sample in range(8):
+        prompt = make("mrcr", 4000, sample=sample, haystack=haystack, tokenizer="embedded")
+        shown = text(prompt.ids, "embedded")
+        (number, subject) = re.findall(
+            r"User: Repeat the (\w+) line that you wrote about the (\w+)\.\nAssistant:$", shown
+        )[0]
+        request = f"User: Write a line about the {subject}.\nAssistant: "
+        replies = re.findall(f"{re.escape(request)}(.*)\n", shown)
+        assert len(set(replies)) == len(replies) == 4
+        index = ("first", "second", "third", "fourth").index(number)
+        assert (replies.pop(index),) == prompt.references
+        assert text(prompt.answer.ids, "embedded") == f" {prompt.references[0]}"
+        wrong = [text(other.ids, "embedded").strip() for other in prompt.distractors]
+        assert wrong[:3] == replies  # the others come first
+        assert sum(other in shown for other in wrong) > 3  # and replies to other requests
+        behind = len(text(prompt.ids[-int(prompt.distance or 0) :], "embedded"))
+        assert shown[:-behind].endswith(f"{request}{prompt.references[0]}\n")
+        passage = re.findall(r"User: Read on\.\nAssistant: (.*)\n", shown)[0]
+        assert passage in (haystack or NOISE)
+        numbers.add(number)
+    assert len(numbers) > 2
 
 
 def test_a_chain_of_variables_can_be_followed() -> None:

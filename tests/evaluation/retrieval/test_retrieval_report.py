@@ -76,11 +76,12 @@ def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> Retrieva
 @pytest.mark.parametrize("ranks", [True, False])
 def test_columns_and_marks_of_a_table(ranks: bool) -> None:
     passkey, chain = result(ranks=ranks).tables()
-    chance = ["first by chance", "20%", "20%", "20%", "", ""] if ranks else [""] * 6
+    chance = ["first by chance", "20%", "20%", "20%", *[""] * 4] if ranks else [""] * 8
     heads = ["method", "256\nx1", "512\nx2", "1,024\nx4", "passes\n80%", "k_max\n20%"]
-    assert [column.head for column in passkey.columns] == heads
+    sides = ["within\n256", "beyond\n256"]
+    assert [column.head for column in passkey.columns] == [*heads, *sides]
     assert [column.footer for column in passkey.columns] == chance
-    assert [column.numeric for column in passkey.columns] == [False] + [True] * 5
+    assert [column.numeric for column in passkey.columns] == [False] + [True] * 7
     assert [column.head for column in chain.columns] == heads[:-1]
     assert chain.columns[1].footer == ("-" if ranks else "")  # no prompt is as short
 
@@ -96,6 +97,23 @@ def test_columns_and_marks_of_a_table(ranks: bool) -> None:
     )
     assert (first.text, first.mark) == ("0%", "best" if ranks else "")  # by rank alone
     assert (nothing.text, nothing.mark) == ("0%", "")  # the best of nothing is no best
+
+
+def test_needles_beyond_what_truncation_reads_are_a_column_of_their_own() -> None:
+    found, original = result(), 256
+    for far, count in ((False, 2), (True, 4 + 6)):  # at 512 and 1,024 tokens
+        needles = found.needles("good (auto)", "passkey", far=far)
+        assert len(needles) == count
+        assert all(((r.distance or 0) > original) == far and r.length > 256 for r in needles)
+        assert not found.needles("bad", "passkey", far=far)  # it has no number at 1,024 tokens
+    for record in found.records:  # finds only what is near
+        object.__setattr__(record, "correct", (record.distance or 0) <= original)
+    good, bad = (row.fields[-2:] for row in found.tables()[0].rows)
+    assert [field.text.split("\n")[:2] for field in good] == [["100%", "34-100"], ["0%", "0-28"]]
+    assert [field.text for field in bad] == ["-", "-"]
+    assert any(line.startswith("within, beyond: needles within 256") for line in found.notes())
+    found.original = None
+    assert len(found.tables()[0].columns) == 6
 
 
 def test_notes_say_what_a_reader_must_know() -> None:
