@@ -30,7 +30,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_posenc.cli.loading import open_session
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Key, record_line
@@ -38,6 +37,7 @@ from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.evaluation.perplexity import document_key
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
+from hf_posenc.training.loading import open_session
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "data" / "real_model"

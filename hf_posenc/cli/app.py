@@ -104,6 +104,7 @@ COMMANDS = {
     **dict.fromkeys(("perplexity", "retrieval", "bench", "sweep", "search", "extend"), "measure"),
     "recommend": "inspection",
     "report": "measure",
+    "finetune": "finetune",
     "export": "export",
     "selftest": "measure",
     "fetch": "inspection",
@@ -128,8 +129,11 @@ class Commands(Mapping[str, TyperCommand]):
 @functools.cache
 def _made(name: str) -> TyperCommand:
     module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
-    alone = typer.Typer(add_completion=False)
-    alone.command(name, cls=Command)(expand(getattr(module, name)))
+    alone, function = typer.Typer(add_completion=False), getattr(module, name)
+    if name == "finetune":
+        alone.command(name, cls=module.Finetune, epilog=module.EPILOG)(function)
+    else:
+        alone.command(name, cls=Command)(expand(function))
     command = get_command(alone)
     assert isinstance(command, TyperCommand)
     return command

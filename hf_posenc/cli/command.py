@@ -65,8 +65,15 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         with terminal(given.pop(TERMINAL)):
             function(**values, **given)
 
+    return signed(command, function.__doc__, parameters)
+
+
+def signed(
+    command: Callable[..., None], about: str | None, parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Return a function with the help and the parameters that typer shall find."""
     # typer keeps the line breaks of a paragraph, which are not those of the terminal.
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    paragraphs = inspect.cleandoc(about or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_posenc.evaluation.flags import output_option
 from hf_posenc.files import to_json
+from hf_posenc.training import loading
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,15 +176,6 @@ def one_line_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Disable the log lines and progress bars of transformers and its hub client, unless `--verbose` was given."""
-    if is_verbose():
-        return
-    import transformers
-    from huggingface_hub.utils import logging
-
-    log: Any = transformers.logging
-    hub_log: Any = logging
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    hub_log.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    """Disable transformers' log lines and progress bars, unless `--verbose` was given."""
+    if not is_verbose():
+        loading.quiet_transformers()

@@ -21,11 +21,12 @@ from hf_posenc.cli.console import (
     print_json,
     print_note,
     print_warning,
+    quiet_transformers,
 )
-from hf_posenc.cli.loading import open_session, open_sizes
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
+from hf_posenc.training.loading import open_session, open_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +95,7 @@ class Frame:
         from hf_posenc.patch.patching import get_patch
 
         source = None if documents is None else source_of(documents)
+        quiet_transformers()
         loaded, tokenizer, name = (open_sizes if self._dry_run else open_session)(model)
         self.device = device_of(model.device)
         # A model with a patch is measured as it is.

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from scripts.finetune_model import apply_patch, resolve_lengths
+from scripts.finetune_options import parse_arguments
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import PosencError, from_pretrained, get_patch
@@ -18,8 +20,6 @@ from hf_posenc.training import TrainingLog
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
 from scripts.finetune import RECIPE, finetune, main
-from scripts.finetune_model import apply_patch, resolve_lengths
-from scripts.finetune_options import parse_arguments
 from tests.support.selection import late
 from tests.support.verifying import verify_here
 

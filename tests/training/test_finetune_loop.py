@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from scripts.finetune_model import apply_patch, resolve_lengths
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from hf_posenc import from_pretrained, get_patch
@@ -28,7 +29,6 @@ from hf_posenc.training import (
 from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
 from scripts import finetune_loop
-from scripts.finetune_model import apply_patch, resolve_lengths
 from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint

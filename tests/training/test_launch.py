@@ -19,11 +19,11 @@ import torch
 import yaml
 from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
+from scripts.finetune_options import parse_arguments
 
 from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
 from scripts.finetune import RECIPE, finetune
-from scripts.finetune_options import parse_arguments
 from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from scripts.finetune_options import command_line
+from scripts.finetune_result import Hub, print_report
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
@@ -25,8 +27,6 @@ from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.result import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
-from scripts.finetune_options import command_line
-from scripts.finetune_result import Hub, print_report
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose

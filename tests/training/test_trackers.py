@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from scripts.finetune_options import parse_arguments
 
 from hf_posenc.training import TrainingLog
 from scripts.finetune import RECIPE, finetune
-from scripts.finetune_options import parse_arguments
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 

@@ -220,7 +220,7 @@ def load_documents(
         try:
             if isinstance(entry, Conversation):
                 raise UnreadableError(
-                    "a conversation, which scripts/finetune.py trains on and nothing measures"
+                    "a conversation, which hf-posenc finetune trains on and nothing measures"
                 )
             if isinstance(entry, TokenizedDocument):
                 document = vocabulary().usable(entry, max_tokens)

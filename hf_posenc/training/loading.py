@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, with errors of one line."""
+"""Models and tokenizers by name, with errors of one line, for commands and for the fine-tuning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.console import quiet_transformers
 from hf_posenc.diagnosis import (
     check_base,
     check_causal,
@@ -55,6 +54,19 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def quiet_transformers() -> None:
+    """Disable the log lines and progress bars of transformers and its hub client."""
+    import transformers
+    from huggingface_hub.utils import logging
+
+    log: Any = transformers.logging
+    hub_log: Any = logging
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    hub_log.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:
@@ -132,7 +144,6 @@ def load_tokenizer(
     """Load a tokenizer; raise where there is none, or where its vocabulary is empty."""
     from transformers import AutoTokenizer
 
-    quiet_transformers()
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     gguf = find_gguf(name)
@@ -183,7 +194,6 @@ def load_model(model: str | Path | None, **options: Any) -> Any:
     from hf_posenc.evaluation.device.clock import device_of
     from hf_posenc.saving import from_pretrained
 
-    quiet_transformers()
     chosen = ModelOptions(model=None if model is None else str(model), **options)
     target, mapped = device_of(chosen.device), chosen.device_map is not None
     on_cpu = target.type == "cpu" and not mapped
@@ -218,7 +228,6 @@ def live_model(options: CheckpointOptions, *, whole: bool) -> Any:
     from hf_posenc.methods import seam_of
     from hf_posenc.saving import take_patch
 
-    quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     config = load_config(name, revision=options.revision, trust_remote_code=trust)
     saved = take_patch(config, name)
@@ -245,7 +254,6 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     from hf_posenc.model.discovery import rotary_tables
     from hf_posenc.saving import take_patch
 
-    quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     config = load_config(name, revision=options.revision, trust_remote_code=trust)
     device, model = device_of(options.device), None
@@ -279,7 +287,6 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
     """Load a model and its tokenizer, without a name the embedded ones; return them and the name in results."""
     if options.model is None:
         one_thread()
-    quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     with loading_gguf() if find_gguf(name) is not None else contextlib.nullcontext():
         # In this order, so that the first thing that is wrong is the one in the message; the weights come last.
