@@ -1,4 +1,4 @@
-"""Train the embedded model in several ways with `scripts/finetune.py`, and write their perplexities.
+"""Train the embedded model in several ways with `hf-posenc finetune`, and write their perplexities.
 
     python -m scripts.compare_finetuning --output docs/data/benchmarks/finetuning.json
     python -m scripts.compare_finetuning --output positions.json --group positions --steps 100 --seeds 42,43,44
@@ -29,11 +29,12 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
-from scripts import finetune, finetune_options
-from scripts.results import ROOT
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.options import RECIPES
+from hf_posenc.training.run.train import finetune
 
 LENGTHS = (256, 512, 1024)
-EMBEDDED_PATCH = "yarn:scale=4"  # that of scripts/recipes/embedded.yaml
+EMBEDDED_PATCH = "yarn:scale=4"  # that of the recipe embedded
 # Blocks of 256 tokens: eight to a step are as many tokens as two of 1,024.
 _SHORT = ["--per_device_train_batch_size", "8"]
 WAYS: dict[str, list[str]] = {
@@ -72,8 +73,8 @@ SHORT: dict[str, list[str]] = {
     "PoSE, distilled": [*_PI, "--positions", "pose", "--distill", "short"],
 }  # fmt: skip
 CONVERSIONS: dict[str, list[str]] = {
-    "no rotation at all (DroPE)": ["--recipe", "scripts/recipes/drope.yaml"],
-    "none in layers 1 and 3 (SWAN)": ["--recipe", "scripts/recipes/swan.yaml"],
+    "no rotation at all (DroPE)": ["--recipe", "drope"],
+    "none in layers 1 and 3 (SWAN)": ["--recipe", "swan"],
 }
 GROUPS = {"ways": WAYS, "positions": POSITIONS, "short": SHORT, "conversions": CONVERSIONS}
 # The constant softmax scale of DroPE, for a model in which it was trained as 1.
@@ -140,7 +141,7 @@ def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[st
         *("--seed", str(seed), "--save_strategy", "no", "--eval_strategy", "no", *options),
     ]
     with replaced(Trainer, "training_step", timed):
-        finetune.finetune(finetune_options.parse_arguments(finetune.RECIPE, given))
+        finetune(parse_arguments(given))
     model = from_pretrained(str(folder), dtype=torch.float32)
     cells = _measured(model, None)
     cells["seconds_per_step"] = round(min(seconds), 4)
@@ -172,7 +173,7 @@ def _measured(model: Any, patch: str | None) -> dict[str, Any]:
 
 def _patch_of(options: list[str]) -> str:
     if "--recipe" in options:
-        recipe = ROOT / options[options.index("--recipe") + 1]
+        recipe = RECIPES / f"{options[options.index('--recipe') + 1]}.yaml"
         return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["patch"])
     return options[options.index("--patch") + 1] if "--patch" in options else EMBEDDED_PATCH
 

@@ -46,7 +46,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         for p in inspect.signature(function).parameters.values()
         if p.name not in classes
     ] + [
-        _parameter(field, _hints(classes[name])[field.name], texts[name].get(field.name, ""))
+        parameter(field, _hints(classes[name])[field.name], texts[name].get(field.name, ""))
         for name, field in listed
     ]
 
@@ -88,7 +88,8 @@ def _place(flag: Flag) -> tuple[int, int]:
     return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
+def parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
+    """Return an option for typer."""
     flag: Flag = field.metadata["flag"]
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)

@@ -50,6 +50,7 @@ class _Terminal:
 def terminal(options: TerminalOptions) -> Iterator[None]:
     """Print as these options say; with `--json`, whatever else is written to stdout goes to stderr."""
     _Terminal.options, _Terminal.stdout = options, sys.stdout
+    loading.verbose = options.verbose
     try:
         with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
             yield
@@ -173,9 +174,3 @@ def one_line_warnings() -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
-
-
-def quiet_transformers() -> None:
-    """Disable transformers' log lines and progress bars, unless `--verbose` was given."""
-    if not is_verbose():
-        loading.quiet_transformers()

@@ -21,7 +21,6 @@ from hf_posenc.cli.console import (
     print_json,
     print_note,
     print_warning,
-    quiet_transformers,
 )
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
@@ -95,7 +94,6 @@ class Frame:
         from hf_posenc.patch.patching import get_patch
 
         source = None if documents is None else source_of(documents)
-        quiet_transformers()
         loaded, tokenizer, name = (open_sizes if self._dry_run else open_session)(model)
         self.device = device_of(model.device)
         # A model with a patch is measured as it is.

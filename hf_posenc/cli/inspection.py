@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli.command import completion
-from hf_posenc.cli.console import (
-    err,
-    out,
-    print_heading,
-    print_items,
-    print_json,
-    quiet_transformers,
-)
+from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, parse_dtype, plain_option
@@ -231,7 +224,6 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
         live = build_empty(f"{name} with these flags", reading.config, causal=False)
     else:
         on_weights = candidate is not None and candidate.changes_attention
-        quiet_transformers()
         live = live_model(checkpoint, whole=on_weights or not no_weights)
     length = None if get_patch(live) else length_of(live)
     if candidate is not None:
@@ -417,7 +409,6 @@ def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
 
     from hf_posenc.evaluation import recommend as report
 
-    quiet_transformers()
     advice = report.recommend(
         live_model(checkpoint, whole=options.weights),
         options.target_length,

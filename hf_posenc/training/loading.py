@@ -56,8 +56,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+verbose = False  # `--verbose` of the commands
+
+
 def quiet_transformers() -> None:
-    """Disable the log lines and progress bars of transformers and its hub client."""
+    """Disable the log lines and progress bars of transformers and its hub client, unless a command is `verbose`."""
+    if verbose:
+        return
     import transformers
     from huggingface_hub.utils import logging
 
@@ -144,6 +149,7 @@ def load_tokenizer(
     """Load a tokenizer; raise where there is none, or where its vocabulary is empty."""
     from transformers import AutoTokenizer
 
+    quiet_transformers()
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     gguf = find_gguf(name)
@@ -194,6 +200,7 @@ def load_model(model: str | Path | None, **options: Any) -> Any:
     from hf_posenc.evaluation.device.clock import device_of
     from hf_posenc.saving import from_pretrained
 
+    quiet_transformers()
     chosen = ModelOptions(model=None if model is None else str(model), **options)
     target, mapped = device_of(chosen.device), chosen.device_map is not None
     on_cpu = target.type == "cpu" and not mapped
@@ -228,6 +235,7 @@ def live_model(options: CheckpointOptions, *, whole: bool) -> Any:
     from hf_posenc.methods import seam_of
     from hf_posenc.saving import take_patch
 
+    quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     config = load_config(name, revision=options.revision, trust_remote_code=trust)
     saved = take_patch(config, name)
@@ -254,6 +262,7 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     from hf_posenc.model.discovery import rotary_tables
     from hf_posenc.saving import take_patch
 
+    quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     config = load_config(name, revision=options.revision, trust_remote_code=trust)
     device, model = device_of(options.device), None
@@ -287,6 +296,7 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
     """Load a model and its tokenizer, without a name the embedded ones; return them and the name in results."""
     if options.model is None:
         one_thread()
+    quiet_transformers()
     name, trust = name_of(options), options.trust_remote_code
     with loading_gguf() if find_gguf(name) is not None else contextlib.nullcontext():
         # In this order, so that the first thing that is wrong is the one in the message; the weights come last.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
@@ -131,6 +131,7 @@ def _run(trainer: Trainer) -> dict[str, Any]:
     seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
     precision = precision_of(arguments)
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    checkpointing = getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing)
     distributed = None if arguments.world_size == 1 else trainer.accelerator.distributed_type
     return {
         "steps": state.global_step,
@@ -149,15 +150,9 @@ def _run(trainer: Trainer) -> dict[str, Any]:
         "weight_decay": arguments.weight_decay,
         "max_grad_norm": arguments.max_grad_norm,
         "precision": None if precision is None else str(precision).removeprefix("torch."),
-        "gradient_checkpointing": checkpoints_activations(arguments),
+        "gradient_checkpointing": bool(checkpointing),
         "seed": arguments.seed,
     }
-
-
-def checkpoints_activations(arguments: TrainingArguments) -> bool:
-    """Return whether activations are computed again in the backward; newer versions have the option under a new name."""
-    former = arguments.gradient_checkpointing
-    return bool(getattr(arguments, "activation_checkpointing", former))
 
 
 def _plain(option: Any) -> str:

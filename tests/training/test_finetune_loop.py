@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from scripts.finetune_model import apply_patch, resolve_lengths
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from hf_posenc import from_pretrained, get_patch
@@ -28,6 +27,7 @@ from hf_posenc.training import (
 )
 from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
+from hf_posenc.training.run.model import apply_patch, resolve_lengths
 from scripts import finetune_loop
 from tests.support import zoo
 from tests.support.selection import late

@@ -19,11 +19,11 @@ import torch
 import yaml
 from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
-from scripts.finetune_options import parse_arguments
 
 from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
-from scripts.finetune import RECIPE, finetune
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.train import finetune
 from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -95,7 +95,7 @@ def check(config: str, training: str, folder: Path, tmp_path: Path, *options: st
     With `options` of the launcher, the two run on two machines.
     """
     one, two = tmp_path / "one", tmp_path / "two"
-    finetune(parse_arguments(RECIPE, [*command(folder, one, training, 2), "--use_cpu"]))
+    finetune(parse_arguments([*command(folder, one, training, 2), "--use_cpu"]))
     kind = config.removesuffix("_two_nodes")
     script = [*IN_FRONT.get(kind, []), "scripts/finetune.py", *command(folder, two, training, 1)]
     runs = launched(
@@ -121,14 +121,14 @@ def compare(one: Path, two: Path, printed: str) -> None:
 def test_two_forked_processes_equal_one(folder: Path, tmp_path: Path) -> None:
     """The script without a launcher, in processes whose environment is what one would set."""
     one, two = tmp_path / "one", tmp_path / "two"
-    finetune(parse_arguments(RECIPE, [*command(folder, one, "full", 2), "--use_cpu"]))
+    finetune(parse_arguments([*command(folder, one, "full", 2), "--use_cpu"]))
     assert launch(two, processes=2, work=_finetune, model=folder) == [0, 0]
     printed = "".join((tmp_path / f"two-{rank}.out").read_text() for rank in range(2))
     compare(one, two, printed)
 
 
 def _finetune(output: Path, moment: Any, *, model: Path) -> None:
-    finetune(parse_arguments(RECIPE, [*command(model, output, "full", 1), "--use_cpu"]))
+    finetune(parse_arguments([*command(model, output, "full", 1), "--use_cpu"]))
 
 
 @pytest.mark.slow

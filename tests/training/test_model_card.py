@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from scripts.finetune_options import command_line
-from scripts.finetune_result import Hub, print_report
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
@@ -25,6 +23,8 @@ from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.result import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
+from hf_posenc.training.run.arguments import command_line
+from hf_posenc.training.run.result import Hub, print_report
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
 from tests.support import zoo

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from scripts.finetune_model import loading_dtype, partition_weights, whole_weights
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import PosencError, patch_model
 from hf_posenc.methods import KerpleLog, YaRN
 from hf_posenc.training.loading import load_model
+from hf_posenc.training.run.model import loading_dtype, partition_weights, whole_weights
 from tests.support.peak_memory import anonymous_memory
 
 SWITCH = "FSDP_CPU_RAM_EFFICIENT_LOADING"

@@ -73,6 +73,9 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     options.read(words)
     own: Any = TrainingArguments
     parser = _Parser(own, add_help=False, allow_abbrev=False, conflict_handler="resolve")
+    parser.set_defaults(**options.DEFAULTS)
+    for name in (name for name, value in options.DEFAULTS.items() if value is True):
+        parser.add_argument(f"--no_{name}", action="store_false", dest=name, default=True)
     options.add_options(parser)
     values = vars(options.parse(parser, words))
     choice, data = (options.pick(kind, values) for kind in (PatchArguments, DataArguments))

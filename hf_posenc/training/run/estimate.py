@@ -17,10 +17,9 @@ counted: workspaces of kernels, a CUDA context, fragmentation, a teacher, and la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import TrainingArguments
 
@@ -30,11 +29,15 @@ from hf_posenc.evaluation.scoring.estimate import (
     ModelShape,
     forward_flops,
     rate_of,
+    read_shape,
     score_matrix,
 )
 from hf_posenc.model.memory import free_memory
 from hf_posenc.training.batches.blocks import Counts
+from hf_posenc.training.chunked_loss import default_chunk
 from hf_posenc.training.names import Trained
+from hf_posenc.training.run.model import choose, will_be_sharded
+from hf_posenc.training.run.options import PatchArguments
 
 STATES, WIDE = 8, 4
 """Tensors of the hidden size, and of the width of the widest projection, that a layer keeps for its backward."""
@@ -78,20 +81,10 @@ def step_cost(
     optimizer: str = "adamw_torch",
     shards: int = 1,
 ) -> Step:
-    """Return the cost of an optimizer step.
+    """Return the cost of an optimizer step on a model of this shape, in the dtype of its weights.
 
-    Args:
-        shape: The model's sizes, from `read_shape`, in the dtype of its weights, patched.
-        parameters: All parameters; `requires_grad` marks the trained ones.
-        tokens: Tokens of an example.
-        chunk: Tokens whose logits exist at a time.
-        batch: Examples of a forward.
-        accumulation: Forwards of a step.
-        train: The parameters that are trained.
-        mixed: Computes in bfloat16.
-        checkpointing: Gradient checkpointing.
-        optimizer: Its name, as `--optim` has it.
-        shards: Processes that share weights, gradients and states.
+    `parameters` are all of them, `tokens` those of an example, `chunk` those whose logits exist at a time; `shards` are
+    the processes that share weights, gradients and states.
     """
     moments = next((n for name, n in _MOMENTS.items() if name in optimizer), 2)
     weights = gradients = states = 0
@@ -123,28 +116,46 @@ def step_cost(
     )
 
 
-def lines(
-    step: Step, counts: Counts, block: int, arguments: TrainingArguments, device: torch.device
-) -> Iterator[str]:
-    """Yield the cost of a run in words: texts, steps, memory and time, and what the estimates rest on."""
-    examples = arguments.train_batch_size * arguments.gradient_accumulation_steps
-    examples *= arguments.world_size
-    steps, tokens = arguments.max_steps, examples * block
+def print_cost(
+    model: nn.Module,
+    block: int,
+    counts: Counts,
+    choice: PatchArguments,
+    arguments: TrainingArguments,
+) -> None:
+    """Print steps, memory and time of a run, and what the estimates rest on."""
+    shape, chunk = read_shape(model), choice.loss_chunk
+    batch, forwards = arguments.train_batch_size, arguments.gradient_accumulation_steps
+    step = step_cost(
+        shape,
+        [*choose(choice, model).parameters()],
+        tokens=block,
+        chunk=default_chunk(model) if chunk is None else chunk or batch * block,
+        batch=batch,
+        accumulation=forwards,
+        train=choice.train,
+        mixed=arguments.bf16 or arguments.fp16,
+        checkpointing=bool(
+            getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing)
+        ),
+        optimizer=str(getattr(arguments.optim, "value", arguments.optim)),
+        shards=arguments.world_size if will_be_sharded(arguments) else 1,
+    )
+    examples, steps = batch * forwards * arguments.world_size, arguments.max_steps
     if steps < 0:
         steps = math.ceil(arguments.num_train_epochs * (counts.blocks // examples))
-    yield f"texts:  {counts.tokens + counts.unused:,} tokens. {counts.line()}"
+    rate, source = rate_of(arguments.device)
+    each = None if rate is None else step.flops / rate
+    time = "unknown" if each is None else f"{each:.2g} s a step, {duration(steps * each)} in all"
+    parts = (f"{name} {value / GIB:.2g}" for name, value in vars(step).items() if name != "flops")
+    free = free_memory(arguments.device)
+    have = "" if free is None else f"; {free / GIB:,.1f} GiB are free on {arguments.device}"
+    read = counts.tokens + counts.unused
     epochs = f", {steps * examples / counts.blocks:.2g} epochs" if counts.blocks else ""
-    yield (
-        f"steps:  {steps:,} of {examples:,} blocks, {tokens:,} tokens: {steps * tokens:,} tokens in all{epochs}"
-    )
-    parts = (f"{name} {value / GIB:.2f}" for name, value in vars(step).items() if name != "flops")
-    free = free_memory(device)
-    have = "" if free is None else f"; {free / GIB:,.1f} GiB are free on {device}"
-    yield f"memory: about {step.total / GIB:.2f} GiB for each process ({', '.join(parts)}){have}"
-    rate, source = rate_of(device)
-    takes = "unknown"
-    if rate is not None:
-        each = step.flops / rate
-        takes = f"about {each:.2g} s a step, {duration(steps * each)} in all, without scores"
-    yield f"time:   {takes}: {step.flops:.3g} operations a step, {source}"
-    yield "Memory is by a formula, 0.9 to 1.7 times the tensors of a step. Nothing was trained or written."
+    if arguments.process_index == 0:
+        print(f"""\
+texts:  {f"{read:,}" if read else "an unknown number of"} tokens{epochs}
+steps:  {steps:,} of {examples * block:,} tokens ({examples:,} blocks): {steps * examples * block:,} tokens
+memory: about {step.total / GIB:.3g} GiB for each process ({", ".join(parts)}){have}
+time:   about {time}, without scores: {step.flops:.3g} operations a step, {source}
+The memory is by a formula, 0.9 to 1.7 times the tensors of a step. Nothing was trained or written.""")

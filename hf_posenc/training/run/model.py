@@ -31,6 +31,8 @@ from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.checks import is_set, wants_fsdp
 from hf_posenc.training.names import DRAWN
+from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.run.options import PatchArguments
 
 _HALF = {"BF16": "bfloat16", "F16": "float16"}
 _KEEP = "Leave --patch out to train it further as it is"
@@ -150,6 +152,12 @@ def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
             stacklevel=3,
         )
     return stages
+
+
+def choose(choice: PatchArguments, model: nn.Module) -> nn.Module:
+    """Choose the trained parameters."""
+    options = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
+    return choose_parameters(model, choice.train, **options, lora_dropout=choice.lora_dropout)
 
 
 def check_short(lengths: Lengths, distill: str | None) -> None:

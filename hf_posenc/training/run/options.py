@@ -1,7 +1,7 @@
 """The options of a fine-tuning, in groups, and what is wrong with their words; nothing heavy is imported here.
 
-A field's metadata are its help, its group, and whether `--help` shows it. Of transformers' `TrainingArguments` only the
-names are known until `arguments.py` parses them.
+A field's line under `Attributes:` is its help; one of rank 1 is in `--help-all` alone. Of transformers' own options
+only the names are known here: `arguments.py` parses them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import functools
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
+from hf_posenc.evaluation.flags import Flag, help_texts, option
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.lengths import read_length
@@ -30,8 +30,9 @@ from hf_posenc.training.names import DRAWN, POSITIONS, PROMPTED, Trained
 RECIPES = Path(__file__).parent / "recipes"
 PROMPT = " That is the end of the text. The answer to the question about the text above is:"
 HELP = "See hf-posenc finetune --help-all."
-OTHERS = "Every option of transformers' TrainingArguments works too: --gradient_checkpointing, --report_to, ..."
 GROUPS = ("Model and patch", "Texts", "Lengths and positions", "Training", "Output")
+_model, _texts, _lengths, _training, _output = (functools.partial(option, panel=g) for g in GROUPS)
+_length = functools.partial(_lengths, metavar="TOKENS", parse=read_length)
 # The least value of each number, and the first one above that is too large.
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "per_device_train_batch_size gradient_accumulation_steps max_steps": (1, math.inf),
@@ -53,219 +54,197 @@ _ELSEWHERE = {
 }
 
 
-def recipes() -> list[str]:
-    """Return the names of the recipes that come with the package."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
-def _option(group: int, default: Any, text: str, *, shown: bool = False, **more: Any) -> Any:
-    metadata = {"help": text, "group": GROUPS[group], "shown": shown, "more": more}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-_model, _text, _length, _training, _output = (functools.partial(_option, n) for n in range(5))
-
-
-class Length(int):
-    """A length on the command line: 32768, or 32k."""
-
-    def __new__(cls, text: str) -> Length:
-        try:
-            return super().__new__(cls, read_length(text, "length"))
-        except PosencError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def truth(text: str) -> bool:
-    """Return the boolean of a word; as an option without a value, it is true."""
-    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() in ("true", "yes", "1")
-
-
 @dataclass
 class RecipeArguments:
-    """The recipe, whose values are those of all other options that are not given."""
+    """The recipe.
 
-    recipe: str | None = _model(
-        None,
-        f"A YAML file of these options, or one that comes with the package: {', '.join(recipes())}; without --model by "
-        "default embedded.",
-        shown=True,
-    )
+    Attributes:
+        recipe: A YAML file of these options, which the command line overrides, or one that comes with the package:
+            drope, embedded, lora_24gb, lora_80gb, swan. Without --model: embedded.
+    """
+
+    recipe: str | None = _model()
 
 
 @dataclass
 class PatchArguments:
-    """The model, its patch, and the parameters that are trained."""
+    """The model, its patch, and the parameters that are trained.
 
-    model: str | None = _model(
-        None,
-        "Folder, GGUF file or hub name of a model; by default the embedded one.",
-        shown=True,
-    )
-    tokenizer: str | None = _model(None, "Folder or hub name of a tokenizer, if not the model's.")
-    dtype: str = _model("float32", "Dtype of the trained weights; --bf16 computes in bfloat16.")
-    attn: str | None = _model(None, "transformers' attention implementation.")
-    patch: str | None = _model(
-        None,
-        "method:option=value,...[+method...], as for `hf-posenc perplexity`; by default the one it was saved with.",
-        shown=True,
-    )
-    train: Trained = _training(
-        "full", "All weights, LoRA with embeddings and norms, or the encoding.", shown=True
-    )
-    lora_rank: int = _training(16, "Rank of --train lora.")
-    lora_alpha: int = _training(32, "Alpha of --train lora.")
-    lora_dropout: float = _training(0.0, "Dropout of --train lora.")
+    Attributes:
+        model: Folder, GGUF file or hub name of a model; by default the embedded one.
+        tokenizer: Folder or hub name of a tokenizer, if not the model's.
+        dtype: Dtype of the trained weights; --bf16 computes in bfloat16.
+        attn: transformers' attention implementation.
+        patch: method:option=value,...[+method...], as for `hf-posenc perplexity`; by default the one it was saved with.
+        train: full: all weights; lora: a LoRA, embeddings and norms; encoding: the patch's own parameters.
+        lora_rank: Rank of --train lora.
+        lora_alpha: Alpha of --train lora.
+        lora_dropout: Dropout of --train lora.
+        distill: Keep predictions near a teacher's: of drawn positions near those of the model's own at positions 0 to
+            n - 1 (positions), or of blocks within the original length near those of the unpatched model (short).
+        distill_weight: Weight of --distill beside the loss; default 1.
+        loss_chunk: Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.
+    """
+
+    model: str | None = _model()
+    tokenizer: str | None = _model(rank=1)
+    dtype: str = _model("float32", rank=1)
+    attn: str | None = _model(rank=1)
+    patch: str | None = _model()
+    train: Trained = _training("full", kind=str, choices=get_args(Trained))
+    lora_rank: int = _training(16, rank=1)
+    lora_alpha: int = _training(32, rank=1)
+    lora_dropout: float = _training(0.0, rank=1)
     distill: Literal["positions", "short"] | None = _training(
-        None,
-        "Keep predictions near a teacher's: of drawn positions near those of the model's own at positions 0 to n - 1 "
-        "(positions), or of blocks within the original length near those of the unpatched model (short).",
+        kind=str, choices=("positions", "short"), rank=1
     )
-    distill_weight: float | None = _training(
-        None, "Weight of --distill beside the loss; default 1."
-    )
-    loss_chunk: int | None = _training(
-        None,
-        "Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.",
-    )
+    distill_weight: float | None = _training(rank=1)
+    loss_chunk: int | None = _training(rank=1, least=0)
 
 
 @dataclass
 class DataArguments:
-    """The documents for training and for scoring, and the positions of their tokens."""
+    """The documents for training and for scoring, and the positions of their tokens.
 
-    text: list[str] = _text(
-        [],
-        "Text, JSONL or Parquet to train on: files or folders; default: standard library.",
-        shown=True,
-    )
-    dataset: str | None = _text(None, "Folder or hub name of a dataset, instead of --text.")
-    dataset_config: str | None = _text(None, "Configuration of --dataset.")
-    split: str = _text("train", "Split of --dataset.")
-    column: str = _text(
-        "text",
-        "Column of the texts, or of conversations (lists of messages with role and content): of these only the "
-        "assistant's tokens have a loss.",
-    )
-    streaming: bool = _text(False, "Read --dataset while it is downloaded.")
-    tokenized: str | None = _text(None, "Column of token ids, instead of --column.")
-    documents: int | None = _text(None, "Usable documents to read; by default all.")
-    mixture: str | None = _text(
-        None,
-        "A YAML file with a list of sources, instead of --text: a weight (its share of the blocks) and these options.",
-    )
-    stream_blocks: bool = _text(False, "Cut documents while training, instead of before it.")
-    preprocessing_num_workers: int = _text(1, "Processes that tokenize.")
-    positions: str = _length(
-        "contiguous",
-        "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
-        f"{', '.join(DRAWN)}: short blocks whose positions reach the target length.",
-        shown=True,
-        choices=POSITIONS,
-    )
-    terminal_prompt: str = _length(PROMPT, "The end of every block, of --positions endprompt.")
-    curriculum: str | None = _length(
-        None,
-        "Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after another, each "
-        "in an equal share of the steps.",
-    )
-    target_length: Length | None = _length(
-        None, "Context in tokens, as 32768 or 32k; by default the patch's.", shown=True
-    )
-    block_length: Length | None = _length(
-        None,
-        "Tokens in an example; by default the target length, and the original length where positions are drawn.",
-        shown=True,
-    )
-    score_text: list[str] = _text(
-        [],
-        "Documents to score, as --text, or give --score_dataset; by default every tenth document to train on, from the "
-        "second on, or the last tenth of a single one: it is not trained on.",
-        shown=True,
-    )
-    score_dataset: str | None = _text(None, "As --dataset, for the held-out documents.")
-    score_split: str = _text("test", "Split of --score_dataset.")
-    score_documents: int = _text(8, "Number of held-out documents.")
-    score_lengths: list[Length] = _length([], "Lengths to score; by default original and target.")
-    tail_tokens: int | None = _length(
-        None, "Tokens scored at the end of a tail window; by default as `hf-posenc perplexity`."
-    )
-    score: bool = _text(True, "Measure perplexities before and after the training.")
+    Attributes:
+        text: Files or folders of text, JSONL or Parquet to train on; default: standard library.
+        dataset: Folder or hub name of a dataset, instead of --text.
+        dataset_config: Configuration of --dataset.
+        split: Split of --dataset.
+        column: Column of the texts, or of conversations (lists of messages with role and content): of these only the
+            assistant's tokens have a loss.
+        streaming: Read --dataset while it is downloaded.
+        tokenized: Column of token ids, instead of --column.
+        documents: Usable documents to read; by default all.
+        mixture: A YAML file with a list of sources, instead of --text: a weight (its share of the blocks) and these
+            options.
+        stream_blocks: Cut documents while training, instead of before it.
+        preprocessing_num_workers: Processes that tokenize.
+        positions: contiguous: blocks of one document; packed: short documents side by side that do not attend to each
+            other; pose, random, random_float, cream, endprompt, endprompt_random: short blocks whose positions reach
+            the target length.
+        terminal_prompt: The end of every block, of --positions endprompt.
+        curriculum: Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after
+            another, each in an equal share of the steps.
+        target_length: Context in tokens, as 32768 or 32k; by default the patch's.
+        block_length: Tokens in an example; by default the target length, and the original length where positions are
+            drawn.
+        score_text: Documents to score, as --text, or give --score_dataset; by default every tenth document to train
+            on, from the second on, or the last tenth of a single one: it is not trained on.
+        score_dataset: As --dataset, for the held-out documents.
+        score_split: Split of --score_dataset.
+        score_documents: Number of held-out documents.
+        score_lengths: Lengths to score; by default original and target.
+        tail_tokens: Tokens scored at the end of a tail window; by default as `hf-posenc perplexity`.
+        score: Measure perplexities before and after the training.
+    """
+
+    text: Sequence[str] = _texts((), metavar="PATH")
+    dataset: str | None = _texts(rank=1)
+    dataset_config: str | None = _texts(rank=1)
+    split: str = _texts("train", rank=1)
+    column: str = _texts("text", rank=1)
+    streaming: bool = _texts(False, rank=1)
+    tokenized: str | None = _texts(rank=1)
+    documents: int | None = _texts(rank=1)
+    mixture: str | None = _texts(rank=1, metavar="FILE")
+    stream_blocks: bool = _texts(False, rank=1)
+    preprocessing_num_workers: int = _texts(1, rank=1)
+    positions: str = _lengths("contiguous", choices=POSITIONS)
+    terminal_prompt: str = _lengths(PROMPT, rank=1)
+    curriculum: str | None = _lengths(rank=1)
+    target_length: int | None = _length()
+    block_length: int | None = _length()
+    score_text: Sequence[str] = _texts((), metavar="PATH")
+    score_dataset: str | None = _texts(rank=1)
+    score_split: str = _texts("test", rank=1)
+    score_documents: int = _texts(8, rank=1)
+    score_lengths: Sequence[int] = _length((), rank=1)
+    tail_tokens: int | None = _lengths(rank=1)
+    score: bool = _texts(True, rank=1)
 
     def source(self, text: Sequence[str], dataset: str | None, split: str) -> DocumentOptions:
         """Return the options of the documents to train on, or of those to score."""
+        more = {"column": self.column, "streaming": self.streaming, "tokenized": self.tokenized}
         return DocumentOptions(
-            text=text,
-            dataset=dataset,
-            config=self.dataset_config,
-            split=split,
-            column=self.column,
-            streaming=self.streaming,
-            tokenized=self.tokenized,
+            text=text, dataset=dataset, config=self.dataset_config, split=split, **more
         )
 
 
 @dataclass
 class RunArguments:
-    """Options of transformers with the defaults that recipes for longer contexts agree on, and what is beside them.
+    """Options of transformers that `--help` shows, and what is beside them.
 
-    From YaRN (arXiv 2309.00071), LongLoRA (2309.12307) and PI (2306.15595): AdamW with betas 0.9 and 0.95, no weight
-    decay, 2e-5 after 20 steps of warmup, 400 to 1000 steps, gradients clipped at 1.
+    Attributes:
+        max_steps: Optimizer steps; -1: those of --num_train_epochs.
+        learning_rate: Peak learning rate.
+        bf16: Compute in bfloat16.
+        output_dir: Folder of checkpoints, measurements and model.
+        fresh: Begin again if the folder holds another run's checkpoints.
+        verify_export: Load the result without hf_posenc and compare logits.
+        dry_run: Print tokens, steps, memory and time; train and write nothing.
     """
 
-    max_steps: int = _training(400, "Optimizer steps; -1: those of --num_train_epochs.", shown=True)
-    learning_rate: float = _training(2e-5, "Peak learning rate.", shown=True)
-    lr_scheduler_type: str = _training("constant_with_warmup", "The schedule.")
-    warmup_steps: float = _training(20, "Steps of linear warmup; a share of all steps below 1.")
-    per_device_train_batch_size: int = _training(1, "Examples per device and forward.")
-    gradient_accumulation_steps: int = _training(1, "Forwards per optimizer step.")
-    adam_beta2: float = _training(0.95, "AdamW's second beta.")
-    bf16: bool = _training(False, "Compute in bfloat16.", shown=True)
-    dataloader_drop_last: bool = _training(
-        True,
-        "Drop the last blocks of an epoch if they fill no batch; otherwise processes repeat some.",
-    )
-    remove_unused_columns: bool = _training(False, "Keep only the columns that forward accepts.")
-    output_dir: str = _output(
-        "finetuned", "Folder of checkpoints, measurements and model.", shown=True
-    )
-    logging_steps: float = _output(1, "Steps between two lines of the log.")
-    save_steps: float = _output(50, "Steps between two checkpoints.")
-    save_total_limit: int | None = _output(2, "Number of checkpoints to keep.")
-    logging_nan_inf_filter: bool = _output(False, "Hide losses that are not finite.")
-    include_num_input_tokens_seen: bool = _output(True, "Count the tokens of the training.")
-    fresh: bool = _output(False, "Begin again if the folder holds another run's checkpoints.")
-    verify_export: bool = _output(False, "Load the result without hf_posenc and compare logits.")
-    dry_run: bool = _output(
-        False, "Print tokens, steps, memory and time; train and write nothing.", shown=True
-    )
+    max_steps: int = _training(400, least=-1)
+    learning_rate: float = _training(2e-5)
+    bf16: bool = _training(False)
+    output_dir: str = _output("finetuned", metavar="DIR")
+    fresh: bool = _output(False, rank=1)
+    verify_export: bool = _output(False, rank=1)
+    dry_run: bool = _output(False)
 
 
+# The defaults that recipes for longer contexts agree on, YaRN (arXiv 2309.00071), LongLoRA (2309.12307) and PI
+# (2306.15595): AdamW with betas 0.9 and 0.95, no weight decay, 2e-5 after 20 steps of warmup, 400 to 1000 steps,
+# gradients clipped at 1; and those of blocks, a log of every step, and two checkpoints.
+DEFAULTS: Mapping[str, Any] = {
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 20,
+    "adam_beta2": 0.95,
+    "per_device_train_batch_size": 1,
+    "dataloader_drop_last": True,
+    "remove_unused_columns": False,
+    "include_num_input_tokens_seen": True,
+    "logging_nan_inf_filter": False,
+    "logging_steps": 1,
+    "save_steps": 50,
+    "save_total_limit": 2,
+}
 KINDS: tuple[Any, ...] = (RecipeArguments, PatchArguments, DataArguments, RunArguments)
 
 
 @functools.cache
-def listed() -> list[tuple[dataclasses.Field[Any], dict[str, Any]]]:
-    """Return the fields of all options, group by group, each with its arguments of `add_argument`."""
-    found = []
-    for kind in KINDS:
-        hints = get_type_hints(kind)
-        for each in dataclasses.fields(kind):
-            default = each.default_factory() if callable(each.default_factory) else each.default
-            given = {"help": each.metadata["help"].replace("%", "%%"), "default": default}
-            found.append((each, given | _type_of(hints[each.name]) | each.metadata["more"]))
-    return sorted(found, key=lambda option: GROUPS.index(option[0].metadata["group"]))
+def listed() -> list[tuple[dataclasses.Field[Any], Any, str]]:
+    """Return the fields of all options with their types and help, group by group."""
+    found = [
+        (each, get_type_hints(kind)[each.name], help_texts(kind).get(each.name, ""))
+        for kind in KINDS
+        for each in dataclasses.fields(kind)
+    ]
+    return sorted(found, key=lambda option: _place(option[0].metadata["flag"]))
+
+
+def _place(flag: Flag) -> tuple[int, int]:
+    return GROUPS.index(str(flag.panel)), flag.rank
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser, in their groups."""
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for each, given in listed():
-        group = groups[each.metadata["group"]]
+    for each, hint, text in listed():
+        flag: Flag = each.metadata["flag"]
+        kind = flag.kind or next(
+            part for part in get_args(hint) or (hint,) if part is not type(None)
+        )
+        given: dict[str, Any] = {"help": text.replace("%", "%%"), "default": each.default}
+        if hint is bool:
+            given |= {"type": _truth, "nargs": "?", "const": True}
+        else:
+            if Sequence in map(get_origin, (hint, kind)):
+                given["nargs"] = "+"
+            given["type"] = _read(flag.parse, each.name) if flag.parse else kind
+            given["choices"] = flag.choices or None
+        group = groups[str(flag.panel)]
         group.add_argument(*_spellings(each.name), **given)
         if each.default is True:
             group.add_argument(*_spellings(f"no_{each.name}"), action="store_false", dest=each.name)
@@ -275,16 +254,20 @@ def _spellings(name: str) -> list[str]:
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
-def _type_of(hint: Any) -> dict[str, Any]:
-    if get_origin(hint) in (Union, UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
-    if hint is bool:
-        return {"type": truth, "nargs": "?", "const": True}
-    if get_origin(hint) is list:
-        return {"type": get_args(hint)[0], "nargs": "+"}
-    if get_origin(hint) is Literal:
-        return {"type": str, "choices": get_args(hint)}
-    return {"type": hint}
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "yes", "1")
+
+
+def _read(parse: Callable[[Any, str], Any], name: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text, f"--{name}")
+        except PosencError as error:  # argparse would hide the text of a ValueError
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
 def pick(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -303,7 +286,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
     `--help` prints all options, and exits.
     """
-    parser = _Parser("hf-posenc finetune", epilog=OTHERS, allow_abbrev=False)
+    parser = _Parser("hf-posenc finetune", allow_abbrev=False)
     add_options(parser)
     known = parser._option_string_actions
     others = [name for name in _training_arguments() if f"--{name}" not in known]
@@ -370,6 +353,11 @@ def read_yaml(kind: str, path: Path) -> Any:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise PosencError(f"The {kind} {path} cannot be read: {reason}") from error
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:

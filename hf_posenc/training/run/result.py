@@ -92,15 +92,16 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
 
 def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> None:
     """Print the commands that measure, serve and push the result; texts are the documents that were scored."""
-    span = ",".join(str(int(length)) for length in sorted({*lengths}))
-    read = shlex.join(["--text", *texts]) if all(Path(text).exists() for text in texts) else ""
-    measure = f"perplexity {shlex.quote(str(folder))} --lengths {span} {read}".rstrip()
-    if texts and not read:  # a part of a text, or rows of a dataset
-        measure = f"retrieval {shlex.quote(str(folder))} --tasks passkey --lengths {span}"
+    where, span = shlex.quote(str(folder)), ",".join(map(str, sorted({*lengths})))
+    measure = f"perplexity {where} --lengths {span}"
+    if texts and all(Path(text).exists() for text in texts):
+        measure += f" --text {shlex.join(texts)}"
+    elif texts:  # a part of a text, or rows of a dataset
+        measure = f"retrieval {where} --tasks passkey --lengths {span}"
     print(f"""
 Next:
   hf-posenc {measure}
-  hf-posenc export {shlex.quote(str(folder))} --to vllm
+  hf-posenc export {where} --to vllm
   {upload(folder.resolve().name, folder)}""")
 
 

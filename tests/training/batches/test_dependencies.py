@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripts.finetune_model import needs_one_row
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, MptConfig, MptForCausalLM, PreTrainedModel
@@ -23,6 +22,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 from hf_posenc.training.batches.dependencies import check_dependencies
 from hf_posenc.training.names import POSITIONS
+from hf_posenc.training.run.model import needs_one_row
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (

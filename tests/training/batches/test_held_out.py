@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripts.finetune_documents import candidates, without
 
 from hf_posenc.evaluation.documents import (
     Conversation,
@@ -18,6 +17,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
 )
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.training.run.documents import candidates, without
 
 TEXT = "".join(chr(97 + i % 26) for i in range(120))
 
