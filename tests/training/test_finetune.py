@@ -293,7 +293,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no length": (("--patch", "none"), "give --target_length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
     "no such method": (("--patch", "yarm:scale=4"), "yarm"),
-    "no such option": (("--max_stepz", "3"), "max_stepz"),
+    "no such option": (("--max_stepz", "3"), "No such option: --max_stepz. Did you mean --max_steps"),
+    "an option of another program": (("--batch-size", "3"), "Did you mean --per_device_train_batch_size"),
+    "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option"),
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
@@ -382,6 +384,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See hf-posenc finetune --help-all.$"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+    "no such recipe": (("--recipe", "lora_24g"), "Unknown recipe 'lora_24g'. Did you mean 'lora_24gb'"),
 }  # fmt: skip
 
 
@@ -447,7 +450,7 @@ def test_an_interruption_is_one_line(
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("scripts.finetune.finetune", interrupted)
+    monkeypatch.setattr("hf_posenc.training.run.train.finetune", interrupted)
     monkeypatch.setattr("sys.argv", ["finetune.py", "--use_cpu"])
     with pytest.raises(SystemExit) as raised:
         main()

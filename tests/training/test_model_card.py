@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,11 +273,17 @@ def test_the_trainer_does_not_push(tmp_path: Path) -> None:
         Hub.taken_from(asked)
 
 
+PROGRAMS = {1: "hf-posenc finetune", 2: "accelerate launch -m hf_posenc.training"}
+ALONE = {"fsdp": [], "deepspeed_plugin": None}
+
+
 def test_the_command_is_shown_without_where_its_result_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown = "accelerate launch scripts/finetune.py --patch yarn:scale=4 --bf16"
-    for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/home/someone/x"]):
-        argv = ["finetune.py", "--patch", "yarn:scale=4", *place, "--bf16"]
-        monkeypatch.setattr("sys.argv", argv)
-        assert command_line() == shown
+    for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/x", "--hub_token", "hf_"]):
+        argv = ["--patch", "yarn:scale=4", *place, "--bf16"]
+        for words in (["finetune.py", *argv], ["hf-posenc", "finetune", *argv]):
+            monkeypatch.setattr("sys.argv", words)
+            for world_size, program in PROGRAMS.items():
+                found = command_line(SimpleNamespace(world_size=world_size, **ALONE))  # type: ignore[arg-type]
+                assert found == f"{program} --patch yarn:scale=4 --bf16"

@@ -100,14 +100,14 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 
 
 def command_line(arguments: TrainingArguments) -> str:
-    """Return the command that repeats the result, without its output folder and the number of processes."""
+    """Return the command that repeats the result, without its output folder, a token and the number of processes."""
     words, kept = sys.argv[1:], []
     if words[:1] == ["finetune"]:  # behind hf-posenc
         del words[0]
     while words:
         word = words.pop(0)
         option, equals, _ = word.partition("=")
-        if option.replace("-", "_") != "__output_dir":
+        if option.replace("-", "_") not in ("__output_dir", "__hub_token"):
             kept.append(word)
         elif not equals and words:
             words.pop(0)

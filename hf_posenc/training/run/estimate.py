@@ -7,11 +7,12 @@
   checkpointing every layer does. With it, each keeps its input alone, and one layer at a time keeps all. The backward
   of a layer holds half as much again.
 - Logits: those of a chunk, in the model's dtype and in float32, and their gradients.
-- Operations: a forward, once more for the gradients of the activations, once more for those of the weights where the
-  decoder's are trained, once more with gradient checkpointing. Those of a forward are `scoring/estimate.py`'s.
+- Operations: a forward, as in `scoring/estimate.py`; in the backward two for attention, and for linear maps one for the
+  gradients of the activations and one for those of the weights where they are trained; one more with gradient
+  checkpointing, and one more of the head, by the loss in chunks.
 
-The memory is 0.9 to 1.7 times what the tensors of a step take (tests/training/run/test_estimate.py counts them). Not
-counted: workspaces of kernels, a CUDA context, fragmentation, a teacher, and layers that FSDP gathers.
+The memory is 0.85 to 2.1 times what the tensors of a step take (tests/training/test_finetune_estimate.py counts them).
+Not counted: workspaces of kernels, a CUDA context, fragmentation, a teacher, and layers that FSDP gathers.
 """
 
 from __future__ import annotations
@@ -93,26 +94,24 @@ def step_cost(
         if each.requires_grad:
             gradients += each.numel() * each.itemsize
             states += moments * each.numel() * (1 if "8bit" in optimizer else each.itemsize)
-    residual, size, rows = (
-        shape.dtype.itemsize,
-        2 if mixed else shape.dtype.itemsize,
-        batch * tokens,
-    )
-    count, cached = len(shape.attentions), max((a.cached for a in shape.attentions), default=0)
-    kept = (
-        size * (STATES * shape.hidden + WIDE * shape.width + cached) + FLOAT * _NORMS * shape.hidden
-    )
+    size, rows = 2 if mixed else shape.dtype.itemsize, batch * tokens
+    cached = max((each.cached for each in shape.attentions), default=0)
+    kept = size * (STATES * shape.hidden + WIDE * shape.width + cached)
+    kept += FLOAT * _NORMS * shape.hidden
     layer = rows * kept + batch * score_matrix(shape, tokens, tokens, size)
     logits = min(chunk, rows) * shape.vocabulary * 2 * (size + FLOAT)
-    passes = 2 + (train == "full") + checkpointing
-    head = 2.0 * shape.head * rows  # whose forward the loss in chunks repeats
+    maps, head = 2.0 * (shape.met + shape.head) * rows, 2.0 * shape.head * rows
+    pairs = batch * forward_flops(shape, tokens, tokens) - maps
+    passes = 2 + checkpointing
+    flops = (passes + (train == "full")) * maps + (passes + 1) * pairs + head
+    inputs = rows * shape.hidden * shape.dtype.itemsize
     return Step(
         weights=weights // shards,
         gradients=gradients // shards,
         optimizer=states // shards,
-        activations=count * (rows * shape.hidden * residual if checkpointing else layer),
+        activations=len(shape.attentions) * (inputs if checkpointing else layer),
         working=max(layer // 2 + (layer if checkpointing else 0), logits),
-        flops=accumulation * (passes * batch * forward_flops(shape, tokens, tokens) + head),
+        flops=accumulation * flops,
     )
 
 
@@ -158,4 +157,4 @@ texts:  {f"{read:,}" if read else "an unknown number of"} tokens{epochs}
 steps:  {steps:,} of {examples * block:,} tokens ({examples:,} blocks): {steps * examples * block:,} tokens
 memory: about {step.total / GIB:.3g} GiB for each process ({", ".join(parts)}){have}
 time:   about {time}, without scores: {step.flops:.3g} operations a step, {source}
-The memory is by a formula, 0.9 to 1.7 times the tensors of a step. Nothing was trained or written.""")
+The memory is by a formula, 0.85 to 2.1 times the tensors of a step. Nothing was trained or written.""")

@@ -374,12 +374,18 @@ def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if key not in options or value is None:
             what = "no option" if key not in options else "given no value"
             raise PosencError(f"The recipe {path} sets {key}, which is {what}. {HELP}")
-    lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     # argparse converts only defaults that are strings, and makes no list of one value.
-    values = {
-        k: str(value) if type(value) in (int, float) else value for k, value in values.items()
-    }
-    return {k: [v] if k in lists and isinstance(v, str) else v for k, v in values.items()}
+    kinds = {a.dest: a.type for a in parser._actions if a.nargs == "+" and callable(a.type)}
+    for key, value in values.items():
+        if key in kinds:
+            given = value if isinstance(value, list) else [value]
+            try:
+                values[key] = [kinds[key](str(each)) for each in given]
+            except argparse.ArgumentTypeError as error:
+                raise PosencError(f"The recipe {path} sets {key}: {error}") from error
+        elif type(value) in (int, float):
+            values[key] = str(value)
+    return values
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
@@ -387,10 +393,10 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for names, (least, limit) in _LIMITS.items():
         for name in names.split():
             value = values.get(name)
-            if isinstance(value, list):  # transformers' own, which is not parsed yet
+            if isinstance(value, str | list):  # transformers' own, which is not parsed yet
                 try:
-                    value = float(*value)
-                except (TypeError, ValueError):
+                    value = float(value if isinstance(value, str) else value[0])
+                except (IndexError, ValueError):
                     continue
             if value is None or (name, value) == ("max_steps", -1) or least <= value < limit:
                 continue
