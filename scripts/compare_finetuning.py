@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
 from transformers import Trainer
 
 from hf_posenc import from_pretrained, unpatch_model
@@ -30,7 +29,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.options import RECIPES
+from hf_posenc.training.run.options import RECIPES, read_yaml
 from hf_posenc.training.run.train import finetune
 
 LENGTHS = (256, 512, 1024)
@@ -174,7 +173,7 @@ def _measured(model: Any, patch: str | None) -> dict[str, Any]:
 def _patch_of(options: list[str]) -> str:
     if "--recipe" in options:
         recipe = RECIPES / f"{options[options.index('--recipe') + 1]}.yaml"
-        return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["patch"])
+        return str(read_yaml("recipe", recipe)["patch"])
     return options[options.index("--patch") + 1] if "--patch" in options else EMBEDDED_PATCH
 
 

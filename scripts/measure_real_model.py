@@ -142,14 +142,13 @@ def main(
         methods = (*part.methods[:first], *(patch or ()))
         text = f"--text {part.text}" if part.text else ""
         if name == TUNED:
-            program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--quiet"]
-            program += ["--num_processes", "1", str(ROOT / "scripts" / "finetune.py")]
-            line = f"--model {MODEL} {part.command} {text} --output_dir {name}"
+            program = [sys.executable, "-m", "hf_posenc.training"]
+            line = f"--use_cpu --model {MODEL} {part.command} {text} --output_dir {name}"
         else:
             program = [sys.executable, "-c", "from hf_posenc.cli import main; main()"]
             flags = " ".join(f"--patch {spec}" for spec in methods)
             line = f"{part.command} {part.model} {text} {flags} --dtype float32 --output {name}"
-        print(f"$ {'scripts/finetune.py' if name == TUNED else 'hf-posenc'} {line}", flush=True)
+        print(f"$ {'hf-posenc finetune' if name == TUNED else 'hf-posenc'} {line}", flush=True)
         if (committed := RESULTS / f"{name}.json").exists():
             restore(work / name, json.loads(committed.read_text(encoding="utf-8")))
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from hf_posenc.cli import early
 from hf_posenc.cli.command import parameter, signed
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.training.run import options, run
 
@@ -27,7 +28,7 @@ def finetune(context: typer.Context, **_: Any) -> None:
     interrupted run. For several processes: accelerate launch -m hf_posenc.training, with the same options.
     """
     given = options.read(context.args)
-    if given.patch is not None and given.patch.strip().lower() != options.UNPATCHED:
+    if given.patch is not None and given.patch.strip().lower() != UNPATCHED:
         early.check_methods([given.patch])
     model = ModelOptions(model=given.model, tokenizer=given.tokenizer, attn=given.attn)
     early.check_model(model, weights=not given.dry_run)
@@ -46,7 +47,7 @@ class Finetune(TyperCommand):
                 vars(each)["hidden"] = ALL not in args and each.name in rest
             return super().parse_args(ctx, ["--help"])
         ctx.args = list(args)
-        return ctx.args
+        return list(args)
 
 
 _context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -295,7 +295,7 @@ class LossBar(ProgressCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        super().on_train_begin(args, state, control, **given)
+        super().on_train_begin(args, state, control, **given)  # type: ignore[no-untyped-call]
         self.current_step = state.global_step
         if (bar := self.training_bar) is not None:
             bar.initial = bar.n = state.global_step  # of a run that resumes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -456,6 +457,27 @@ def test_an_interruption_is_one_line(
         main()
     assert raised.value.code == 130
     assert "The same command resumes" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_the_loss_and_the_time_left_in_one_bar(
+    tmp_path: Path,
+    texts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    evaluated = ("--eval_strategy", "steps", "--eval_steps", "2", "--score_lengths", "64")
+    output = run(tmp_path, texts, *evaluated)
+    first, last = losses(output)
+    shown = capsys.readouterr()
+    assert f"100%|██████████| step 2 of 2, loss {last:.4g}, 00:00 left" in shown.err.replace(
+        " |", "|"
+    )
+    assert f"loss {first:.4g}" in shown.err
+    assert re.search(
+        r"^step 2: prefix perplexity 64: [\d.]+, tail perplexity 64: ", shown.out, re.MULTILINE
+    )
+    assert "'loss'" not in shown.out + shown.err
 
 
 def test_lengths_may_be_given_in_thousands() -> None:

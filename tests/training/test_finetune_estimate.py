@@ -34,7 +34,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 4, "v
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = zoo.build(model_type, **SIZES, num_attention_heads=4, max_position_embeddings=1024)
+    model: Any = zoo.build(model_type, **SIZES, num_attention_heads=4, max_position_embeddings=1024)
     return model.to(dtype)
 
 
@@ -139,7 +139,11 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(
 CARDS = {"lora_24gb": 24e9, "lora_80gb": 80e9}
 RESERVED = 1.2e9
 """Bytes for a CUDA context, workspaces and fragmentation."""
-LLAMA_3_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_3_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+}
 LLAMA_3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
@@ -188,6 +192,16 @@ def test_a_recipe_fits_on_its_card(recipe: str, target: str) -> None:
     assert cost.gradients == pytest.approx(2 * embeddings + 4 * adapters, rel=1e-3)
     assert cost.optimizer == 2 * cost.gradients
     assert cost.weights == pytest.approx(2 * (8_030_261_248 + embeddings) + 6 * adapters, rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", CARDS)
+def test_the_table_of_the_page_is_the_formula(recipe: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| \[{recipe}\].*$", page, re.MULTILINE)
+    cost, _ = cost_of(recipe)
+    beside = cost.activations + cost.working
+    values = (cost.weights, cost.gradients, cost.optimizer, beside, cost.total)
+    assert re.findall(r"([\d.]+) GB", row) == [f"{value / 1e9:.1f}" for value in values]
 
 
 def test_what_the_recipes_say_of_other_blocks() -> None:

@@ -274,7 +274,7 @@ def test_the_trainer_does_not_push(tmp_path: Path) -> None:
 
 
 PROGRAMS = {1: "hf-posenc finetune", 2: "accelerate launch -m hf_posenc.training"}
-ALONE = {"fsdp": [], "deepspeed_plugin": None}
+ALONE: dict[str, Any] = {"fsdp": [], "deepspeed_plugin": None}
 
 
 def test_the_command_is_shown_without_where_its_result_goes(

@@ -165,9 +165,14 @@ class DataArguments:
 
     def source(self, text: Sequence[str], dataset: str | None, split: str) -> DocumentOptions:
         """Return the options of the documents to train on, or of those to score."""
-        more = {"column": self.column, "streaming": self.streaming, "tokenized": self.tokenized}
         return DocumentOptions(
-            text=text, dataset=dataset, config=self.dataset_config, split=split, **more
+            text=text,
+            dataset=dataset,
+            config=self.dataset_config,
+            split=split,
+            column=self.column,
+            streaming=self.streaming,
+            tokenized=self.tokenized,
         )
 
 
@@ -188,7 +193,7 @@ class RunArguments:
     max_steps: int = _training(400, least=-1)
     learning_rate: float = _training(2e-5)
     bf16: bool = _training(False)
-    output_dir: str = _output("finetuned", metavar="DIR")
+    output_dir: str | None = _output("finetuned", metavar="DIR")
     fresh: bool = _output(False, rank=1)
     verify_export: bool = _output(False, rank=1)
     dry_run: bool = _output(False)
@@ -209,6 +214,7 @@ DEFAULTS: Mapping[str, Any] = {
     "logging_steps": 1,
     "save_steps": 50,
     "save_total_limit": 2,
+    "disable_tqdm": False,
 }
 KINDS: tuple[Any, ...] = (RecipeArguments, PatchArguments, DataArguments, RunArguments)
 
@@ -240,7 +246,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if hint is bool:
             given |= {"type": _truth, "nargs": "?", "const": True}
         else:
-            if Sequence in map(get_origin, (hint, kind)):
+            if get_origin(hint) is Sequence:
                 given["nargs"] = "+"
             given["type"] = _read(flag.parse, each.name) if flag.parse else kind
             given["choices"] = flag.choices or None

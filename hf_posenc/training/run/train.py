@@ -30,11 +30,11 @@ def finetune(parsed: given.Arguments) -> None:
     checks.check_launch(arguments)  # fewer processes than requested, sharding that is not done
     if choice.model is None:
         loading.one_thread()
-    output: Path | None = Path(arguments.output_dir)
+    output: Path | None = Path(arguments.output_dir or ".")
     name, sharded = choice.model or loading.embedded_model(), models.will_be_sharded(arguments)
     if arguments.dry_run:
-        output, names = None, {"dtype": choice.dtype, "attn": choice.attn}
-        sizes = ModelOptions(model=name, device=str(arguments.device), **names)
+        output, place = None, str(arguments.device)
+        sizes = ModelOptions(model=name, dtype=choice.dtype, device=place, attn=choice.attn)
         model = loading.open_sizes(sizes)[0]
     tokenizer = loading.load_tokenizer(choice.tokenizer or name)
     if output is not None:
@@ -148,7 +148,7 @@ def finetune(parsed: given.Arguments) -> None:
         folder.save(lambda path: write(path, trainer, log, table))
     if arguments.process_index == 0:
         result.print_report(table, output)
-        texts = data.score_text or held_out
-        result.print_next(output, texts, data.score_lengths or [lengths.original, lengths.target])
+        spans = data.score_lengths or [lengths.original, lengths.target]
+        result.print_next(output, data.score_text or held_out, spans)
         if hub is not None:
             hub.push(output)

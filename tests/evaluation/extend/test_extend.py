@@ -627,7 +627,7 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     text = " ".join(ran.output.split())
     assert "Do not extend to 512 tokens: " in text
     assert (
-        "Not trained: it needs text that is not measured on (--train-text). accelerate launch"
+        "Not trained: it needs text that is not measured on (--train-text). hf-posenc finetune"
         in text
     )
     assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
@@ -646,7 +646,7 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     ran = CliRunner().invoke(app, ["extend", *given, *train, "--no-plot", "--output", str(out)])
     assert ran.exit_code == 0, ran.output
     (words,) = started
-    assert words[1].endswith("finetune.py")
+    assert words[1:3] == ["-m", "hf_posenc.training"]
     assert words[words.index("--text") :] == [
         *("--text", "own", "more", "--score_text", str(tmp_path)),
         *("--output_dir", str(out / "trained")),
