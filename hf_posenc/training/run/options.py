@@ -313,17 +313,13 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse words that may name a recipe, whose values are defaults."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--recipe", "--model"):
-        first.add_argument(name)
-    early, _ = first.parse_known_args(words)
-    recipe = early.recipe or ("embedded" if early.model is None else None)
-    if recipe is not None:
-        parser.set_defaults(**_read_recipe(recipe, parser))
+    given, _ = parser.parse_known_args(words)
+    if given.recipe or given.model is None:
+        parser.set_defaults(**_read_recipe(given.recipe or "embedded", parser))
     values, rest = parser.parse_known_args(words)
     if rest:
-        given = next((word for word in rest if word.startswith("--")), rest[0])
-        raise PosencError(f"{_no_such(given.partition('=')[0], parser)} {HELP}")
+        word = next((word for word in rest if word.startswith("--")), rest[0])
+        raise PosencError(f"{_no_such(word.partition('=')[0], parser)} {HELP}")
     return values
 
 

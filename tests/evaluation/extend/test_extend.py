@@ -381,7 +381,7 @@ def test_one_demand_that_is_not_met_is_enough(
     first = result.lines()[0]
     assert first.startswith("Do not extend to 512 tokens: ")
     assert all(name in first for name in failed)
-    assert "Truncate texts to the last 64 tokens, or fine-tune: accelerate launch scripts/" in first
+    assert "Truncate texts to the last 64 tokens, or fine-tune: hf-posenc finetune" in first
     assert "NOT MET: " in "".join(result.lines()[1:4])
     assert not (tmp_path / "config.json").exists()
     assert result.recipe is None
