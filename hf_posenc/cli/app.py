@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import functools
 import importlib
@@ -91,26 +92,36 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
         path += f" {ctx.invoked_subcommand}"
     message = error.format_message()
     given = getattr(error, "option_name", "")
-    here = _NAMES_ELSEWHERE.get(given)
-    if here is not None and any(here in option.opts for option in context.command.params):
-        message = f"No such option: {given}. It is called {here} here."
+    options = {name for option in context.command.params for name in option.opts}
+    elsewhere = {name: here for name, here in _NAMES_ELSEWHERE.items() if here in options}
+    names = [name for name in (*options, *elsewhere) if name.startswith("--")]
+    close = difflib.get_close_matches(given, names, n=1) if hasattr(error, "possibilities") else ()
+    if given in elsewhere:
+        message = f"No such option: {given}. It is called {elsewhere[given]} here."
+    elif close:
+        message = f"No such option: {given}. Did you mean {elsewhere.get(close[0], close[0])}?"
     elif given and context.info_name == "inspect":
         message += " Flags of another engine come after --."
     print_error(f"{message} Try: {path} --help")
 
 
-# The module that has each command's function, in the order of the help.
-COMMANDS = {
-    **dict.fromkeys(("perplexity", "retrieval", "bench", "sweep", "search", "extend"), "measure"),
-    "recommend": "inspection",
-    "report": "measure",
-    "finetune": "finetune",
-    "export": "export",
-    "selftest": "measure",
-    "fetch": "inspection",
-    **dict.fromkeys(("methods", "show"), "methods"),
-    **dict.fromkeys(("models", "recipes", "inspect"), "inspection"),
+# The module that has each command's function, by the panels of the help.
+PANELS = {
+    "Look": {
+        "inspect": "inspection",
+        "methods": "methods",
+        "show": "methods",
+        "models": "inspection",
+    },
+    "Choose": {"recommend": "inspection", "recipes": "inspection", "extend": "measure"},
+    "Measure": dict.fromkeys(
+        ("perplexity", "retrieval", "bench", "sweep", "search", "report"), "measure"
+    ),
+    "Train": {"finetune": "finetune"},
+    "Ship": {"export": "export"},
+    "Set up": {"fetch": "inspection", "selftest": "measure", "doctor": "inspection"},
 }
+COMMANDS = {name: module for commands in PANELS.values() for name, module in commands.items()}
 
 
 class Commands(Mapping[str, TyperCommand]):
@@ -129,14 +140,14 @@ class Commands(Mapping[str, TyperCommand]):
 @functools.cache
 def _made(name: str) -> TyperCommand:
     module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
-    alone, function = typer.Typer(add_completion=False), getattr(module, name)
-    if name == "finetune":
-        alone.command(name, cls=module.Finetune, epilog=module.EPILOG)(function)
-    else:
-        alone.command(name, cls=Command)(expand(function))
-    command = get_command(alone)
-    assert isinstance(command, TyperCommand)
-    return command
+    alone = typer.Typer(add_completion=False)
+    panel = next(panel for panel, commands in PANELS.items() if name in commands)
+    command, own = getattr(module, name), getattr(module, "OWN", {})  # what parses its own words
+    options = own or {"cls": Command}
+    alone.command(name, rich_help_panel=panel, **options)(command if own else expand(command))
+    made = get_command(alone)
+    assert isinstance(made, TyperCommand)
+    return made
 
 
 app = typer.Typer(

@@ -52,3 +52,5 @@ class Finetune(TyperCommand):
 
 _context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 signed(finetune, finetune.__doc__, [_context, *(parameter(*each) for each in options.listed())])
+OWN = {"cls": Finetune, "epilog": EPILOG}
+"""Arguments of `typer.Typer.command`: this command reads its words itself."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,6 +140,58 @@ def fetch(
     print_items(f"{where} (sha256 verified).", wrap=False)
     print_items(f"{checkpoint.about}; {checkpoint.licence}. From {checkpoint.source}.")
     print_items(f"Try: hf-posenc perplexity {model}", wrap=False)
+
+
+def doctor() -> None:
+    """Print versions, devices, what each extra would add, and where downloads are kept."""
+    import torch
+    from packaging.requirements import Requirement
+
+    from hf_posenc.evaluation.measuring.identity import environment, version_of
+    from hf_posenc.files import cache_folder
+
+    found = environment()
+    devices = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        name = torch.cuda.get_device_name if kind.type == "cuda" else "{}".format
+        devices += [f"{kind.type}:{i} ({name(i)})" for i in range(torch.accelerator.device_count())]
+    about = metadata.metadata("hf-posenc")
+    required = [Requirement(each) for each in about.get_all("Requires-Dist") or ()]
+
+    def libraries(extra: str) -> Iterator[str]:
+        for one in required:
+            if one.marker is not None and one.marker.evaluate({"extra": extra}):
+                for other in one.extras if one.name == "hf-posenc" else ():
+                    yield from libraries(other)
+                yield one.name
+
+    extras = sorted({*(about.get_all("Provides-Extra") or ())} - _OF_MAINTAINERS)
+    missing = {
+        e: [lib for lib in dict.fromkeys(libraries(e)) if not version_of(lib)] for e in extras
+    }
+    values = {
+        "versions": found,
+        "devices": devices,
+        "missing": missing,
+        "cache": str(cache_folder()),
+    }
+    if print_json(values):
+        return
+    print_items(*(f"{name} {version or 'missing'}" for name, version in found.items()))
+    print_items(
+        f"Devices: {', '.join(devices)}. hf-posenc selftest checks and times attention on them."
+    )
+    ready = ", ".join(extra for extra, names in missing.items() if not names)
+    print_items(f"Extras that are installed: {ready or 'none'}")
+    for extra, names in missing.items():
+        if names:
+            print_items(f"pip install 'hf-posenc[{extra}]' adds {', '.join(names)}", wrap=False)
+    print_items(f"Checkpoints and kernels are kept in {cache_folder()}", wrap=False)
+
+
+_OF_MAINTAINERS = {"dev", "docs", "mutation", "all"}
 
 
 def _read_config(name: str, revision: str | None = None, trust: bool = False) -> Any:

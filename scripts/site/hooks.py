@@ -25,7 +25,8 @@ from scripts.site import links, mathml, navigation, notebook, reference  # noqa:
 
 COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
-BOOST = {"faq.md": 4.0, "errors.md": 2.0, "reference/": 0.5, "data/": 0.1}
+BOOST = {"faq.md": 4.0, "choosing.md": 3.0, "errors.md": 2.5, "lm_eval.md": 2.0}
+BOOST |= {"reference/": 0.5, "changelog.md": 0.2, "data/": 0.1}
 """Factors on the scores of pages in the site's search, by the begin of their path. Questions are headings of the first,
 as readers type them."""
 SHORT = 30

@@ -127,9 +127,7 @@ def test_the_parameters_are_the_models(model: PreTrainedModel, name: str) -> Non
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize(
-    "name", quick(TRAINABLE, ("kerple_log", "t5", "fire", "shaw", "rope_bias"))
-)
+@pytest.mark.parametrize("name", quick(TRAINABLE, ("kerple_log", "fire", "rope_bias")))
 def test_training_the_method_alone_lowers_the_loss(model: PreTrainedModel, name: str) -> None:
     """By 0.005 at least: over ten seeds, the least is 0.020 (`fire`); after 8 steps it was 0.008."""
     torch.manual_seed(0)  # some methods start from random parameters
@@ -176,7 +174,7 @@ def test_gradients_are_finite_also_under_padding(
         assert value.grad.isfinite().all(), key
 
 
-AGAIN = "rerope", "dual_chunk", "kerple_log", "rope_bias", "dynamic_ntk_row"
+AGAIN = "rerope", "kerple_log", "dynamic_ntk_row"
 
 
 @pytest.mark.parametrize(

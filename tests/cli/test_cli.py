@@ -521,3 +521,18 @@ def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: 
     for protocol in ("prefix", "tail"):
         assert ppl["none", protocol, 1024] > 2 * ppl["yarn (auto)", protocol, 1024]
     assert ppl["none", "tail", 1024] > 2 * ppl["none", "tail", 256]
+
+
+def test_doctor_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` contains `report`, which contains `cli`."""
+    from hf_posenc.evaluation.measuring import identity
+
+    version_of = identity.version_of
+    monkeypatch.setattr(
+        identity, "version_of", lambda name: None if name in ("rich", "peft") else version_of(name)
+    )
+    values = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    missing = {extra: names for extra, names in values["missing"].items() if "rich" in names}
+    assert missing == {"cli": ["rich"], "report": ["rich"], "train": ["rich", "peft"]}
+    assert values["versions"]["torch"] == torch.__version__
+    assert values["devices"][0] == "cpu"

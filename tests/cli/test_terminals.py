@@ -49,6 +49,7 @@ COMMANDS = [
     "export {model} --to vllm --patch yarn:scale=4 --dry-run",
     "export {model} --to vllm --methods",
     "selftest --device cpu --length 64 --seconds 1",
+    "doctor",
 ]
 
 

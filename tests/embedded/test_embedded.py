@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import (
@@ -222,6 +222,7 @@ def test_the_selection_does_not_depend_on_the_order_of_the_files(
     )
 
 
+@pytest.mark.slow
 def test_the_environment_names_the_standard_library_first_and_only_permissive_packages() -> None:
     sources = list(train_tiny_llama.environment(exclude=["numpy"]))
     assert sources[0].name == STDLIB
@@ -368,6 +369,7 @@ def test_the_perplexity_is_what_the_log_says_and_explodes_past_the_trained_lengt
         assert measured[4 * context] == pytest.approx(written[4 * context], rel=0.05)
 
 
+@settings(max_examples=20)
 @given(text=st.text())
 def test_decoding_gives_back_any_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text

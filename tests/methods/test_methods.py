@@ -74,6 +74,7 @@ def test_every_method_has_a_reference() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
+@settings(max_examples=30)
 @given(data=st.data())
 def test_equals_the_published_formula(name: str, data: st.DataObject) -> None:
     dim, theta = data.draw(dims), data.draw(thetas)

@@ -105,9 +105,8 @@ def test_bare_loop(method: str, tmp_path: Path) -> None:
     assert equal(resumed, whole)
 
 
-@pytest.mark.parametrize(
-    "method", [FORMS[0], *late([method for method in STATIC if method != FORMS[0]])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", STATIC)
 def test_sft_trainer(method: str, tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
     trl: Any = pytest.importorskip("trl")

@@ -44,6 +44,7 @@ def checkpoint(folder: Path, dtype: torch.dtype, **sizes: int) -> Path:
     return folder
 
 
+@pytest.mark.slow  # weights large enough to be seen in a process's memory
 def test_a_process_holds_no_weights_of_its_own(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     folder = checkpoint(tmp_path, torch.bfloat16, vocab_size=16_000, **sizes)

@@ -31,6 +31,7 @@ def trained(folder: Path, tracker: str) -> list[dict[str, float]]:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plots")
 def test_tensorboard(tmp_path: Path) -> None:
     reader = "tensorboard.backend.event_processing.event_accumulator"

@@ -96,7 +96,7 @@ def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) ->
     return loaded
 
 
-@pytest.mark.parametrize("name", quick(PATCHES, ["kerple", "list"]))
+@pytest.mark.parametrize("name", quick(PATCHES, ["list"]))
 def test_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     model, rows = choose_parameters(patched(base, name)), data(ids, labels=ids.tolist())
     before = loss_of(model, ids)
@@ -113,7 +113,8 @@ def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     assert isinstance(check(trainer, before, ids, base, tmp_path), peft.PeftModel)
 
 
-@pytest.mark.parametrize("name", ["kerple", *late(["yarn"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kerple", "yarn"])
 def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
     """A LoRA of PEFT's own makes trains a patched model too; the patch goes along with the merged weights."""
     model = patched(base, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,7 @@ def relative_positions(scheme: Scheme, encoding: Encoding, positions: Tensor) ->
     return result
 
 
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(naive.BANDS)), st.data())
 def test_a_scheme_gives_the_relative_positions_of_the_paper(name: str, data: st.DataObject) -> None:
     knobs = {knob: data.draw(values, knob) for knob, values in naive.BANDS[name].knobs.items()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_posenc import patch_model, patched, unpatch_model
+from hf_posenc import PosencError, patch_model, patched, unpatch_model
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
@@ -133,6 +136,81 @@ def test_generation_is_the_patched_model_s(
     new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert generated() == tokenizer.decode(new, skip_special_tokens=True)
     assert generated() != plain
+
+
+@pytest.fixture
+def checkpoint(model: Any, tokenizer: Any, tmp_path: Path) -> str:
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "reach"),
+    [
+        ({"patch": "none"}, None, TRAINED),
+        ({"patch": f"yarn:scale={SCALE}"}, YARN, TRAINED * SCALE),
+        ({"patch": "yarn", "max_length": TRAINED * SCALE}, YARN, TRAINED * SCALE),
+        ({"patch": "self_extend:group=8", "max_length": 100}, SELF_EXTEND, 100),
+    ],
+)
+def test_a_model_of_the_harness_is_patched_by_name(
+    model: Any,
+    tokenizer: Any,
+    texts: list[str],
+    checkpoint: str,
+    given: dict[str, Any],
+    method: dict[str, Any] | None,
+    reach: int,
+) -> None:
+    lm = harness_model(checkpoint, **given)
+    assert lm.max_length == reach
+    with patched(model, **method) if method else contextlib.nullcontext():
+        assert rolling(lm, texts) == rolling(harness(model, tokenizer, max_length=reach), texts)
+
+
+def test_a_saved_patch_and_the_adapter_s_come_back(
+    model: Any, tokenizer: Any, texts: list[str], checkpoint: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    patch_model(model, **SELF_EXTEND).save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    expected = rolling(harness(model, tokenizer, max_length=200), texts)
+    assert rolling(harness_model(str(tmp_path / "saved"), max_length=200), texts) == expected
+
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(model, lora).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    lm = harness_model(checkpoint, peft=str(tmp_path / "adapter"), max_length=200)
+    assert rolling(lm, texts) == rolling(harness(tuned, tokenizer, max_length=200), texts)
+    assert rolling(lm, texts) != expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"patch": "yarm"}, "Did you mean 'yarn'"),
+        ({"patch": "yarn"}, "give a scale, as in scale=4, or max_length"),
+        ({"patch": "dynamic_yarn:update=sequence", "batch_size": 2}, "give batch_size=1"),
+    ],
+)
+def test_what_the_harness_cannot_measure_is_refused(
+    checkpoint: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PosencError, match=message):
+        harness_model(checkpoint, **given)
+
+
+def test_a_loaded_model_is_not_patched_by_name(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(PosencError, match="loaded by name"):
+        harness_model(model, tokenizer=tokenizer, patch="rerope")
+
+
+def harness_model(pretrained: Any, **options: Any) -> Any:
+    from lm_eval.api.registry import get_model
+
+    importlib.import_module("hf_posenc.evaluation.harness")
+    return get_model("hf-posenc")(pretrained=pretrained, device="cpu", **options)
 
 
 @pytest.mark.parametrize("text", ["one two", " one two", "one  two\n", "\n one\ttwo \n"])

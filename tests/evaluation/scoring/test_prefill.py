@@ -28,7 +28,7 @@ from tests.evaluation.scoring.test_head_replay import (
 )
 from tests.support import zoo
 from tests.support.perplexities import measured
-from tests.support.selection import covering, late
+from tests.support.selection import covering, late, quick
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -226,10 +226,13 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options"), [("yarn", {"scale": 4}), *IN_ATTENTION])
-def test_a_prefill_in_pieces_gives_the_same_losses(method: str, options: dict[str, Any]) -> None:
+YARN: tuple[str, dict[str, Any]] = ("yarn", {"scale": 4})
+
+
+@pytest.mark.parametrize("patch", quick([YARN, *IN_ATTENTION], [YARN, IN_ATTENTION[0]]))
+def test_a_prefill_in_pieces_gives_the_same_losses(patch: tuple[str, dict[str, Any]]) -> None:
     """All families are in `test_every_family.py`."""
-    check_pieces(patch_model(zoo.build("llama"), method, **options), prefill=9, chunk=5)
+    check_pieces(patch_model(zoo.build("llama"), patch[0], **patch[1]), prefill=9, chunk=5)
 
 
 def test_a_model_wrapped_by_peft_too() -> None:

@@ -157,7 +157,11 @@ ALIKE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("model_type", "patch"),
-    [*covering(["llama", "gemma2"], PATCHES), *late(["llama", "gemma2"], ALIKE)],
+    [
+        ("llama", PATCHES[0]),
+        *late(["gemma2"], PATCHES[:1]),
+        *late(["llama", "gemma2"], PATCHES[1:] + ALIKE),
+    ],
 )
 def test_patched_models_under_gradient_checkpointing(
     model_type: str, patch: tuple[str, dict[str, Any]]
@@ -175,7 +179,7 @@ def test_logits_never_exceed_a_chunk() -> None:
     vocabulary, chunk = 1024, 8
     model = zoo.build("llama", vocab_size=vocabulary, tie_word_embeddings=True)
     head = vocabulary * 64  # the gradient of its weights
-    for length in (65, 257):
+    for length in (65, 129):
         given = texts(length)
         chunk_loss(model, 10**6)
         assert largest(partial(trained, model, **given)) >= 2 * length * vocabulary
