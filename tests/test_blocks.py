@@ -508,10 +508,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "pytest": pytest_,
     "hf": hf,
     "vllm": vllm,
-<<<<<<< HEAD
     "hf_posenc.training": train,
-=======
     "hf_posenc.evaluation.harness": harness,
->>>>>>> main
     **dict.fromkeys(("git", "pre-commit", "srun", "scontrol"), nothing),
 }
