@@ -8,8 +8,8 @@
   of a layer holds half as much again.
 - Logits: those of a chunk, in the model's dtype and in float32, and their gradients.
 - Operations: a forward, as in `scoring/estimate.py`; in the backward two for attention, and for linear maps one for the
-  gradients of the activations and one for those of the weights where they are trained; one more with gradient
-  checkpointing, and one more of the head, by the loss in chunks.
+  gradients of the activations and one for those of the weights where they are trained; one more of the
+  decoder with gradient checkpointing, and of the head by the loss in chunks.
 
 The memory is 0.85 to 2.1 times what the tensors of a step take (tests/training/test_finetune_estimate.py counts them).
 Not counted: workspaces of kernels, a CUDA context, fragmentation, a teacher, and layers that FSDP gathers.
@@ -100,10 +100,10 @@ def step_cost(
     kept += FLOAT * _NORMS * shape.hidden
     layer = rows * kept + batch * score_matrix(shape, tokens, tokens, size)
     logits = min(chunk, rows) * shape.vocabulary * 2 * (size + FLOAT)
-    maps, head = 2.0 * (shape.met + shape.head) * rows, 2.0 * shape.head * rows
-    pairs = batch * forward_flops(shape, tokens, tokens) - maps
-    passes = 2 + checkpointing
-    flops = (passes + (train == "full")) * maps + (passes + 1) * pairs + head
+    maps, head = 2.0 * shape.met * rows, 2.0 * shape.head * rows
+    pairs = batch * forward_flops(shape, tokens, tokens) - maps - head
+    full, passes = train == "full", 2 + checkpointing
+    flops = (passes + full) * maps + (passes + 1) * pairs + (3 + full) * head
     inputs = rows * shape.hidden * shape.dtype.itemsize
     return Step(
         weights=weights // shards,
