@@ -1,4 +1,4 @@
-"""Train the embedded model in several ways with `scripts/finetune.py`, and write their perplexities.
+"""Train the embedded model in several ways with `hf-posenc finetune`, and write their perplexities.
 
     python -m scripts.compare_finetuning --output docs/data/benchmarks/finetuning.json
     python -m scripts.compare_finetuning --output positions.json --group positions --steps 100 --seeds 42,43,44
@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
 from transformers import Trainer
 
 from hf_posenc import from_pretrained, unpatch_model
@@ -29,11 +28,12 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
-from scripts import finetune, finetune_options
-from scripts.results import ROOT
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.options import RECIPES, read_yaml
+from hf_posenc.training.run.train import finetune
 
 LENGTHS = (256, 512, 1024)
-EMBEDDED_PATCH = "yarn:scale=4"  # that of scripts/recipes/embedded.yaml
+EMBEDDED_PATCH = "yarn:scale=4"  # that of the recipe embedded
 # Blocks of 256 tokens: eight to a step are as many tokens as two of 1,024.
 _SHORT = ["--per_device_train_batch_size", "8"]
 WAYS: dict[str, list[str]] = {
@@ -72,8 +72,8 @@ SHORT: dict[str, list[str]] = {
     "PoSE, distilled": [*_PI, "--positions", "pose", "--distill", "short"],
 }  # fmt: skip
 CONVERSIONS: dict[str, list[str]] = {
-    "no rotation at all (DroPE)": ["--recipe", "scripts/recipes/drope.yaml"],
-    "none in layers 1 and 3 (SWAN)": ["--recipe", "scripts/recipes/swan.yaml"],
+    "no rotation at all (DroPE)": ["--recipe", "drope"],
+    "none in layers 1 and 3 (SWAN)": ["--recipe", "swan"],
 }
 GROUPS = {"ways": WAYS, "positions": POSITIONS, "short": SHORT, "conversions": CONVERSIONS}
 # The constant softmax scale of DroPE, for a model in which it was trained as 1.
@@ -89,7 +89,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
 ) -> None:
     """Run every way with every seed that the file has not yet, and write tail perplexities before and after."""
-    from hf_posenc.cli.loading import one_thread
+    from hf_posenc.training.loading import one_thread
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
@@ -140,7 +140,7 @@ def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[st
         *("--seed", str(seed), "--save_strategy", "no", "--eval_strategy", "no", *options),
     ]
     with replaced(Trainer, "training_step", timed):
-        finetune.finetune(finetune_options.parse_arguments(finetune.RECIPE, given))
+        finetune(parse_arguments(given))
     model = from_pretrained(str(folder), dtype=torch.float32)
     cells = _measured(model, None)
     cells["seconds_per_step"] = round(min(seconds), 4)
@@ -153,14 +153,14 @@ def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[st
 
 def _untrained(patches: set[str]) -> dict[str, Any]:
     """Return the same perplexities with every patch before any training."""
-    from hf_posenc.cli.loading import embedded_model, load_model
+    from hf_posenc.training.loading import embedded_model, load_model
 
     model = load_model(embedded_model(), dtype="float32")
     return {patch: _measured(model, patch) for patch in sorted(patches)}
 
 
 def _measured(model: Any, patch: str | None) -> dict[str, Any]:
-    from hf_posenc.cli.loading import embedded_model, load_tokenizer
+    from hf_posenc.training.loading import embedded_model, load_tokenizer
 
     tokenizer = load_tokenizer(embedded_model())
     methods = None if patch is None else [patch]
@@ -172,8 +172,8 @@ def _measured(model: Any, patch: str | None) -> dict[str, Any]:
 
 def _patch_of(options: list[str]) -> str:
     if "--recipe" in options:
-        recipe = ROOT / options[options.index("--recipe") + 1]
-        return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["patch"])
+        recipe = RECIPES / f"{options[options.index('--recipe') + 1]}.yaml"
+        return str(read_yaml("recipe", recipe)["patch"])
     return options[options.index("--patch") + 1] if "--patch" in options else EMBEDDED_PATCH
 
 

@@ -1,4 +1,4 @@
-"""The training of scripts/finetune.py as a bare accelerate loop, to read and to change: same losses, same resume."""
+"""The training of hf-posenc finetune as a bare accelerate loop, to read and to change: same losses, same resume."""
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from hf_posenc.training.batches import blocks, collator
 
 @dataclass
 class Options:
-    """Options of scripts/finetune.py; precision, processes and shards are set by `accelerate launch`."""
+    """Options of hf-posenc finetune; precision, processes and shards are set by `accelerate launch`."""
 
     model: str = str(embedded.model_path())
     patch: str = "yarn:scale=4"

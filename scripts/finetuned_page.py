@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.grid import markdown_table, number
@@ -17,8 +16,9 @@ POSITIONS = BENCHMARKS / "positions.json"
 SHORT = BENCHMARKS / "short_training.json"
 CONVERSIONS = BENCHMARKS / "conversions.json"
 FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
+RECIPES = "hf_posenc/training/run/recipes"
 COMMANDS = {
-    "finetune": f"accelerate launch scripts/finetune.py --output_dir {RESULT} --verify_export",
+    "finetune": f"hf-posenc finetune --output_dir {RESULT} --verify_export",
     "evaluate": f"hf-posenc perplexity {RESULT} --patch none --lengths 256,512,1024,2048 --output {RESULT}-perplexity",
     "transformers4": f"hf-posenc export {RESULT} --to transformers4",
     "vllm": f"hf-posenc export {RESULT} --to vllm",
@@ -143,7 +143,9 @@ def conversions() -> str:
             states[f"after, scores times {factor}"] = scaled
         for state, cells in states.items():
             values = _over_seeds(cells, lengths)
-            lines.append([f"{name}, {state}", *values, f"[{Path(recipe).name}](../{recipe})"])
+            lines.append(
+                [f"{name}, {state}", *values, f"[{recipe}.yaml](../{RECIPES}/{recipe}.yaml)"]
+            )
     intro = f"Tail perplexity of the embedded Llama, {result['steps']} steps (recipes have more)"
     return _of_seeds(result, intro, header, lines, "conversions")
 

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import pandas
-import yaml
 
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, Expressed, survey
@@ -21,11 +20,11 @@ from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import METHODS, LengthDependent, Method, TableFilter
 from hf_posenc.methods.facts import facts, knob_rows
+from hf_posenc.training.run.options import RECIPES, read_yaml
 from scripts import evidence_page
 from scripts.results import (
     BENCHMARKS,
     REAL_MODEL,
-    ROOT,
     SMALL_MODELS,
     at,
     passkeys,
@@ -209,7 +208,7 @@ def _finetuning(method: type[Method]) -> Iterator[str]:
         yield _trained(result["steps"], row["before"]["tail"], [row["tail"]])
     result = read(BENCHMARKS / "conversions.json")
     for row in result["ways"].values():
-        recipe = yaml.safe_load((ROOT / row["options"][-1]).read_text(encoding="utf-8"))
+        recipe = read_yaml("recipe", RECIPES / f"{row['options'][-1]}.yaml")
         if recipe["patch"] == method.name:
             runs = [run["tail"] for run in row["runs"]]
             yield _trained(result["steps"], row["before"]["tail"], runs)

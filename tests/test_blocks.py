@@ -40,7 +40,10 @@ from typer.testing import CliRunner
 from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
-from scripts import finetune, finetune_documents, finetune_options, measure_real_model, results
+from hf_posenc.training.run import documents as training_documents
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.train import finetune
+from scripts import measure_real_model, results
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import prose, tiny_checkpoint
 from tests.support.verifying import verify_here
@@ -195,7 +198,7 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [(name, text[:4000]) for name, text in embedded.held_out_documents()]
     monkeypatch.setattr(embedded, "held_out_documents", lambda: iter(modules))
     documents = [Document("module.py", prose(4000, seed)) for seed in range(3)]
-    monkeypatch.setattr(finetune_documents, "read_standard_library", lambda: iter(documents))
+    monkeypatch.setattr(training_documents, "read_standard_library", lambda: iter(documents))
     load = datasets.load_dataset
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *a, **k: load(*a, **k) if "data_files" in k else rows()
@@ -376,9 +379,7 @@ def python(words: list[str]) -> None:
     if script == "scripts/perplexity.py":
         hf_posenc(["perplexity", *given])
     elif script == "scripts/finetune.py":
-        finetune.finetune(
-            finetune_options.parse_arguments(finetune.RECIPE, smaller(given, SMALLER["finetune"]))
-        )
+        train(given)
     elif script == "scripts/measure_real_model.py":
         main = typer.Typer()
         main.command()(measure_real_model.main)
@@ -387,6 +388,10 @@ def python(words: list[str]) -> None:
             assert part in measure_real_model.PARTS, part
     else:
         raise AssertionError(script)
+
+
+def train(given: list[str]) -> None:
+    finetune(parse_arguments(smaller(given, SMALLER["finetune"])))
 
 
 def module(name: str, given: list[str]) -> None:
@@ -444,7 +449,8 @@ def torchrun(words: list[str]) -> None:
 
 
 def launched(parsed: Any) -> None:
-    command = [parsed.training_script, *parsed.training_script_args]
+    module = ["-m"] if parsed.module else []
+    command = [*module, parsed.training_script, *parsed.training_script_args]
     if parsed.no_python:
         run(command)
     else:
@@ -502,6 +508,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "pytest": pytest_,
     "hf": hf,
     "vllm": vllm,
+    "hf_posenc.training": train,
     "hf_posenc.evaluation.harness": harness,
     **dict.fromkeys(("git", "pre-commit", "srun", "scontrol"), nothing),
 }

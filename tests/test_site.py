@@ -470,7 +470,10 @@ WORDS = {
     "vllm": ("vllm/", "serving/"),
     "ntk by parts": ("methods/ntk_by_parts/",),
     "push to hub": ("faq/#how-do-i-push-a-patched-model-to-the-hub",),
-    "128k on 80GB": ("faq/#out-of-memory-how-much-does-128k-take", "finetuning/#large-models"),
+    "128k on 80GB": (
+        "faq/#out-of-memory-how-much-does-128k-take",
+        "finetuning/#one-gpu-of-24-or-80-gb",
+    ),
     "gpt2 longer than 1024": (
         "faq/#how-do-gpt-2-and-bert-read-texts-longer-than-1024-or-512-tokens",
     ),

@@ -117,6 +117,7 @@ PANELS = {
     "Measure": dict.fromkeys(
         ("perplexity", "retrieval", "bench", "sweep", "search", "report"), "measure"
     ),
+    "Train": {"finetune": "finetune"},
     "Ship": {"export": "export"},
     "Set up": {"fetch": "inspection", "selftest": "measure", "doctor": "inspection"},
 }
@@ -141,8 +142,9 @@ def _made(name: str) -> TyperCommand:
     module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
     alone = typer.Typer(add_completion=False)
     panel = next(panel for panel, commands in PANELS.items() if name in commands)
-    command = expand(getattr(module, name))
-    alone.command(name, cls=Command, rich_help_panel=panel)(command)
+    command, own = getattr(module, name), getattr(module, "OWN", {})  # what parses its own words
+    options = own or {"cls": Command}
+    alone.command(name, rich_help_panel=panel, **options)(command if own else expand(command))
     made = get_command(alone)
     assert isinstance(made, TyperCommand)
     return made

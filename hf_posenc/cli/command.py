@@ -46,7 +46,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         for p in inspect.signature(function).parameters.values()
         if p.name not in classes
     ] + [
-        _parameter(field, _hints(classes[name])[field.name], texts[name].get(field.name, ""))
+        parameter(field, _hints(classes[name])[field.name], texts[name].get(field.name, ""))
         for name, field in listed
     ]
 
@@ -65,8 +65,15 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         with terminal(given.pop(TERMINAL)):
             function(**values, **given)
 
+    return signed(command, function.__doc__, parameters)
+
+
+def signed(
+    command: Callable[..., None], about: str | None, parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Return a function with the help and the parameters that typer shall find."""
     # typer keeps the line breaks of a paragraph, which are not those of the terminal.
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    paragraphs = inspect.cleandoc(about or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -81,7 +88,8 @@ def _place(flag: Flag) -> tuple[int, int]:
     return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
+def parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
+    """Return an option for typer."""
     flag: Flag = field.metadata["flag"]
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)

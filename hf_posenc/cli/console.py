@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_posenc.evaluation.flags import output_option
 from hf_posenc.files import to_json
+from hf_posenc.training import loading
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +50,7 @@ class _Terminal:
 def terminal(options: TerminalOptions) -> Iterator[None]:
     """Print as these options say; with `--json`, whatever else is written to stdout goes to stderr."""
     _Terminal.options, _Terminal.stdout = options, sys.stdout
+    loading.verbose = options.verbose
     try:
         with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
             yield
@@ -172,18 +174,3 @@ def one_line_warnings() -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
-
-
-def quiet_transformers() -> None:
-    """Disable the log lines and progress bars of transformers and its hub client, unless `--verbose` was given."""
-    if is_verbose():
-        return
-    import transformers
-    from huggingface_hub.utils import logging
-
-    log: Any = transformers.logging
-    hub_log: Any = logging
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    hub_log.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -13,11 +13,11 @@ import typer
 from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note
 from hf_posenc.cli.early import check_checkpoint
-from hf_posenc.cli.loading import parse_patch
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, output_option, plain_option
 from hf_posenc.files import disk_errors
+from hf_posenc.training.loading import parse_patch, quiet_transformers
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
@@ -64,7 +64,7 @@ def export(options: ExportOptions) -> None:
     name, to = check_checkpoint(options.model), options.to
     _check_words(options)
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
-    console.quiet_transformers()
+    quiet_transformers()
     if options.methods:
         _print_methods(name, to)
         return

@@ -22,7 +22,6 @@ from hf_posenc.cli.console import (
     print_warning,
 )
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
-from hf_posenc.cli.loading import load_config, open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.options import (
@@ -41,6 +40,7 @@ from hf_posenc.evaluation.options import (
     SweepOptions,
     TailOptions,
 )
+from hf_posenc.training.loading import load_config, open_session
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.device.result import GpuResult
@@ -372,14 +372,13 @@ def _train(command: str, output: Path, texts: Sequence[str]) -> None:
     """Run the fine-tuning on some texts, or print its command if it lacks one."""
     from hf_posenc.evaluation.extend import SCORED_TEXT, TRAINING_TEXT
 
-    script = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
     words = [*shlex.split(command), "--output_dir", str(output)]
     if texts and TRAINING_TEXT in words:
         at = words.index(TRAINING_TEXT)
         words[at : at + 1] = texts
     elif texts:
         words += ["--text", *texts]
-    reason = None if script.is_file() else "it runs in a clone"
+    reason = None
     if TRAINING_TEXT in words:
         reason = "it needs text that is not measured on (--train-text)"
     elif SCORED_TEXT in words:
@@ -387,7 +386,8 @@ def _train(command: str, output: Path, texts: Sequence[str]) -> None:
     if reason is not None:
         print_items(f"Not trained: {reason}. {shlex.join(words)}", wrap=False)
         return
-    done = subprocess.run([sys.executable, str(script), *words[3:]], check=False)
+    program = [sys.executable, "-m", "hf_posenc.training"]  # a process of its own, for its memory
+    done = subprocess.run([*program, *words[2:]], check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)
 

@@ -1,4 +1,4 @@
-"""Training of a patched model for a longer context: the parts of scripts/finetune.py, imported on first use."""
+"""Training of a patched model for a longer context: the parts of `hf-posenc finetune`, imported on first use."""
 
 from __future__ import annotations
 

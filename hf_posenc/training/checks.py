@@ -47,7 +47,8 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
         raise PosencError(
             f"One process sees {arguments.n_gpu} GPUs, and the Trainer would copy the model to each in every step "
             "(DataParallel), without its patch. Start one process for each: accelerate launch --config_file "
-            f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} ..., or CUDA_VISIBLE_DEVICES=0."
+            f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} -m hf_posenc.training ..., or "
+            "CUDA_VISIBLE_DEVICES=0."
         )
     if wants_fsdp(arguments):
         if kind in ("NO", "MULTI_CPU"):

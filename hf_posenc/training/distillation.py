@@ -22,7 +22,7 @@ from hf_posenc.training.chunked_loss import (
     shifted,
     without_loss,
 )
-from hf_posenc.training.parameters import Trained
+from hf_posenc.training.names import Trained
 
 
 def distill(

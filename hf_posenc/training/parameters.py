@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,12 +20,12 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import patch_to_save
 from hf_posenc.seams.inspection import is_formula
+from hf_posenc.training.names import Trained
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 _PADDING = 4  # rows before those of a table of sines, at most
-Trained = Literal["full", "lora", "encoding"]
 
 _ATTENTION = re.compile(r"(Attention|MLA)\d*$")
 """Names of attention classes, but not of layers around them (`Zamba2AttentionDecoderLayer`)."""

@@ -89,6 +89,23 @@ WRONG = [
     ("extend ./nowhere", "There is no model folder ./nowhere"),
     ("selftest --device cudaa", "The device 'cudaa' cannot be used"),
     ("selftest nowhere/file.json", "cannot be written: give a file in a folder that exists."),
+    ("finetune --methd yarn", "No such option: --methd. Did you mean --patch?"),
+    ("finetune --max_stepz 3", "No such option: --max_stepz. Did you mean --max_steps?"),
+    ("finetune --gradient_acumulation_steps 3", "Did you mean --gradient_accumulation_steps?"),
+    ("finetune --patch yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
+    ("finetune --model ./nowhere", "There is no model folder ./nowhere"),
+    ("finetune --model ./damaged --patch none", "model.safetensors is damaged or incomplete"),
+    ("finetune --text nowhere.txt", "No document can be used (nowhere.txt: no such file)."),
+    ("finetune --recipe lora_24g", "Unknown recipe 'lora_24g'. Did you mean 'lora_24gb'"),
+    ("finetune --max_steps 1.5", "argument --max_steps/--max-steps: invalid int value: '1.5'"),
+    (
+        "finetune --learning_rate=-1",
+        "--learning_rate -1: at least 0 and a finite number is needed.",
+    ),
+    ("finetune --seed=-1", "--seed -1: at least 0"),
+    ("finetune --target_length 4x", "'4x' is no length"),
+    ("finetune --positions pos", "argument --positions: invalid choice: 'pos'"),
+    ("finetune --lora_rank 4", "--lora_rank 4 is for --train lora: leave it out."),
     ("export ./nowhere --to vllm", "There is no model folder ./nowhere"),
     ("export {model} --to vlm", "Unknown value of --to 'vlm'. Did you mean 'vllm'?"),
     ("export {model} --to vllm --patch yarm", "Unknown method 'yarm'"),
@@ -136,6 +153,9 @@ COMPLETED = [
     ("hf-posenc bench --suite qu", {"quick"}),
     ("hf-posenc perplexity --preset lm", {"lm-eval"}),
     ("hf-posenc perplexity --dtype bf", {"bfloat16"}),
+    ("hf-posenc finetune --pos", {"--positions"}),
+    ("hf-posenc finetune --lora_rank 4 --positions po", {"pose"}),
+    ("hf-posenc finetune --patch rer", {"rerope"}),
 ]
 
 _RUN = """

@@ -19,7 +19,7 @@ from tests.support.verifying import verify_here
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """A LoRA of a base model in bfloat16, trained in float32 as scripts/finetune.py does."""
+    """A LoRA of a base model in bfloat16, trained in float32 as hf-posenc finetune does."""
     pytest.importorskip("peft")
     zoo.build("llama").bfloat16().save_pretrained(tmp_path / "base")
     base = from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Runs a script with accelerate's own FSDP on a CPU: only its choice of the backend is replaced.
+"""Runs a script, or a module, with accelerate's own FSDP on a CPU: only its choice of the backend is replaced.
 
-    accelerate launch --config_file scripts/configs/fsdp2.yaml tests/support/fsdp_on_cpu.py scripts/finetune.py ...
+    accelerate launch --config_file scripts/configs/fsdp2.yaml tests/support/fsdp_on_cpu.py -m hf_posenc.training ...
 
 accelerate gives FSDP to processes with a device of their own and silently none to those on a CPU, where torch's
 `fully_shard` works as well. A bare loop also gets DeepSpeed's backend so (DS_ACCELERATOR=cpu in front).
@@ -35,7 +35,10 @@ def allow() -> None:
 def main() -> None:
     allow()
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        runpy.run_module(sys.argv.pop(1), run_name="__main__")
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc import PosencError, get_patch, patch_model
 from hf_posenc.training import PositionCollator, choose_parameters, distill, unpatched_teacher
-from hf_posenc.training.parameters import Trained
+from hf_posenc.training.names import Trained
 from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo
 from tests.support.selection import late

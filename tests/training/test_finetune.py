@@ -1,8 +1,9 @@
-"""scripts/finetune.py from its arguments to a folder that loads, and what it says when it cannot."""
+"""Fine-tuning from its arguments to a folder that loads, and what it says when it cannot."""
 
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import PositionCollator
-from scripts.finetune import RECIPE, finetune, main
-from scripts.finetune_model import apply_patch, resolve_lengths
-from scripts.finetune_options import parse_arguments
+from hf_posenc.training.run import main
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.model import apply_patch, resolve_lengths
+from hf_posenc.training.run.train import finetune
 from tests.support.selection import late
 from tests.support.verifying import verify_here
 
@@ -53,7 +55,7 @@ def run(tmp_path: Path, texts: dict[str, Path], *more: str, name: str = "run") -
         given += ["--text", *(str(texts[name]) for name in NAMES[:3])]
     if not {"--score_text", "--no_score"} & set(more):
         given += ["--score_text", str(texts[NAMES[3]])]
-    finetune(parse_arguments(RECIPE, [*given, *more]))
+    finetune(parse_arguments([*given, *more]))
     return output
 
 
@@ -167,8 +169,8 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
 def test_recipes_drop_the_rotation_of_the_embedded_model(
     recipe: str, layers: Any, target: int
 ) -> None:
-    given = ["--recipe", str(RECIPE.with_name(f"{recipe}.yaml")), "--use_cpu"]
-    choice, data, _ = parse_arguments(RECIPE, given)
+    given = ["--recipe", recipe, "--use_cpu"]
+    choice, data, _ = parse_arguments(given)
     model = from_pretrained(model_path(), dtype=torch.float32)
     apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
@@ -186,18 +188,18 @@ def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str
     mixture.write_text(json.dumps(sources), encoding="utf-8")
     given = ["--output_dir", str(tmp_path / "mixed"), *QUICK, "--mixture", str(mixture)]
     given.append("--no_score")
-    finetune(parse_arguments(RECIPE, given))
+    finetune(parse_arguments(given))
     log = TrainingLog.read(tmp_path / "mixed")
     assert [source["weight"] for source in log.data["source"]["sources"]] == [3.0, 1.0]
     assert log.data["blocks"] > 4
     given[1] = str(tmp_path / "streamed")
-    finetune(parse_arguments(RECIPE, [*given, "--stream_blocks"]))
+    finetune(parse_arguments([*given, "--stream_blocks"]))
     assert not (tmp_path / "streamed" / "blocks").exists()
     assert "blocks" not in TrainingLog.read(tmp_path / "streamed").data
     assert len(losses(tmp_path / "streamed")) == 2
     endless = [*given, "--stream_blocks", "--max_steps", "-1", "--fresh"]
     with pytest.raises(PosencError, match="give --max_steps"):
-        finetune(parse_arguments(RECIPE, endless))
+        finetune(parse_arguments(endless))
 
 
 MIXTURES = {
@@ -219,7 +221,7 @@ def test_a_mixture_that_is_none_is_one_line(tmp_path: Path, content: str) -> Non
     file.write_text(content, encoding="utf-8")
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--mixture", str(file), "--no_score"]
     with pytest.raises(PosencError, match=MIXTURES[content]) as raised:
-        finetune(parse_arguments(RECIPE, given))
+        finetune(parse_arguments(given))
     assert "\n" not in str(raised.value)
 
 
@@ -292,7 +294,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no length": (("--patch", "none"), "give --target_length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
     "no such method": (("--patch", "yarm:scale=4"), "yarm"),
-    "no such option": (("--max_stepz", "3"), "max_stepz"),
+    "no such option": (("--max_stepz", "3"), "No such option: --max_stepz. Did you mean --max_steps"),
+    "an option of another program": (("--batch-size", "3"), "Did you mean --per_device_train_batch_size"),
+    "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option"),
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
@@ -377,10 +381,11 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no accumulation": (("--gradient_accumulation_steps", "0"), "gradient_accumulation_steps 0: at least 1"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
-    "a wrong choice": (("--positions", "posee"), r"'endprompt_random'\). See finetune.py --help.$"),
-    "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
+    "a wrong choice": (("--positions", "posee"), r"'endprompt_random'\). See hf-posenc finetune --help-all.$"),
+    "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See hf-posenc finetune --help-all.$"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+    "no such recipe": (("--recipe", "lora_24g"), "Unknown recipe 'lora_24g'. Did you mean 'lora_24gb'"),
 }  # fmt: skip
 
 
@@ -404,7 +409,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(
     given = ["--resume_from_checkpoint", str(tmp_path), "--train", train]
     way = "--train full" if held is None else f"--train lora --lora_rank {held}"
     with pytest.raises(PosencError, match=f"cannot resume. Give {way}"):
-        parse_arguments(RECIPE, given)
+        parse_arguments(given)
 
 
 def test_what_is_scored_is_held_out_of_the_texts(
@@ -412,7 +417,7 @@ def test_what_is_scored_is_held_out_of_the_texts(
 ) -> None:
     paths = [str(path) for path in texts.values()]
     given = ["--output_dir", str(tmp_path / "run"), *QUICK]
-    finetune(parse_arguments(RECIPE, [*given, "--text", *paths]))
+    finetune(parse_arguments([*given, "--text", *paths]))
     assert f"Held out to be scored: {paths[1]}\n" in capsys.readouterr().out
     assert f"without what was scored ({NAMES[1]}.txt)" in (tmp_path / "run/README.md").read_text()
     blocks = Blocks.read(next((tmp_path / "run/blocks").glob("*/")))
@@ -426,7 +431,7 @@ def test_a_run_that_cannot_score_is_refused_before_anything_is_tokenized(
 ) -> None:
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
     with pytest.raises(PosencError, match=r"last tenth: too short.*--score_text.*--no_score"):
-        finetune(parse_arguments(RECIPE, [*given, "--score_lengths", "16k"]))
+        finetune(parse_arguments([*given, "--score_lengths", "16k"]))
     assert not list(tmp_path.rglob("blocks"))
 
 
@@ -446,7 +451,7 @@ def test_an_interruption_is_one_line(
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("scripts.finetune.finetune", interrupted)
+    monkeypatch.setattr("hf_posenc.training.run.train.finetune", interrupted)
     monkeypatch.setattr("sys.argv", ["finetune.py", "--use_cpu"])
     with pytest.raises(SystemExit) as raised:
         main()
@@ -454,9 +459,30 @@ def test_an_interruption_is_one_line(
     assert "The same command resumes" in capsys.readouterr().err
 
 
+def test_a_terminal_shows_the_loss_and_the_time_left_in_one_bar(
+    tmp_path: Path,
+    texts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    evaluated = ("--eval_strategy", "steps", "--eval_steps", "2", "--score_lengths", "64")
+    output = run(tmp_path, texts, *evaluated)
+    first, last = losses(output)
+    shown = capsys.readouterr()
+    assert f"100%|██████████| step 2 of 2, loss {last:.4g}, 00:00 left" in shown.err.replace(
+        " |", "|"
+    )
+    assert f"loss {first:.4g}" in shown.err
+    assert re.search(
+        r"^step 2: prefix perplexity 64: [\d.]+, tail perplexity 64: ", shown.out, re.MULTILINE
+    )
+    assert "'loss'" not in shown.out + shown.err
+
+
 def test_lengths_may_be_given_in_thousands() -> None:
     given = ["--target_length", "2k", "--block_length", "512", "--score_lengths", "256", "1k"]
-    _, data, _ = parse_arguments(RECIPE, [*given, "--use_cpu"])
+    _, data, _ = parse_arguments([*given, "--use_cpu"])
     assert (data.target_length, data.block_length, data.score_lengths) == (2048, 512, [256, 1024])
 
 
@@ -465,7 +491,7 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
 
     def parsed(content: str, *given: str) -> Any:
         recipe.write_text(content, encoding="utf-8")
-        return parse_arguments(RECIPE, ["--recipe", str(recipe), "--use_cpu", *given])
+        return parse_arguments(["--recipe", str(recipe), "--use_cpu", *given])
 
     content = "patch: pi:scale=2\nmax_steps: 7\nbf16: true\nscore: false\n"
     choice, data, arguments = parsed(content, "--max_steps", "9")
@@ -483,6 +509,6 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_named_gets_the_defaults_of_the_field() -> None:
-    choice, _, arguments = parse_arguments(RECIPE, ["--model", str(model_path()), "--use_cpu"])
+    choice, _, arguments = parse_arguments(["--model", str(model_path()), "--use_cpu"])
     assert choice.patch is None
     assert (arguments.learning_rate, arguments.max_steps, arguments.adam_beta2) == (2e-5, 400, 0.95)

@@ -27,8 +27,8 @@ from hf_posenc.training import (
 )
 from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
+from hf_posenc.training.run.model import apply_patch, resolve_lengths
 from scripts import finetune_loop
-from scripts.finetune_model import apply_patch, resolve_lengths
 from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint

@@ -22,13 +22,14 @@ from safetensors.torch import load_file
 
 from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
-from scripts.finetune import RECIPE, finetune
-from scripts.finetune_options import parse_arguments
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.train import finetune
 from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "scripts" / "configs"
+MODULE = ["-m", "hf_posenc.training"]
 IN_FRONT = {"fsdp2": ["tests/support/fsdp_on_cpu.py"]}
 BEHIND = {"zero3": ["--ddp_backend", "gloo"]}
 TRAININGS = {
@@ -95,9 +96,9 @@ def check(config: str, training: str, folder: Path, tmp_path: Path, *options: st
     With `options` of the launcher, the two run on two machines.
     """
     one, two = tmp_path / "one", tmp_path / "two"
-    finetune(parse_arguments(RECIPE, [*command(folder, one, training, 2), "--use_cpu"]))
+    finetune(parse_arguments([*command(folder, one, training, 2), "--use_cpu"]))
     kind = config.removesuffix("_two_nodes")
-    script = [*IN_FRONT.get(kind, []), "scripts/finetune.py", *command(folder, two, training, 1)]
+    script = [*IN_FRONT.get(kind, []), *MODULE, *command(folder, two, training, 1)]
     runs = launched(
         f"--config_file scripts/configs/{config}.yaml {' '.join(options)}",
         [*script, *BEHIND.get(kind, [])],
@@ -121,14 +122,14 @@ def compare(one: Path, two: Path, printed: str) -> None:
 def test_two_forked_processes_equal_one(folder: Path, tmp_path: Path) -> None:
     """The script without a launcher, in processes whose environment is what one would set."""
     one, two = tmp_path / "one", tmp_path / "two"
-    finetune(parse_arguments(RECIPE, [*command(folder, one, "full", 2), "--use_cpu"]))
+    finetune(parse_arguments([*command(folder, one, "full", 2), "--use_cpu"]))
     assert launch(two, processes=2, work=_finetune, model=folder) == [0, 0]
     printed = "".join((tmp_path / f"two-{rank}.out").read_text() for rank in range(2))
     compare(one, two, printed)
 
 
 def _finetune(output: Path, moment: Any, *, model: Path) -> None:
-    finetune(parse_arguments(RECIPE, [*command(model, output, "full", 1), "--use_cpu"]))
+    finetune(parse_arguments([*command(model, output, "full", 1), "--use_cpu"]))
 
 
 @pytest.mark.slow
@@ -148,7 +149,7 @@ def test_shards_of_two_processes_resume_in_four_or_become_a_model(
 
     def run(output: str, processes: int, options: str) -> tuple[list[float], Any, str]:
         given = [*command(folder, tmp_path / output, "full", 1), *options.split()]
-        script = [*IN_FRONT["fsdp2"], "scripts/finetune.py"]
+        script = [*IN_FRONT["fsdp2"], *MODULE]
         (done,) = launched(f"{config} {processes}", [*script, *given])
         assert done.returncode == 0, done.stderr
         return numbers(tmp_path / output, "loss"), weights(tmp_path / output), done.stderr
@@ -178,7 +179,7 @@ def test_weights_read_in_the_dtype_of_the_checkpoint_train_the_same(
     for loading in ("true", "false"):
         output = tmp_path / loading
         config = "--config_file scripts/configs/fsdp2.yaml --fsdp_cpu_ram_efficient_loading"
-        script = [*IN_FRONT["fsdp2"], "scripts/finetune.py", *command(model, output, training, 1)]
+        script = [*IN_FRONT["fsdp2"], *MODULE, *command(model, output, training, 1)]
         (done,) = launched(f"{config} {loading}", [*script, "--bf16"])
         assert done.returncode == 0, done.stderr
         found.append((numbers(output, "loss"), weights(output)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.result import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
+from hf_posenc.training.run.arguments import command_line
+from hf_posenc.training.run.result import Hub, print_report
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
-from scripts.finetune_options import command_line
-from scripts.finetune_result import Hub, print_report
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -272,11 +273,17 @@ def test_the_trainer_does_not_push(tmp_path: Path) -> None:
         Hub.taken_from(asked)
 
 
+PROGRAMS = {1: "hf-posenc finetune", 2: "accelerate launch -m hf_posenc.training"}
+ALONE: dict[str, Any] = {"fsdp": [], "deepspeed_plugin": None}
+
+
 def test_the_command_is_shown_without_where_its_result_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown = "accelerate launch scripts/finetune.py --patch yarn:scale=4 --bf16"
-    for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/home/someone/x"]):
-        argv = ["finetune.py", "--patch", "yarn:scale=4", *place, "--bf16"]
-        monkeypatch.setattr("sys.argv", argv)
-        assert command_line() == shown
+    for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/x", "--hub_token", "hf_"]):
+        argv = ["--patch", "yarn:scale=4", *place, "--bf16"]
+        for words in (["finetune.py", *argv], ["hf-posenc", "finetune", *argv]):
+            monkeypatch.setattr("sys.argv", words)
+            for world_size, program in PROGRAMS.items():
+                found = command_line(SimpleNamespace(world_size=world_size, **ALONE))  # type: ignore[arg-type]
+                assert found == f"{program} --patch yarn:scale=4 --bf16"

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import PosencError, patch_model
-from hf_posenc.cli.loading import load_model
 from hf_posenc.methods import KerpleLog, YaRN
-from scripts.finetune_model import loading_dtype, partition_weights, whole_weights
+from hf_posenc.training.loading import load_model
+from hf_posenc.training.run.model import loading_dtype, partition_weights, whole_weights
 from tests.support.peak_memory import anonymous_memory
 
 SWITCH = "FSDP_CPU_RAM_EFFICIENT_LOADING"

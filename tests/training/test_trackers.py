@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.training import TrainingLog
-from scripts.finetune import RECIPE, finetune
-from scripts.finetune_options import parse_arguments
+from hf_posenc.training.run.arguments import parse_arguments
+from hf_posenc.training.run.train import finetune
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 
@@ -24,7 +24,7 @@ def trained(folder: Path, tracker: str) -> list[dict[str, float]]:
         f"--max_steps 3 --eval_strategy steps --eval_steps 3 --score_lengths 64 128 --tail_tokens 32 --use_cpu "
         f"--output_dir {folder}/run --report_to {tracker}"
     )
-    finetune(parse_arguments(RECIPE, given.split()))
+    finetune(parse_arguments(given.split()))
     history = TrainingLog.read(folder / "run").log_history
     assert sum("loss" in entry for entry in history) == 3
     assert any("eval_tail_perplexity_128" in entry for entry in history)

@@ -219,9 +219,7 @@ def load_documents(
             continue
         try:
             if isinstance(entry, Conversation):
-                raise UnreadableError(
-                    "a conversation, which scripts/finetune.py trains on and nothing measures"
-                )
+                raise UnreadableError("a conversation, which hf-posenc finetune trains on alone")
             if isinstance(entry, TokenizedDocument):
                 document = vocabulary().usable(entry, max_tokens)
             else:

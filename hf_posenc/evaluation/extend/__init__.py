@@ -313,8 +313,8 @@ class ExtendJob(Rung[ExtendResult]):
         tables = [label for label in choice.ranked if kinds[label] == TABLE]
         specs = {candidate.label: candidate.spec for candidate in self.methods(TABLE)}
         spec = specs[tables[0]] if tables else f"yarn:target_length={self.lengths[1]}"
-        command = ["accelerate", "launch", "scripts/finetune.py", "--patch", spec]
-        command += ["--target_length", str(self.lengths[1])]
+        target = str(self.lengths[1])
+        command = ["hf-posenc", "finetune", "--patch", spec, "--target_length", target]
         if name := _argument(self.whole.model, self.name):
             command += ["--model", name]
         source = self.whole.metadata["source"]

@@ -129,7 +129,7 @@ def run_cost(
             activations += rows * shape.vocabulary * size
         cost = Cost(
             tokens=tokens * count,
-            flops=_flops(shape, tokens, scored) * count,
+            flops=forward_flops(shape, tokens, scored) * count,
             weights=weights,
             activations=activations,
             cache=together * _cache(shape, piece, tokens) * size,
@@ -143,7 +143,8 @@ def run_cost(
     )
 
 
-def _flops(shape: ModelShape, length: int, scored: int) -> float:
+def forward_flops(shape: ModelShape, length: int, scored: int) -> float:
+    """Return the operations of a forward over a text, of whose tokens so many are scored."""
     pairs = sum(
         layer.heads * (layer.key_dim + layer.value_dim) * visible_pairs(layer, length)
         for layer in shape.attentions
@@ -175,6 +176,12 @@ def _cache(shape: ModelShape, queries: int, tokens: int) -> int:
 
 def _activations(shape: ModelShape, queries: int, keys: int, size: int) -> int:
     """Return the bytes of the decoder at its peak: activations, and the largest matrix of queries x keys."""
+    states = queries * size * int(STATES * shape.hidden + WIDE * shape.width)
+    return states + score_matrix(shape, queries, keys, size)
+
+
+def score_matrix(shape: ModelShape, queries: int, keys: int, size: int) -> int:
+    """Return the bytes of the largest matrix of queries x keys; 0 where a fused kernel writes none."""
     matrix = 0
     for layer in dict.fromkeys(shape.attentions):
         if layer.encoding is not None:
@@ -186,7 +193,7 @@ def _activations(shape: ModelShape, queries: int, keys: int, size: int) -> int:
             matrix = max(matrix, queries * keys * (layer.heads * per_score + size))
         elif queries == keys and layer.window is not None and layer.window <= keys:
             matrix = max(matrix, queries * keys * (2 + size))  # a mask, its copy, and it as a bias
-    return queries * size * int(STATES * shape.hidden + WIDE * shape.width) + matrix
+    return matrix
 
 
 def layer_backend(

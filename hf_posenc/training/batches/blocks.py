@@ -41,7 +41,8 @@ from hf_posenc.evaluation.measuring.identity import check_tokenizer, tokenizer_h
 from hf_posenc.files import disk_errors, to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.training.batches.chat import tokenize_conversation
-from hf_posenc.training.batches.collator import IGNORED, POSITIONS, Numbers
+from hf_posenc.training.batches.collator import IGNORED, Numbers
+from hf_posenc.training.names import POSITIONS
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features, IterableDataset

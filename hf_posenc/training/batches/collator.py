@@ -26,6 +26,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.lengths import read_length
+from hf_posenc.training.names import POSITIONS, PROMPTED
 
 Numbers = NDArray[np.int64]
 Draw = Callable[..., NDArray[Any]]
@@ -111,18 +112,14 @@ def endprompt_random(
     return endprompt(length, int(random.integers(length, target, endpoint=True)), random, prompt)
 
 
-PROMPTED = {"endprompt": endprompt, "endprompt_random": endprompt_random}
-"""The draws of a terminal prompt, which is appended to every example."""
-
 DRAWS: dict[str, Draw] = {
     "pose": pose,
     "random": randomized,
     "random_float": random_floats,
     "cream": cream,
-    **PROMPTED,
+    "endprompt": endprompt,
+    "endprompt_random": endprompt_random,
 }
-
-POSITIONS = ("contiguous", "packed", *DRAWS)
 
 IGNORED = -100
 """Label of a token without a loss: the `ignore_index` of `torch.nn.functional.cross_entropy`."""

@@ -381,7 +381,7 @@ def test_one_demand_that_is_not_met_is_enough(
     first = result.lines()[0]
     assert first.startswith("Do not extend to 512 tokens: ")
     assert all(name in first for name in failed)
-    assert "Truncate texts to the last 64 tokens, or fine-tune: accelerate launch scripts/" in first
+    assert "Truncate texts to the last 64 tokens, or fine-tune: hf-posenc finetune" in first
     assert "NOT MET: " in "".join(result.lines()[1:4])
     assert not (tmp_path / "config.json").exists()
     assert result.recipe is None
@@ -627,7 +627,7 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     text = " ".join(ran.output.split())
     assert "Do not extend to 512 tokens: " in text
     assert (
-        "Not trained: it needs text that is not measured on (--train-text). accelerate launch"
+        "Not trained: it needs text that is not measured on (--train-text). hf-posenc finetune"
         in text
     )
     assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
@@ -646,7 +646,7 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     ran = CliRunner().invoke(app, ["extend", *given, *train, "--no-plot", "--output", str(out)])
     assert ran.exit_code == 0, ran.output
     (words,) = started
-    assert words[1].endswith("finetune.py")
+    assert words[1:3] == ["-m", "hf_posenc.training"]
     assert words[words.index("--text") :] == [
         *("--text", "own", "more", "--score_text", str(tmp_path)),
         *("--output_dir", str(out / "trained")),

@@ -22,7 +22,6 @@ from transformers import TrainerState
 from hf_posenc.errors import PosencError
 from hf_posenc.training.batches.collator import (
     DRAWS,
-    PROMPTED,
     Draw,
     PositionCollator,
     cream,
@@ -32,10 +31,16 @@ from hf_posenc.training.batches.collator import (
     random_floats,
     randomized,
 )
+from hf_posenc.training.names import DRAWN as NAMES
+from hf_posenc.training.names import PROMPTED
 from tests.support import zoo
 
 DRAWN = tuple(name for name in DRAWS if name not in PROMPTED)
 PROMPT = [7, 8, 9]
+
+
+def test_every_name_has_a_draw() -> None:
+    assert tuple(DRAWS) == NAMES
 
 
 def example(length: int, seed: int = 0) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from transformers.modeling_flash_attention_utils import (
 
 from hf_posenc import patched as posenc_patched
 from hf_posenc.errors import PosencError
-from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollator
+from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 from hf_posenc.training.batches.dependencies import check_dependencies
-from scripts.finetune_model import needs_one_row
+from hf_posenc.training.names import POSITIONS
+from hf_posenc.training.run.model import needs_one_row
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (

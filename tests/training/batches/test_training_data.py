@@ -30,7 +30,8 @@ from hf_posenc.training.batches.blocks import (
     prepare_blocks,
     read_standard_library,
 )
-from hf_posenc.training.batches.collator import POSITIONS, PositionCollator
+from hf_posenc.training.batches.collator import PositionCollator
+from hf_posenc.training.names import POSITIONS
 from tests.support.tiny_text import byte_tokenizer, prose
 
 datasets: Any = pytest.importorskip("datasets")

@@ -1,4 +1,4 @@
-"""The model of scripts/finetune.py before the training: its patch, the lengths of the run, its weights if sharded."""
+"""The model before the training: its patch, the lengths of the run, its weights if sharded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from hf_posenc.model.context import length_of
 from hf_posenc.model.parameters import PARAMETERS
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.training.batches.blocks import Blocks
-from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checks import is_set, wants_fsdp
+from hf_posenc.training.names import DRAWN
+from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.run.options import PatchArguments
 
 _HALF = {"BF16": "bfloat16", "F16": "float16"}
 _KEEP = "Leave --patch out to train it further as it is"
@@ -103,7 +105,7 @@ def resolve_lengths(
     if target is None:
         why = "there is no patch" if patch is None else f"{patch.method} follows the text"
         raise PosencError(f"No length to train for, since {why}: give --target_length, in tokens.")
-    original, drawn = original or target, positions in DRAWS
+    original, drawn = original or target, positions in DRAWN
     block = block_length or (min(original, target) if drawn else target)
     if not 1 < block <= target:
         raise PosencError(
@@ -121,7 +123,7 @@ def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
     original, target, block = lengths.original, lengths.target, lengths.block
     if not lengths.drawn:
         raise PosencError(
-            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
+            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWN)}."
         )
     try:
         tokens = [float(factor) * original for factor in curriculum.split(",")]
@@ -150,6 +152,12 @@ def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
             stacklevel=3,
         )
     return stages
+
+
+def choose(choice: PatchArguments, model: nn.Module) -> nn.Module:
+    """Choose the trained parameters."""
+    options = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
+    return choose_parameters(model, choice.train, **options, lora_dropout=choice.lora_dropout)
 
 
 def check_short(lengths: Lengths, distill: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The documents of scripts/finetune.py: those to train on, their mixtures, and those that are held out to be scored."""
+"""The documents: those to train on, their mixtures, and those that are held out to be scored."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
     UnreadableError,
 )
-from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
-from hf_posenc.evaluation.options import DocumentOptions
+from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.training.batches.blocks import (
     STANDARD_LIBRARY,
     Blocks,
@@ -28,7 +27,7 @@ from hf_posenc.training.batches.blocks import (
     prepare_blocks,
     read_standard_library,
 )
-from scripts.finetune_options import DataArguments, read_yaml
+from hf_posenc.training.run.options import DataArguments, read_yaml
 
 _SOURCE_OPTIONS = (
     *("text", "dataset", "dataset_config", "split", "column", "streaming"),
@@ -41,7 +40,7 @@ def training_blocks(
     tokenizer: Any,
     length: int,
     *,
-    cache: Path,
+    cache: Path | None,
     seed: int,
     held_out: Collection[str] = (),
 ) -> tuple[Blocks, dict[str, Any]]:
@@ -72,28 +71,6 @@ def training_blocks(
     if data.mixture is None:
         return parts[0][0], {k: v for k, v in about[0].items() if k != "weight"}
     return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
-
-
-def check_used(data: DataArguments) -> None:
-    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
-
-    `split` is of those to train on alone.
-    """
-    sources = [(data.text, data.dataset, data.split)]
-    if data.score_text or data.score_dataset is not None:
-        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
-    errors = []
-    for source in sources:
-        given = _documents(data, *source)
-        for name in ("split", "streaming"):  # whose defaults are others there
-            if getattr(given, name) == getattr(DataArguments, name):
-                given = replace(given, **{name: getattr(DocumentOptions, name)})
-        try:
-            refuse_ignored(given)
-        except PosencError as error:
-            errors.append(error)
-    if len(errors) == len(sources):
-        raise errors[0]
 
 
 def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
@@ -153,21 +130,7 @@ def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
 
 
 def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
-    return source_of(_documents(data, text, dataset, split))
-
-
-def _documents(
-    data: DataArguments, text: Sequence[str], dataset: str | None, split: str
-) -> DocumentOptions:
-    return DocumentOptions(
-        text=text,
-        dataset=dataset,
-        config=data.dataset_config,
-        split=split,
-        column=data.column,
-        streaming=data.streaming,
-        tokenized=data.tokenized,
-    )
+    return source_of(data.source(text, dataset, split))
 
 
 # Which documents are held out.

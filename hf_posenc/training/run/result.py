@@ -1,9 +1,10 @@
-"""The result of scripts/finetune.py: the saved and verified model, the printed report, and the push to the hub."""
+"""The result: the saved and verified model, the printed report with the next steps, and the push to the hub."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from hf_posenc.patch.report import Patch
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.ranks import broadcast
 from hf_posenc.training.result import CARD, write_card
+from hf_posenc.training.run.model import whole_weights
 from hf_posenc.training.scoring import before_and_after, conclusion
 from hf_posenc.verification import require, verify_export
-from scripts.finetune_model import whole_weights
 
 # Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
 # and the hub's token if one was given.
@@ -89,6 +90,27 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
     console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)
 
 
+def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> None:
+    """Print the commands that measure, serve and push the result; texts are the documents that were scored."""
+    where, span = shlex.quote(str(folder)), ",".join(map(str, sorted({*lengths})))
+    measure = f"perplexity {where} --lengths {span}"
+    if texts and all(Path(text).exists() for text in texts):
+        measure += f" --text {shlex.join(texts)}"
+    elif texts:  # a part of a text, or rows of a dataset
+        measure = f"retrieval {where} --tasks passkey --lengths {span}"
+    print(f"""
+Next:
+  hf-posenc {measure}
+  hf-posenc export {where} --to vllm
+  {upload(folder.resolve().name, folder)}""")
+
+
+def upload(repository: str, folder: Path | str) -> str:
+    """Return the command that pushes a result without what is beside it."""
+    excluded = " ".join(f"--exclude '{each}'" for each in _NOT_PUSHED)
+    return f"hf upload {shlex.quote(repository)} {shlex.quote(str(folder))} . {excluded}"
+
+
 @dataclass(frozen=True)
 class Hub:
     """A repository on the Hugging Face hub that a result is pushed to: `user/name`, or a name of the token's user.
@@ -135,8 +157,8 @@ class Hub:
         """Upload a saved model with its card, but without subfolders, and return the commit's address."""
         if not (Path(directory) / CARD).is_file():
             raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
-        name, excluded = self.create(), " ".join(f"--exclude '{each}'" for each in _NOT_PUSHED)
-        way = f"The result is complete in {directory}; push it with `hf upload {name} {directory} . {excluded}`"
+        name = self.create()
+        way = f"The result is complete in {directory}; push it with `{upload(name, directory)}`"
         with _explained(f"Pushing to {name} failed", way):
             commit = HfApi(endpoint=self.endpoint, token=self.token).upload_folder(
                 repo_id=name,

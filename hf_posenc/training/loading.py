@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, with errors of one line."""
+"""Models and tokenizers by name, with errors of one line, for commands and for the fine-tuning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.console import quiet_transformers
 from hf_posenc.diagnosis import (
     check_base,
     check_causal,
@@ -55,6 +54,24 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+verbose = False  # `--verbose` of the commands
+
+
+def quiet_transformers() -> None:
+    """Disable the log lines and progress bars of transformers and its hub client, unless a command is `verbose`."""
+    if verbose:
+        return
+    import transformers
+    from huggingface_hub.utils import logging
+
+    log: Any = transformers.logging
+    hub_log: Any = logging
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    hub_log.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:

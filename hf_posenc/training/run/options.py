@@ -1,0 +1,472 @@
+"""The options of a fine-tuning, in groups, and what is wrong with their words; nothing heavy is imported here.
+
+A field's line under `Attributes:` is its help; one of rank 1 is in `--help-all` alone. Of transformers' own options
+only the names are known here: `arguments.py` parses them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
+from hf_posenc.evaluation.flags import Flag, help_texts, option
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED
+from hf_posenc.evaluation.options import DocumentOptions
+from hf_posenc.lengths import read_length
+from hf_posenc.training.names import DRAWN, POSITIONS, PROMPTED, Trained
+
+RECIPES = Path(__file__).parent / "recipes"
+PROMPT = " That is the end of the text. The answer to the question about the text above is:"
+HELP = "See hf-posenc finetune --help-all."
+GROUPS = ("Model and patch", "Texts", "Lengths and positions", "Training", "Output")
+_model, _texts, _lengths, _training, _output = (functools.partial(option, panel=g) for g in GROUPS)
+_length = functools.partial(_lengths, metavar="TOKENS", parse=read_length)
+# The least value of each number, and the first one above that is too large.
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "per_device_train_batch_size gradient_accumulation_steps max_steps": (1, math.inf),
+    "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps": (0, math.inf),
+    "num_train_epochs logging_steps save_steps eval_steps neftune_noise_alpha": (0, math.inf),
+    "dataloader_num_workers save_total_limit": (0, math.inf),
+    "adam_beta1 adam_beta2 label_smoothing_factor": (0, 1),
+    "seed data_seed": (0, 2**32),
+}
+# Options by the names that they have in other programs.
+_ELSEWHERE = {
+    **dict.fromkeys(("method", "methods"), "patch"),
+    **dict.fromkeys(("length", "max_length", "context_length", "max_seq_length"), "target_length"),
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "output": "output_dir",
+    "steps": "max_steps",
+}
+
+
+@dataclass
+class RecipeArguments:
+    """The recipe.
+
+    Attributes:
+        recipe: A YAML file of these options, which the command line overrides, or one that comes with the package:
+            drope, embedded, lora_24gb, lora_80gb, swan. Without --model: embedded.
+    """
+
+    recipe: str | None = _model()
+
+
+@dataclass
+class PatchArguments:
+    """The model, its patch, and the parameters that are trained.
+
+    Attributes:
+        model: Folder, GGUF file or hub name of a model; by default the embedded one.
+        tokenizer: Folder or hub name of a tokenizer, if not the model's.
+        dtype: Dtype of the trained weights; --bf16 computes in bfloat16.
+        attn: transformers' attention implementation.
+        patch: method:option=value,...[+method...], as for `hf-posenc perplexity`; by default the one it was saved with.
+        train: full: all weights; lora: a LoRA, embeddings and norms; encoding: the patch's own parameters.
+        lora_rank: Rank of --train lora.
+        lora_alpha: Alpha of --train lora.
+        lora_dropout: Dropout of --train lora.
+        distill: Keep predictions near a teacher's: of drawn positions near those of the model's own at positions 0 to
+            n - 1 (positions), or of blocks within the original length near those of the unpatched model (short).
+        distill_weight: Weight of --distill beside the loss; default 1.
+        loss_chunk: Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.
+    """
+
+    model: str | None = _model()
+    tokenizer: str | None = _model(rank=1)
+    dtype: str = _model("float32", rank=1)
+    attn: str | None = _model(rank=1)
+    patch: str | None = _model()
+    train: Trained = _training("full", kind=str, choices=get_args(Trained))
+    lora_rank: int = _training(16, rank=1)
+    lora_alpha: int = _training(32, rank=1)
+    lora_dropout: float = _training(0.0, rank=1)
+    distill: Literal["positions", "short"] | None = _training(
+        kind=str, choices=("positions", "short"), rank=1
+    )
+    distill_weight: float | None = _training(rank=1)
+    loss_chunk: int | None = _training(rank=1, least=0)
+
+
+@dataclass
+class DataArguments:
+    """The documents for training and for scoring, and the positions of their tokens.
+
+    Attributes:
+        text: Files or folders of text, JSONL or Parquet to train on; default: standard library.
+        dataset: Folder or hub name of a dataset, instead of --text.
+        dataset_config: Configuration of --dataset.
+        split: Split of --dataset.
+        column: Column of the texts, or of conversations (lists of messages with role and content): of these only the
+            assistant's tokens have a loss.
+        streaming: Read --dataset while it is downloaded.
+        tokenized: Column of token ids, instead of --column.
+        documents: Usable documents to read; by default all.
+        mixture: A YAML file with a list of sources, instead of --text: a weight (its share of the blocks) and these
+            options.
+        stream_blocks: Cut documents while training, instead of before it.
+        preprocessing_num_workers: Processes that tokenize.
+        positions: contiguous: blocks of one document; packed: short documents side by side that do not attend to each
+            other; pose, random, random_float, cream, endprompt, endprompt_random: short blocks whose positions reach
+            the target length.
+        terminal_prompt: The end of every block, of --positions endprompt.
+        curriculum: Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after
+            another, each in an equal share of the steps.
+        target_length: Context in tokens, as 32768 or 32k; by default the patch's.
+        block_length: Tokens in an example; by default the target length, and the original length where positions are
+            drawn.
+        score_text: Documents to score, as --text, or give --score_dataset; by default every tenth document to train
+            on, from the second on, or the last tenth of a single one: it is not trained on.
+        score_dataset: As --dataset, for the held-out documents.
+        score_split: Split of --score_dataset.
+        score_documents: Number of held-out documents.
+        score_lengths: Lengths to score; by default original and target.
+        tail_tokens: Tokens scored at the end of a tail window; by default as `hf-posenc perplexity`.
+        score: Measure perplexities before and after the training.
+    """
+
+    text: Sequence[str] = _texts((), metavar="PATH")
+    dataset: str | None = _texts(rank=1)
+    dataset_config: str | None = _texts(rank=1)
+    split: str = _texts("train", rank=1)
+    column: str = _texts("text", rank=1)
+    streaming: bool = _texts(False, rank=1)
+    tokenized: str | None = _texts(rank=1)
+    documents: int | None = _texts(rank=1)
+    mixture: str | None = _texts(rank=1, metavar="FILE")
+    stream_blocks: bool = _texts(False, rank=1)
+    preprocessing_num_workers: int = _texts(1, rank=1)
+    positions: str = _lengths("contiguous", choices=POSITIONS)
+    terminal_prompt: str = _lengths(PROMPT, rank=1)
+    curriculum: str | None = _lengths(rank=1)
+    target_length: int | None = _length()
+    block_length: int | None = _length()
+    score_text: Sequence[str] = _texts((), metavar="PATH")
+    score_dataset: str | None = _texts(rank=1)
+    score_split: str = _texts("test", rank=1)
+    score_documents: int = _texts(8, rank=1)
+    score_lengths: Sequence[int] = _length((), rank=1)
+    tail_tokens: int | None = _lengths(rank=1)
+    score: bool = _texts(True, rank=1)
+
+    def source(self, text: Sequence[str], dataset: str | None, split: str) -> DocumentOptions:
+        """Return the options of the documents to train on, or of those to score."""
+        return DocumentOptions(
+            text=text,
+            dataset=dataset,
+            config=self.dataset_config,
+            split=split,
+            column=self.column,
+            streaming=self.streaming,
+            tokenized=self.tokenized,
+        )
+
+
+@dataclass
+class RunArguments:
+    """Options of transformers that `--help` shows, and what is beside them.
+
+    Attributes:
+        max_steps: Optimizer steps; -1: those of --num_train_epochs.
+        learning_rate: Peak learning rate.
+        bf16: Compute in bfloat16.
+        output_dir: Folder of checkpoints, measurements and model.
+        fresh: Begin again if the folder holds another run's checkpoints.
+        verify_export: Load the result without hf_posenc and compare logits.
+        dry_run: Print tokens, steps, memory and time; train and write nothing.
+    """
+
+    max_steps: int = _training(400, least=-1)
+    learning_rate: float = _training(2e-5)
+    bf16: bool = _training(False)
+    output_dir: str | None = _output("finetuned", metavar="DIR")
+    fresh: bool = _output(False, rank=1)
+    verify_export: bool = _output(False, rank=1)
+    dry_run: bool = _output(False)
+
+
+# The defaults that recipes for longer contexts agree on, YaRN (arXiv 2309.00071), LongLoRA (2309.12307) and PI
+# (2306.15595): AdamW with betas 0.9 and 0.95, no weight decay, 2e-5 after 20 steps of warmup, 400 to 1000 steps,
+# gradients clipped at 1; and those of blocks, a log of every step, and two checkpoints.
+DEFAULTS: Mapping[str, Any] = {
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 20,
+    "adam_beta2": 0.95,
+    "per_device_train_batch_size": 1,
+    "dataloader_drop_last": True,
+    "remove_unused_columns": False,
+    "include_num_input_tokens_seen": True,
+    "logging_nan_inf_filter": False,
+    "logging_steps": 1,
+    "save_steps": 50,
+    "save_total_limit": 2,
+    "disable_tqdm": False,
+}
+KINDS: tuple[Any, ...] = (RecipeArguments, PatchArguments, DataArguments, RunArguments)
+
+
+@functools.cache
+def listed() -> list[tuple[dataclasses.Field[Any], Any, str]]:
+    """Return the fields of all options with their types and help, group by group."""
+    found = [
+        (each, get_type_hints(kind)[each.name], help_texts(kind).get(each.name, ""))
+        for kind in KINDS
+        for each in dataclasses.fields(kind)
+    ]
+    return sorted(found, key=lambda option: _place(option[0].metadata["flag"]))
+
+
+def _place(flag: Flag) -> tuple[int, int]:
+    return GROUPS.index(str(flag.panel)), flag.rank
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser, in their groups."""
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for each, hint, text in listed():
+        flag: Flag = each.metadata["flag"]
+        kind = flag.kind or next(
+            part for part in get_args(hint) or (hint,) if part is not type(None)
+        )
+        given: dict[str, Any] = {"help": text.replace("%", "%%"), "default": each.default}
+        if hint is bool:
+            given |= {"type": _truth, "nargs": "?", "const": True}
+        else:
+            if get_origin(hint) is Sequence:
+                given["nargs"] = "+"
+            given["type"] = _read(flag.parse, each.name) if flag.parse else kind
+            given["choices"] = flag.choices or None
+        group = groups[str(flag.panel)]
+        group.add_argument(*_spellings(each.name), **given)
+        if each.default is True:
+            group.add_argument(*_spellings(f"no_{each.name}"), action="store_false", dest=each.name)
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "yes", "1")
+
+
+def _read(parse: Callable[[Any, str], Any], name: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text, f"--{name}")
+        except PosencError as error:  # argparse would hide the text of a ValueError
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def pick(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return the options of one kind."""
+    return kind(**{each.name: values[each.name] for each in dataclasses.fields(kind)})
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise an error of one line, without all options in front of it."""
+        raise PosencError(f"{message}. {HELP}")
+
+
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """Return the values of our options; raise for wrong names, numbers and combinations.
+
+    `--help` prints all options, and exits.
+    """
+    parser = _Parser("hf-posenc finetune", allow_abbrev=False)
+    add_options(parser)
+    known = parser._option_string_actions
+    others = [name for name in _training_arguments() if f"--{name}" not in known]
+    for name in others:
+        parser.add_argument(*_spellings(name), nargs="*", help=argparse.SUPPRESS)
+        parser.add_argument(*_spellings(f"no_{name}"), action="store_true", help=argparse.SUPPRESS)
+    values = parse(parser, words)
+    _check_numbers(vars(values))
+    _check(values)
+    if checkpoint := values.resume_from_checkpoint:
+        _check_resumption(values, Path(checkpoint[0]))
+    data: DataArguments = pick(DataArguments, vars(values))
+    _check_used(data)
+    for text in (data.text, data.score_text):
+        check_readable(source_of(data.source(text, None, data.split)), text)
+    return values
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse words that may name a recipe, whose values are defaults."""
+    given, _ = parser.parse_known_args(words)
+    if given.recipe or given.model is None:
+        parser.set_defaults(**_read_recipe(given.recipe or "embedded", parser))
+    values, rest = parser.parse_known_args(words)
+    if rest:
+        word = next((word for word in rest if word.startswith("--")), rest[0])
+        raise PosencError(f"{_no_such(word.partition('=')[0], parser)} {HELP}")
+    return values
+
+
+def _no_such(given: str, parser: argparse.ArgumentParser) -> str:
+    if not given.startswith("--"):
+        return f"{given!r} belongs to no option."
+    names = {name: name for name in (action.dest for action in parser._actions)} | _ELSEWHERE
+    close = difflib.get_close_matches(given[2:].replace("-", "_"), names, n=1)
+    return f"No such option: {given}." + "".join(
+        f" Did you mean --{names[each]}?" for each in close
+    )
+
+
+def _training_arguments() -> list[str]:
+    """Return the names of transformers' own options, read from its source: importing them takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "training_args.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in classes if node.name == "TrainingArguments")
+    targets = (node.target for node in body if isinstance(node, ast.AnnAssign))
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def read_yaml(kind: str, path: Path) -> Any:
+    """Return the values of a YAML file."""
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise PosencError(f"The {kind} {path} cannot be read: {reason}") from error
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    path = Path(name)
+    if not path.suffix and not path.exists():
+        if name not in recipes():
+            raise unknown("recipe", name, recipes())
+        path = RECIPES / f"{name}.yaml"
+    values = read_yaml("recipe", path)
+    if not isinstance(values, dict):
+        raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
+    options = {action.dest for action in parser._actions} - {"help", "recipe"}
+    for key, value in values.items():
+        if key not in options or value is None:
+            what = "no option" if key not in options else "given no value"
+            raise PosencError(f"The recipe {path} sets {key}, which is {what}. {HELP}")
+    # argparse converts only defaults that are strings, and makes no list of one value.
+    kinds = {a.dest: a.type for a in parser._actions if a.nargs == "+" and callable(a.type)}
+    for key, value in values.items():
+        if key in kinds:
+            given = value if isinstance(value, list) else [value]
+            try:
+                values[key] = [kinds[key](str(each)) for each in given]
+            except argparse.ArgumentTypeError as error:
+                raise PosencError(f"The recipe {path} sets {key}: {error}") from error
+        elif type(value) in (int, float):
+            values[key] = str(value)
+    return values
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    """Raise for a number out of range."""
+    for names, (least, limit) in _LIMITS.items():
+        for name in names.split():
+            value = values.get(name)
+            if isinstance(value, str | list):  # transformers' own, which is not parsed yet
+                try:
+                    value = float(value if isinstance(value, str) else value[0])
+                except (IndexError, ValueError):
+                    continue
+            if value is None or (name, value) == ("max_steps", -1) or least <= value < limit:
+                continue
+            below = "a finite number" if math.isinf(limit) else f"below {limit:g}"
+            raise PosencError(f"--{name} {value:g}: at least {least:g} and {below} is needed.")
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Refuse options that nothing would use, and a checkpoint of other parameters."""
+    kind, weight, unpatched = given.distill, given.distill_weight, (given.patch or "").strip()
+    heavier, drawn = f"--distill_weight {weight or 0:g}", given.positions in DRAWN
+    lora = [
+        name
+        for name in ("lora_rank", "lora_alpha", "lora_dropout")
+        if given.train != "lora" and getattr(given, name) != getattr(PatchArguments, name)
+    ]
+    problems = (
+        (lora, f"--{' --'.join(lora)} {getattr(given, lora[0]) if lora else ''} is for --train lora: leave it out"),
+        (given.positions not in PROMPTED and given.terminal_prompt != PROMPT,
+         f"--terminal_prompt is for --positions {' or '.join(PROMPTED)}"),
+        (not kind and weight is not None, f"{heavier} is for --distill: leave it out"),
+        (not 0 < (1 if weight is None else weight) < math.inf, f"{heavier}: a positive number is needed"),
+        (kind and given.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss_chunk 0 out"),
+        (kind == "positions" and not drawn,
+         f"--distill positions: --positions {given.positions} draws none: use one of {', '.join(DRAWN)}"),
+        (kind == "short" and unpatched.lower() == UNPATCHED,
+         "--distill short: without a patch, the model would be its own teacher"),
+        (given.output_dir == "", "--output_dir is empty: give a folder"),
+    )  # fmt: skip
+    for wrong, problem in problems:
+        if wrong:
+            raise PosencError(f"{problem}.")
+
+
+def _check_used(data: DataArguments) -> None:
+    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
+
+    `split` is of those to train on alone.
+    """
+    sources = [(data.text, data.dataset, data.split)]
+    if data.score_text or data.score_dataset is not None:
+        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
+    errors = []
+    for source in sources:
+        given = data.source(*source)
+        for name in ("split", "streaming"):  # whose defaults are others there
+            if getattr(given, name) == getattr(DataArguments, name):
+                given = dataclasses.replace(given, **{name: getattr(DocumentOptions, name)})
+        try:
+            refuse_ignored(given)
+        except PosencError as error:
+            errors.append(error)
+    if len(errors) == len(sources):
+        raise errors[0]
+
+
+def _check_resumption(given: argparse.Namespace, checkpoint: Path) -> None:
+    """Refuse a checkpoint of other parameters: the Trainer would refuse it after everything is read and scored."""
+    if not (checkpoint / "trainer_state.json").is_file():
+        return  # the last one of the folder, or none, which `TrainingFolder` refuses
+    file, adapter = checkpoint / "adapter_config.json", None
+    if file.is_file():
+        adapter = json.loads(file.read_text(encoding="utf-8")).get("r")
+    requested = given.lora_rank if given.train == "lora" else None
+    if adapter != requested:
+        held = "the whole weights" if adapter is None else f"a LoRA of rank {adapter}"
+        way = "--train full" if adapter is None else f"--train lora --lora_rank {adapter}"
+        raise PosencError(
+            f"--resume_from_checkpoint {checkpoint}: it holds {held}, which --train {given.train} cannot resume. "
+            f"Give {way}, or leave --resume_from_checkpoint out."
+        )

@@ -1,0 +1,114 @@
+"""`hf-posenc finetune`: its help, and the same training as `python -m hf_posenc.training` and the script."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+from typer.testing import CliRunner
+
+from hf_posenc.cli.app import app
+from hf_posenc.training import TrainingLog
+from hf_posenc.training.run import options
+from hf_posenc.training.run.result import print_next
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def help_of(option: str) -> dict[str, list[str]]:
+    """The options under each panel of the help."""
+    result = CliRunner().invoke(app, ["finetune", option], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Every option of transformers' TrainingArguments works too" in result.output
+    parts = re.split(r"╭─ (.*?) ─+╮", result.output)[1:]
+    panels = dict(zip(parts[::2], parts[1::2], strict=True))
+    return {name: re.findall(r"^│ (--[\w-]+)", text, re.MULTILINE) for name, text in panels.items()}
+
+
+def test_the_help_has_a_dozen_options_in_groups_and_the_whole_one_each_once() -> None:
+    short, whole = help_of("--help"), help_of("--help-all")
+    assert tuple(short)[1:] == tuple(whole)[1:] == options.GROUPS
+    for group in options.GROUPS:
+        assert 2 <= len(short[group]) <= 4
+        assert set(short[group]) <= set(whole[group])
+    listed = [name for group in options.GROUPS for name in whole[group]]
+    own = [field.name for kind in options.KINDS for field in fields(kind)]
+    assert sorted(listed) == sorted(f"--{name.replace('_', '-')}" for name in own)
+    assert all(text for *_, text in options.listed())
+
+
+def test_the_names_of_transformers_options_are_all_known() -> None:
+    """They are read from its source without an import; its own parser has them from the class."""
+    parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    names = {action.dest for action in parser._actions} - {"help"}
+    assert set(options._training_arguments()) == names
+    assert set(options.DEFAULTS) <= names
+    (recipe,) = (text for field, _, text in options.listed() if field.name == "recipe")
+    assert all(name in recipe for name in options.recipes())
+
+
+@pytest.mark.slow
+def test_the_command_the_module_and_the_script_train_the_same(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(prose(3_000))
+    given = f"--model {model} --text {tmp_path}/text.txt --patch yarn:scale=2 --no_score --max_steps 2 --use_cpu"
+    command = [sys.executable, "-c", "from hf_posenc.cli import main; main()", "finetune"]
+    programs = {
+        "command": command,
+        "module": [sys.executable, "-m", "hf_posenc.training"],
+        "script": [sys.executable, str(ROOT / "scripts" / "finetune.py")],
+    }
+    losses = {}
+    for name, program in programs.items():
+        words = [*program, *given.split(), "--output-dir", name]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        kept: Any = {"capture_output": True, "text": True, "check": False}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, **kept)
+        assert done.returncode == 0, done.stderr
+        log = TrainingLog.read(tmp_path / name)
+        losses[name] = [entry["loss"] for entry in log.log_history if "loss" in entry]
+        assert log.command == f"hf-posenc finetune {given}"
+        assert f"hf-posenc export {name} --to vllm" in done.stdout
+    assert len(losses["script"]) == 2
+    assert losses["command"] == losses["module"] == losses["script"]
+    # The same command resumes what the script began.
+    words = [*command, *given.split(), "--output_dir", "script"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, **kept)
+    assert done.returncode == 0, done.stderr
+    wrong = subprocess.run([*programs["module"], "--modl", "x"], cwd=tmp_path, **kept)
+    assert wrong.stderr.startswith("error: No such option: --modl. Did you mean --model?")
+    assert wrong.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("texts", "measure"),
+    [
+        ([], "hf-posenc perplexity 'my run' --lengths 64,128\n"),
+        (["a b.txt"], "hf-posenc perplexity 'my run' --lengths 64,128 --text 'a b.txt'\n"),
+        (
+            ["a b.txt, last tenth"],
+            "hf-posenc retrieval 'my run' --tasks passkey --lengths 64,128\n",
+        ),
+    ],
+)
+def test_the_next_commands_can_be_copied(
+    texts: list[str],
+    measure: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a b.txt").touch()
+    print_next(Path("my run"), texts, [128, 64])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"\nNext:\n  {measure}  hf-posenc export 'my run' --to vllm\n")
+    assert "  hf upload 'my run' 'my run' . --exclude '*/*' --exclude '.*'" in shown
