@@ -29,7 +29,7 @@ class ExportOptions(Checked):
 
     Attributes:
         model: A saved model, patched or not, or an adapter.
-        to: transformers4, transformers5, vllm, sglang or llama.cpp.
+        to: transformers4, transformers5, vllm, sglang, llama.cpp or mlx.
         patch: Patch an unpatched model, e.g. yarn:scale=8.
         methods: Which methods the engine can have; write nothing.
         gguf: With --to llama.cpp: check the file of convert_hf_to_gguf, and write a right one into --output if needed.

@@ -1,4 +1,4 @@
-"""Exports of saved models for other engines: transformers 4.57 and 5, vLLM, SGLang, llama.cpp; see `exports`.
+"""Exports of saved models for other engines: transformers 4.57 and 5, vLLM, SGLang, llama.cpp, mlx-lm; see `exports`.
 
 Names load without torch, the rest on first use.
 """

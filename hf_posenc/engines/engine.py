@@ -104,6 +104,8 @@ class Engine:
     version: ClassVar[str]
     fixed_table: ClassVar[bool] = False
     """True if it makes one table at the start, for texts of every length."""
+    legacy: ClassVar[bool] = False
+    """True if it reads the keys of transformers 4.57, in classes of its own."""
 
     def drafts(self, source: Source) -> Iterator[Draft]:
         """Yield the forms for a model, best first."""

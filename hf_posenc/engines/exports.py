@@ -1,4 +1,4 @@
-"""Exports of saved models for other engines: transformers 4.57 and 5, vLLM, SGLang, llama.cpp.
+"""Exports of saved models for other engines: transformers 4.57 and 5, vLLM, SGLang, llama.cpp, mlx-lm.
 
 `export(folder, engine)` returns the form in which an engine gets a model's rotary tables, or the reason why there is
 none, with the difference of its table from the model's by the engine's own published formula. `write_export` writes it.
@@ -21,7 +21,7 @@ from typing import Any
 from hf_posenc.diagnosis import read_json
 from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
 from hf_posenc.engines.names import HOMES, WEIGHTS
-from hf_posenc.engines.servers import Transformers4, Transformers5, tokenizer_length
+from hf_posenc.engines.servers import Transformers5, tokenizer_length
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import WEIGHT_FILES, disk_errors
@@ -144,7 +144,7 @@ def _native(source: Source, engine: Engine) -> Export:
         config = copy.deepcopy(source.config)
         text = dict(config_parts(config))[source.text_path]
         write_values(text, draft.values)
-        if not isinstance(engine, Transformers4) and reloaded(config) is None:
+        if not engine.legacy and reloaded(config) is None:
             failures.append(f"the config class of {config.model_type} does not take {draft.form}")
             continue
         errors = measure(source, engine, draft, vars(text))
@@ -167,13 +167,13 @@ def _native(source: Source, engine: Engine) -> Export:
                 divisors=draft.divisors,
             )
         else:
+            if source.length_dependent and engine.fixed_table:
+                failures.append(f"{engine.name} makes one table for texts of every length")
             worst = max(errors, key=lambda error: max(error.frequency, error.factor))
             failures.append(
                 f"as {draft.form}, a frequency differs by {worst.frequency:.2g} and the factor by "
                 f"{worst.factor:.2g}, at {worst.length} tokens"
             )
-    if source.length_dependent and engine.fixed_table:
-        failures.insert(0, f"{engine.name} makes one table for texts of every length")
     reason = "; ".join(dict.fromkeys(failures)) or f"{engine.name} has no form for it"
     return replace(result, reason=reason)
 

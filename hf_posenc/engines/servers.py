@@ -70,6 +70,7 @@ class Transformers4(Engine):
 
     name = "transformers4"
     version = "4.57.1"
+    legacy = True
 
     def drafts(self, source: Source) -> Iterator[Draft]:
         patch = source.patch
