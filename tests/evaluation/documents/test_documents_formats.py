@@ -83,8 +83,9 @@ def test_text_in_other_encodings(size: int, tmp_path: Path) -> None:
         assert [each.name for each in usable] == ["b"]
         if guess != "koi8_r" or importlib.util.find_spec("charset_normalizer"):
             assert skipped.reason.endswith(f"--encoding {guess}"), skipped
-    (skipped,) = read_paths([path], encoding="ascii")
-    assert str(getattr(skipped, "reason", "")) == "UTF-16: give --encoding utf-16"
+    assert list(read_paths([path], encoding="ascii")) == [
+        Skipped(str(path), "UTF-16: give --encoding utf-16")
+    ]
     with pytest.raises(PosencError, match="--encoding rot13: Python has no such encoding of text"):
         list(read_paths([path], encoding="rot13"))
     with pytest.raises(PosencError, match="--encoding ascii is for files in --text, and nothing"):
