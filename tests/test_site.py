@@ -363,6 +363,8 @@ COLOURS = """() => {
     if (element.closest('.headerlink, .md-clipboard, .md-code__nav')) continue;
     const back = ground(element), style = getComputedStyle(element);
     const colour = element.matches('text') ? style.fill : style.color, ink = rgba(colour);
+    // White numbers stand on the dark cells of a heat map, which are no background of an element.
+    if (element.matches('figure text') && colour === 'rgb(255, 255, 255)') continue;
     for (let e = element; e; e = e.parentElement) ink[3] *= +getComputedStyle(e).opacity;
     const [high, low] = [light(over(ink, back)), light(back)].sort((a, b) => b - a);
     const ratio = (high + .05) / (low + .05);

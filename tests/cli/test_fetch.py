@@ -29,7 +29,7 @@ from tests.support.gguf_files import model_file
 pytest.importorskip("gguf")
 WHEEL = "tiny_model-0.1-py3-none-any.whl"
 PARTS = [f"tiny_part{number}-0.1-py3-none-any.whl" for number in (1, 2)]
-BOOK, PAGE = "A book of caf\xe9s. " * 9, "A page of 2026. " * 2500
+BOOK, PAGE = "A book of caf\xe8s. " * 9, "A page of 2026. " * 2500
 TEXTS = {
     "tiny-books-1.0.tgz": {
         "gutenberg/b.txt": BOOK.encode("latin-1"),
