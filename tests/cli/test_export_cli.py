@@ -21,7 +21,7 @@ from tests.support.verifying import verify_here
     [
         *(("transformers4", ""), ("transformers5", "")),
         *(("vllm", "--max-model-len 256"), ("sglang", "--context-length 256")),
-        ("llama.cpp", "-c 256"),
+        *(("llama.cpp", "-c 256"), ("mlx", "")),
     ],
 )
 def test_writes_a_folder_and_says_what_is_left_to_do(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from hf_posenc import PosencError, patch_model
 from hf_posenc.methods import ALiBi, DynamicNTK, ReRoPE
@@ -33,13 +35,16 @@ QUICK = ("dynamic_ntk_row",)
 """One that is refused; CI exports a bias too, and below, bands are exported with padding."""
 
 
-def export(model: PreTrainedModel, *, strict: bool = False) -> Any:
+def traced(model: PreTrainedModel, *, strict: bool = False) -> torch.export.ExportedProgram:
     """Export a model for texts of 2 to 100 tokens, from one of 30."""
     inputs = {"input_ids": zoo.tokens(30), "use_cache": False}
     shapes = {"input_ids": {1: torch.export.Dim("tokens", min=2, max=100)}, "use_cache": None}
     with torch.no_grad():
-        exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=strict)
-    return exported.module()
+        return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=strict)
+
+
+def export(model: PreTrainedModel, *, strict: bool = False) -> Any:
+    return traced(model, strict=strict).module()
 
 
 def check(model: PreTrainedModel, program: Any, lengths: Any = (9, 50, 70)) -> None:
@@ -150,3 +155,33 @@ def test_a_length_that_a_cache_would_keep() -> None:
     check(model, export(model), (9, 70))
     with pytest.raises(PosencError, match='use_cache=False or update="sequence"'):
         through_static_cache(model, zoo.tokens(48), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"method": "yarn", "scale": 4},
+        {"method": "ntk_by_parts", "scale": 4},
+        pytest.param({"method": "rerope", "window": 8}, marks=pytest.mark.weekly),
+        pytest.param({"method": "alibi"}, marks=pytest.mark.weekly),
+    ],
+    ids=lambda patch: patch["method"],
+)
+def test_onnx(patch: dict[str, Any], tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = layer()
+    plain = zoo.logits(model, zoo.tokens(90))
+    program = traced(patch_model(model, **patch))
+    file = tmp_path / "model.onnx"
+    exported: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+    exported.save(file)
+    session = runtime.InferenceSession(file)
+
+    def computed(input_ids: Tensor, **given: Any) -> Any:
+        (logits,) = session.run(None, {"input_ids": input_ids.numpy()})
+        return CausalLMOutput(logits=torch.from_numpy(logits))
+
+    check(model, computed, (9, 90))
+    assert zoo.relative_difference(zoo.logits(model, zoo.tokens(90)), plain) > 1e-2
