@@ -58,11 +58,11 @@ def initialize_rope(config: dict[str, Any], dim: int) -> tuple[np.ndarray, float
     low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
     mask = 1 - np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0, 1)
     scaled = factor * periods
-    mscale: list[float] = [
+    mscale, all_dim = (
         0.1 * scaling.get(name, default) * math.log(factor) + 1 if factor > 1 else 1.0
         for name, default in (("mscale", 1), ("mscale_all_dim", 0))
-    ]
-    return (scaled * mask + periods * (1 - mask)) / (scaled * periods), mscale[0] / mscale[1]
+    )
+    return (scaled * mask + periods * (1 - mask)) / (scaled * periods), mscale / all_dim
 
 
 def written(folder: Path, method: str | None, options: dict[str, Any]) -> dict[str, Any]:

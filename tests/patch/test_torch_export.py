@@ -175,7 +175,8 @@ def test_onnx(patch: dict[str, Any], tmp_path: Path) -> None:
     plain = zoo.logits(model, zoo.tokens(90))
     program = traced(patch_model(model, **patch))
     file = tmp_path / "model.onnx"
-    torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).save(file)
+    exported: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+    exported.save(file)
     session = runtime.InferenceSession(file)
 
     def computed(input_ids: Tensor, **given: Any) -> Any:
