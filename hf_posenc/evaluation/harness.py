@@ -8,7 +8,7 @@ The harness finds no models of other packages by itself; apart from that, the co
 
 from __future__ import annotations
 
-import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 from lm_eval.__main__ import cli_evaluate
@@ -19,17 +19,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, movement
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.saving import from_pretrained, load_adapter
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loader:
-    """Loads a checkpoint with its patch, in the place of a class of transformers."""
-
-    auto_class: Any
-
-    def from_pretrained(self, name: str, **options: Any) -> Any:
-        given = {key: value for key, value in options.items() if value not in (None, "")}
-        return from_pretrained(name, auto_class=self.auto_class, **given)
 
 
 @register_model("hf-posenc")
@@ -70,7 +59,13 @@ class PatchedLM(HFLM):  # type: ignore[misc]
             )
 
     def _create_model(self, pretrained: str, *, peft: str | None = None, **options: Any) -> None:
-        given, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _Loader(self.AUTO_MODEL_CLASS)
+        given = self.AUTO_MODEL_CLASS
+
+        def load(name: str, **options: Any) -> Any:  # the patch that it was saved with, too
+            options = {key: value for key, value in options.items() if value not in (None, "")}
+            return from_pretrained(name, auto_class=given, **options)
+
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=load)
         try:
             super()._create_model(pretrained, **options)
         finally:

@@ -30,7 +30,7 @@ from hf_posenc.training.batches.blocks import (
 from hf_posenc.training.run.options import DataArguments, read_yaml
 
 _SOURCE_OPTIONS = (
-    *("text", "dataset", "dataset_config", "split", "column", "streaming"),
+    *("text", "dataset", "dataset_config", "split", "column", "encoding", "streaming"),
     *("tokenized", "documents"),
 )
 

@@ -113,6 +113,7 @@ class DataArguments:
         split: Split of --dataset.
         column: Column of the texts, or of conversations (lists of messages with role and content): of these only the
             assistant's tokens have a loss.
+        encoding: Encoding of files of text, e.g. latin-1.
         streaming: Read --dataset while it is downloaded.
         tokenized: Column of token ids, instead of --column.
         documents: Usable documents to read; by default all.
@@ -144,6 +145,7 @@ class DataArguments:
     dataset_config: str | None = _texts(rank=1)
     split: str = _texts("train", rank=1)
     column: str = _texts("text", rank=1)
+    encoding: str = _texts("utf-8", rank=1)
     streaming: bool = _texts(False, rank=1)
     tokenized: str | None = _texts(rank=1)
     documents: int | None = _texts(rank=1)
@@ -171,6 +173,7 @@ class DataArguments:
             config=self.dataset_config,
             split=split,
             column=self.column,
+            encoding=self.encoding,
             streaming=self.streaming,
             tokenized=self.tokenized,
         )
