@@ -51,12 +51,13 @@ LARGEST_BASE = 1e12
 
 AS_IT_IS = "as it is"
 FINE_TUNED = "after fine-tuning"
+FITTED = "once fitted to it"
 SHORT = "does not reach"
 WINDOW = "a window only"
 TRAINED = "after training"
 BESIDE = "beside another"
 REFUSED = "not on this model"
-WORKS = (AS_IT_IS, FINE_TUNED, WINDOW, SHORT, BESIDE, TRAINED, REFUSED)
+WORKS = (AS_IT_IS, FINE_TUNED, FITTED, WINDOW, SHORT, BESIDE, TRAINED, REFUSED)
 """The ways in which a method works at the target, the best first."""
 
 _BLOCK = 1 << 14
@@ -300,7 +301,7 @@ def option_of(kind: type[Method], start: Start) -> Option:
         return Option(kind.name, BESIDE, reason, None, attention=False)
     if kind in (DPE, LaMPE):
         reason = f"{kind.summary}: its numbers are fitted to each model, and four sets are recipes"
-        return Option(kind.name, FINE_TUNED, reason, None, attention=True)
+        return Option(kind.name, FITTED, reason, None, attention=True)
     if issubclass(kind, RotaryBands | GrowingBands):
         return _bands(kind, start)
     if issubclass(kind, RopeScaling):

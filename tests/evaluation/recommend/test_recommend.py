@@ -28,6 +28,7 @@ from hf_posenc.evaluation.recommend import Advice, cache_cost, facts, notes, rec
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FINE_TUNED,
+    FITTED,
     REFUSED,
     SHORT,
     WINDOW,
@@ -175,7 +176,12 @@ def test_a_class_shows_three_of_each_kind_and_names_the_others(advice: Advice) -
     for row in rows:
         works, kind = row[0] or works, row[1] or kind
         shown.setdefault((works, kind), []).append(row[2])
-    assert list(dict.fromkeys(works for works, _ in shown))[:3] == [AS_IT_IS, FINE_TUNED, WINDOW]
+    assert list(dict.fromkeys(works for works, _ in shown))[:4] == [
+        AS_IT_IS,
+        FINE_TUNED,
+        FITTED,
+        WINDOW,
+    ]
     said = " ".join(notes(advice))
     for (works, kind), methods in shown.items():
         every = [o.method for o in advice.options if (o.works, o.kind) == (works, kind)]
