@@ -24,7 +24,7 @@ WRONG = [
     ("perplexity --method yarn", "No such option: --method. It is called --patch here."),
     ("perplexity --methd yarn", "No such option: --methd. Did you mean --patch?"),
     ("perplexity --lenght 4k", "No such option: --lenght. Did you mean --lengths?"),
-    ("doctor --deep", "No such option: --deep Try: hf-posenc doctor --help"),
+    ("doctor --deep", "No such option: --deep"),
     (
         "perplexity --lengths 2G",
         "'2G' is no length; give a whole number of tokens, such as 4096 or",
