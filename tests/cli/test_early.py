@@ -121,7 +121,7 @@ WRONG = [
     ("recommend --target-length 4k --dtype int8", "Unknown value of --dtype 'int8'"),
     ("recipes ./nowhere", "There is no model folder ./nowhere"),
     ("show yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
-    ("fetch smollm3", "Unknown checkpoint 'smollm3'. Did you mean 'smollm2'?"),
+    ("fetch smollm3", "Unknown download 'smollm3'. Did you mean 'smollm2'?"),
     ("report nowhere", "There is no folder nowhere."),
     ("methods yarn", "unexpected extra argument"),
     ("models llama", "unexpected extra argument"),
