@@ -1,4 +1,4 @@
-"""What README.md and the guides say of the committed evidence, for scripts/make_readme.py."""
+"""Tables and sentences of README.md and the guides on the committed evidence, for scripts/make_readme.py."""
 
 from __future__ import annotations
 

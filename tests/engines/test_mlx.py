@@ -119,7 +119,7 @@ def test_what_it_cannot_have(tmp_path: Path) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize("model_type", sorted(WHOLE))
 def test_in_mlx_lm_itself(tmp_path: Path, model_type: str) -> None:
-    """Where it is installed: pip install "mlx[cpu]" mlx-lm."""
+    """Compare with mlx-lm itself, if it is installed: pip install "mlx[cpu]" mlx-lm."""
     utils: Any = pytest.importorskip("mlx_lm.utils")
     import mlx.core as mx  # type: ignore[import-not-found]
 

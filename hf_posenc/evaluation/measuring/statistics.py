@@ -32,14 +32,14 @@ With fewer, the interval of a mean is wider than the range from the lowest docum
 of 95 % contain it in 93 % of samples of five documents, in 90 % of samples of two.
 """
 TOO_FEW = "too few documents"
-"""What is printed where there are fewer."""
+"""Printed instead of a range or a verdict where there are fewer."""
 FEW_NOTE = (
     f"{TOO_FEW.capitalize()} for ranges and verdicts: {FEW_DOCUMENTS} of equal weight are needed."
 )
 CLAIM, POWER = 0.01, 0.8
 """The difference that `needed` documents show, as a share of the perplexity, in this share of samples."""
 NEEDED = f"{100 * CLAIM:g} % would need {{:,}} documents"
-"""How such a number is worded beside a ratio."""
+"""Text for such a number beside a ratio."""
 
 ROUNDING = 1e-4
 """A ratio of perplexities this close to 1 is rounding: other kernels on the same numbers."""
