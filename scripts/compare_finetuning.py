@@ -89,7 +89,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
 ) -> None:
     """Run every way with every seed that the file has not yet, and write tail perplexities before and after."""
-    from hf_posenc.training.loading import one_thread
+    from hf_posenc.evaluation.loading import one_thread
 
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
@@ -153,14 +153,14 @@ def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[st
 
 def _untrained(patches: set[str]) -> dict[str, Any]:
     """Return the same perplexities with every patch before any training."""
-    from hf_posenc.training.loading import embedded_model, load_model
+    from hf_posenc.evaluation.loading import embedded_model, load_model
 
     model = load_model(embedded_model(), dtype="float32")
     return {patch: _measured(model, patch) for patch in sorted(patches)}
 
 
 def _measured(model: Any, patch: str | None) -> dict[str, Any]:
-    from hf_posenc.training.loading import embedded_model, load_tokenizer
+    from hf_posenc.evaluation.loading import embedded_model, load_tokenizer
 
     tokenizer = load_tokenizer(embedded_model())
     methods = None if patch is None else [patch]

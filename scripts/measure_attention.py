@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import patched
+from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.documents import TokenizedDocument, load_documents, read_embedded
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.training import loading
 from scripts.results import ATTENTION
 
 LENGTH, DOCUMENTS, QUERIES = 2048, 12, 64

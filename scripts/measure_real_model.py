@@ -24,10 +24,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_posenc.evaluation.loading import open_session
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.files import to_json, write_atomically
-from hf_posenc.training.loading import open_session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 from scripts.results import REAL_MODEL, ROOT, read

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.documents import (
     TokenizedDocument,
     load_documents,
@@ -43,7 +44,6 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
-from hf_posenc.training import loading
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.flags import output_option
 from hf_posenc.files import to_json
-from hf_posenc.training import loading
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_posenc.diagnosis import check_folder, read_json, unreadable
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.loading import ADAPTER, base_of, check_name, check_tokenizer
 from hf_posenc.evaluation.options import (
     BenchOptions,
     DocumentOptions,
@@ -21,7 +22,6 @@ from hf_posenc.evaluation.options import (
     RunOptions,
 )
 from hf_posenc.gguf_file import find_gguf, read_header
-from hf_posenc.training.loading import ADAPTER, base_of, check_name, check_tokenizer
 
 # PyTorch's own devices; a package that adds one is found by its entry point, and its names are checked by PyTorch.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)?")

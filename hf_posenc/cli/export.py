@@ -16,8 +16,8 @@ from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, output_option, plain_option
+from hf_posenc.evaluation.loading import parse_patch, quiet_transformers
 from hf_posenc.files import disk_errors
-from hf_posenc.training.loading import parse_patch, quiet_transformers
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck

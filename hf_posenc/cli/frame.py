@@ -23,9 +23,9 @@ from hf_posenc.cli.console import (
     print_warning,
 )
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.loading import open_session, open_sizes
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
-from hf_posenc.training.loading import open_session, open_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,15 +18,15 @@ from hf_posenc.cli.console import err, out, print_heading, print_items, print_js
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, parse_dtype, plain_option
-from hf_posenc.evaluation.options import CheckpointOptions
-from hf_posenc.lengths import read_length
-from hf_posenc.training.loading import (
+from hf_posenc.evaluation.loading import (
     build_empty,
     embedded_model,
     live_model,
     load_config,
     parse_patch,
 )
+from hf_posenc.evaluation.options import CheckpointOptions
+from hf_posenc.lengths import read_length
 
 if TYPE_CHECKING:
     from hf_posenc.engines.in_force import Scaling

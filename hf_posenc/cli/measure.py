@@ -24,6 +24,7 @@ from hf_posenc.cli.console import (
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
+from hf_posenc.evaluation.loading import load_config, open_session
 from hf_posenc.evaluation.options import (
     PERPLEXITY_METHODS,
     RETRIEVAL_METHODS,
@@ -40,7 +41,6 @@ from hf_posenc.evaluation.options import (
     SweepOptions,
     TailOptions,
 )
-from hf_posenc.training.loading import load_config, open_session
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.device.result import GpuResult

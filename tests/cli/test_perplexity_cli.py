@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc import from_pretrained, patch_model, patched
 from hf_posenc.embedded import held_out_documents, model_path
+from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
+from hf_posenc.evaluation.loading import load_model, load_tokenizer
 from hf_posenc.evaluation.perplexity.longppl import key_tokens
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.training import loading
-from hf_posenc.training.loading import load_model, load_tokenizer
 from tests.cli.test_cli import invoke, run
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint

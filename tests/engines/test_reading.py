@@ -85,7 +85,7 @@ def test_llamafactory_is_told_only_what_it_computes(llama: Path) -> None:
 def test_the_option_is_the_patch(llama: Path) -> None:
     _, scaling = read("--hf-overrides", overrides({**YARN, "beta_fast": 16}))
     assert scaling.option == "yarn:scale=4,beta_fast=16"
-    from hf_posenc.training.loading import parse_patch
+    from hf_posenc.evaluation.loading import parse_patch
 
     method, options = parse_patch(scaling.option).arguments()
     (one,) = inspect_rope(patch_model(zoo.build("llama"), method, **options))

@@ -20,10 +20,10 @@ from hf_posenc.cli.app import app
 from hf_posenc.engines.llama_cpp import runtime
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.loading import load_tokenizer, open_session
 from hf_posenc.evaluation.measuring.identity import model_identity
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
-from hf_posenc.training.loading import load_tokenizer, open_session
 from tests.support.gguf_files import header_file, model_file
 
 gguf = pytest.importorskip("gguf")
@@ -353,7 +353,7 @@ class TestCommands:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         file = model_file(tmp_path / "m.gguf", llama(), "Q8_0", keys=YARN)
-        monkeypatch.setattr("hf_posenc.training.loading.load_model", None)
+        monkeypatch.setattr("hf_posenc.evaluation.loading.load_model", None)
         result = run("inspect", file, "--no-weights")
         assert result.exit_code == 0, result.output
         text = " ".join(result.output.split())

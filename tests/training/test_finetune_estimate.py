@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.engines.source import empty_model
+from hf_posenc.evaluation.loading import load_tokenizer
 from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
 from hf_posenc.evaluation.scoring.estimate import read_shape, run_cost
 from hf_posenc.training import choose_parameters, chunk_loss, prepare_blocks
 from hf_posenc.training.chunked_loss import default_chunk
-from hf_posenc.training.loading import load_tokenizer
 from hf_posenc.training.names import Trained
 from hf_posenc.training.run.arguments import parse_arguments
 from hf_posenc.training.run.estimate import Step, step_cost

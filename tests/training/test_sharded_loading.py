@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import PosencError, patch_model
+from hf_posenc.evaluation.loading import load_model
 from hf_posenc.methods import KerpleLog, YaRN
-from hf_posenc.training.loading import load_model
 from hf_posenc.training.run.model import loading_dtype, partition_weights, whole_weights
 from tests.support.peak_memory import anonymous_memory
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from transformers import ProgressCallback, Trainer, set_seed
 
+from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training import callbacks, checks, loading
+from hf_posenc.training import callbacks, checks
 from hf_posenc.training.batches.collator import PositionCollator
 from hf_posenc.training.batches.dependencies import check_dependencies
 from hf_posenc.training.chunked_loss import chunk_loss
