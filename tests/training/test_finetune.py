@@ -498,9 +498,10 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     assert (choice.patch, arguments.max_steps) == ("pi:scale=2", 9)
     assert arguments.bf16
     assert not data.score
-    for text in ("books", "[books]"):  # not the files b, o, o, k and s
+    (tmp_path / "text").write_text("a few words", encoding="utf-8")
+    for text in (tmp_path / "text", [str(tmp_path / "text")]):  # a string is one file, not one for each letter
         _, data, arguments = parsed(f"text: {text}\nreport_to: none\n")
-        assert (data.text, arguments.report_to) == (["books"], [])
+        assert (data.text, arguments.report_to) == ([str(tmp_path / "text")], [])
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
     wrong["no_score: true"] = "no_score, which is no option"
     wrong["score_lengths: [64, 4x]"] = "sets score_lengths: .*'4x' is no length"
