@@ -38,7 +38,6 @@ from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.tuning.board import Board
 
 ResultT = TypeVar("ResultT")
-RunT = TypeVar("RunT", bound=PerplexityRun)
 
 
 class Course(contextlib.ExitStack):
@@ -209,11 +208,10 @@ def prepared(
     original: int | None,
     *,
     embedded_limit: int,
-    kind: type[RunT],
     candidates: Sequence[Candidate] = (),
     name: str | None = None,
     command: str | None = None,
-) -> RunT:
+) -> PerplexityRun:
     """Read documents of at least the target length; return the run of all of them.
 
     `original` is the original length in tokens, `embedded_limit` the default number of the held-out modules, `name` the
@@ -254,4 +252,6 @@ def prepared(
         "skipped": skipped,
         "command": command,
     }
-    return kind(model, documents, candidates, settings, special=special, metadata=metadata)
+    return PerplexityRun(
+        model, documents, candidates, settings, special=special, metadata=metadata
+    )
