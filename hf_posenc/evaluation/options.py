@@ -63,7 +63,6 @@ class DocumentOptions:
         column: The column of text.
         streaming: Read the dataset row by row, without downloading it.
         tokenized: The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.
-        token_dtype: Number format of a .bin file of token ids: uint16, uint32, int32, int64.
         encoding: Encoding of files of text, e.g. latin-1.
     """
 
@@ -76,7 +75,6 @@ class DocumentOptions:
     column: str = document_option("text")
     streaming: bool = document_option(True)
     tokenized: str | None = document_option()
-    token_dtype: str = document_option("uint16")
     encoding: str = document_option("utf-8")
 
 

@@ -252,6 +252,4 @@ def prepared(
         "skipped": skipped,
         "command": command,
     }
-    return PerplexityRun(
-        model, documents, candidates, settings, special=special, metadata=metadata
-    )
+    return PerplexityRun(model, documents, candidates, settings, special=special, metadata=metadata)
