@@ -445,8 +445,8 @@ def report(
 ) -> None:
     """Put the results of many runs and machines into one HTML page: tables, plots, settings, how to do it again.
 
-    Needs no model and no network. The page loads nothing and opens from a file. Results that may not be compared (other
-    protocol, documents or tokenizer) are in separate tables, with the reason. Unfinished runs are named.
+    Needs no model and no network. The page loads nothing and opens from a file. Every result has a section of its own.
+    Unfinished runs are named.
     """
     absent = next((path for path in runs if not path.exists()), None)
     if absent is not None:

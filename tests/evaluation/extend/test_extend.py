@@ -606,7 +606,7 @@ def test_in_python_the_files_are_written_with_the_verdict_first(
     assert values["verdict"] == "do not extend"
     page = (tmp_path / "report.html").read_text()
     main = page[page.index('<h2 id="verdict">') :]
-    assert main.index("Do not extend to 512 tokens") < main.index("Perplexity</a>")
+    assert main.index("Do not extend to 512 tokens") < main.index("Perplexity (run 1)</a>")
     assert "Not met: needles beyond 64 tokens" in page
     assert get_patch(model) is None
 
