@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -323,20 +319,6 @@ def extend(
     documents: DocumentOptions,
     options: ExtendOptions,
     run: RunOptions,
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Where the verdict is not to extend, fine-tune the model; if --text is given, on --train-text.",
-        ),
-    ] = False,
-    train_text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Files or folders of text that --train reads; may be given several times. --text is measured only.",
-        ),
-    ] = None,
 ) -> None:
     """Extend a model to a longer context and prove it, or say not to.
 
@@ -345,8 +327,6 @@ def extend(
     with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
-    if train_text and not train:
-        raise PosencError("--train-text is what --train reads: add --train, or leave it out.")
     early.check(options, model, documents, run)
     frame = Frame(context, run)
     from hf_posenc.evaluation.extend import prepare, write_page
@@ -360,36 +340,9 @@ def extend(
         print_items(values["cost"])
 
     result = frame.measure(job, print_estimate)
-    if result is None:
-        return
-    frame.present(result, result.about["model"])
-    print_note(f"Wrote {write_page(frame.output)}")
-    if train and not result.extended:
-        _train(result.training, frame.output / "trained", train_text or [])
-
-
-def _train(command: str, output: Path, texts: Sequence[str]) -> None:
-    """Run the fine-tuning on some texts, or print its command if it lacks one."""
-    from hf_posenc.evaluation.extend import SCORED_TEXT, TRAINING_TEXT
-
-    words = [*shlex.split(command), "--output_dir", str(output)]
-    if texts and TRAINING_TEXT in words:
-        at = words.index(TRAINING_TEXT)
-        words[at : at + 1] = texts
-    elif texts:
-        words += ["--text", *texts]
-    reason = None
-    if TRAINING_TEXT in words:
-        reason = "it needs text that is not measured on (--train-text)"
-    elif SCORED_TEXT in words:
-        reason = f"it needs files to be scored on, in place of {SCORED_TEXT}"
-    if reason is not None:
-        print_items(f"Not trained: {reason}. {shlex.join(words)}", wrap=False)
-        return
-    program = [sys.executable, "-m", "hf_posenc.training"]  # a process of its own, for its memory
-    done = subprocess.run([*program, *words[2:]], check=False)
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    if result is not None:
+        frame.present(result, result.about["model"])
+        print_note(f"Wrote {write_page(frame.output)}")
 
 
 def selftest(

@@ -56,8 +56,6 @@ SAMPLES = (3, 5, 10)
 """Numbers of passkeys at every depth. Of 12 far ones, 6 that the winner alone finds are significant."""
 ANSWERS = 1.25
 """Tokens of a passkey prompt are multiplied by this: eleven answers are read behind it."""
-TRAINING_TEXT, SCORED_TEXT = "YOUR_TRAINING_TEXT", "OTHER_TEXT"
-"""Texts that the command for fine-tuning lacks: what is trained on, and what is held out."""
 
 
 @dataclass(frozen=True)
@@ -319,8 +317,8 @@ class ExtendJob(Rung[ExtendResult]):
         source = self.whole.metadata["source"]
         default = Source().about["kind"]  # held out from the training's default text
         if source["kind"] != default:
-            command += ["--text", TRAINING_TEXT, "--score_text"]
-            command += source.get("paths") or [SCORED_TEXT]
+            command += ["--text", "YOUR_TRAINING_TEXT", "--score_text"]
+            command += source.get("paths") or ["OTHER_TEXT"]
         return shlex.join(command)
 
 
