@@ -30,8 +30,6 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
             "bench.csv",
             "retrieval.csv",
             "table.md",
-            "timings.json",
-            "timings_retrieval.json",
         ),
         *figures,
     }

@@ -45,7 +45,6 @@ from hf_posenc.evaluation.measuring.execute import (
     execute,
     silent,
     wait_for_all,
-    write_timings,
 )
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import (
@@ -394,10 +393,6 @@ class BenchJob:
             if speed is not None:
                 execute(*speed, progress=_named("speed", progress))
                 parts["speed"] = speed
-            if folder is not None:
-                for name in self.shared:
-                    suffix = "" if name == "perplexity" else f"_{name}"
-                    write_timings(*parts[name], folder / f"timings{suffix}.json")
             results: dict[str, Any] = {name: collected(*part) for name, part in parts.items()}
         return BenchResult(**results, **self.about)
 

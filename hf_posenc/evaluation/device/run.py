@@ -95,10 +95,6 @@ class GpuItem(Item):
     def label(self) -> str:
         return self.name
 
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"phase": self.phase, "name": self.name, "length": self.length}
-
 
 class GpuRun(Measurement[GpuItem, GpuResult]):
     """Times by length: a whole model that generates, and that scores every token; then layers by phase and method.

@@ -30,7 +30,6 @@ from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.evaluation.scoring.positions import position_limit
-from hf_posenc.files import to_json, write_atomically
 from hf_posenc.model.weights import execution_device
 
 Progress = Callable[[str, int, int], None]
@@ -44,7 +43,6 @@ POLL = 0.2
 """Seconds between two looks at the records of other processes."""
 PATIENCE = 60.0
 """Seconds after which a waiting process reports that it waits."""
-TIMINGS = ("forwarded", "seconds", "peak_bytes", "at_once")
 
 
 def silent(*_: Any) -> None:
@@ -78,11 +76,6 @@ class Item:
     def label(self) -> str:
         """The candidate's label."""
         return "" if self.candidate is None else self.candidate.label
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """Return what identifies the item in `timings.json`, beside its method."""
-        return {"length": self.length}
 
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -161,8 +154,6 @@ class Measurement(Generic[ItemT, ResultT]):
             self.missing = wait_for_all(self, store, shard, waiting)
             if (shard.launched and shard.index) or (self.missing and self.until is None):
                 return None  # the first one returns the result
-            if folder:
-                write_timings(self, store, folder / "timings.json")
             return collected(self, store)
 
 
@@ -429,13 +420,3 @@ def collected(measurement: Measurement[ItemT, ResultT], store: Records) -> Resul
     if None in values.values() and measurement.until is None:
         return None
     return measurement.collect({key: x for key, x in values.items() if x is not None})
-
-
-def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path: Path) -> None:
-    """Write tokens, seconds and peak memory of every item: what differs from one run to the next."""
-    rows = []
-    for item in measurement.items:
-        value = store.get(item.key) or {}
-        timings = {name: value.get(name) for name in TIMINGS}
-        rows.append({"method": item.label, **item.about, **timings})
-    write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))

@@ -47,10 +47,6 @@ class Item(machine.Item):
     document: str
     windows: tuple[Window, ...]
 
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"lengths": list(self.lengths), "document": self.document}
-
 
 NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)
 """Nats, tokens, bytes, words, weighted loss and weight of no token: the last fields of a `Record`."""

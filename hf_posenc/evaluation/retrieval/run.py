@@ -44,11 +44,6 @@ class Item(machine.Item):
 
     sample: Sample
 
-    @property
-    def about(self) -> dict[str, Any]:
-        s = self.sample
-        return {"task": s.task, "length": s.length, "depth": s.depth, "sample": s.number}
-
 
 class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
     """The retrieval of every candidate, each `checked` against the model, on every task, length, depth and sample.
