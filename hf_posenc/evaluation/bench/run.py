@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,12 +40,9 @@ from hf_posenc.evaluation.measuring.candidates import (
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
-    collected,
-    execute,
     silent,
-    wait_for_all,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
+from hf_posenc.evaluation.measuring.store import ALONE, Shard
 from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
@@ -376,24 +372,15 @@ class BenchJob:
         waiting: Callable[[int], None] = silent,
     ) -> BenchResult | None:
         """Measure this process's share of what is missing, as `Measurement.run`; the last process times the prefill."""
-        with contextlib.ExitStack() as stack:
-
-            def opened(run: Measurement[Any, Any]) -> tuple[Measurement[Any, Any], Records]:
-                if folder is None:
-                    return run, Records()
-                return run, stack.enter_context(run.open(folder, shard))
-
-            parts = {name: opened(run) for name, run in self.shared.items()}
-            speed = None if self.speed is None else opened(self.speed)
-            for name, part in parts.items():
-                execute(*part, shard, _named(name, progress))
-            self.missing = sum(wait_for_all(*part, shard, waiting) for part in parts.values())
-            if self.missing or (shard.launched and shard.index):
-                return None
-            if speed is not None:
-                execute(*speed, progress=_named("speed", progress))
-                parts["speed"] = speed
-            results: dict[str, Any] = {name: collected(*part) for name, part in parts.items()}
+        results: dict[str, Any] = {
+            name: part.run(folder, shard, _named(name, progress), waiting)
+            for name, part in self.shared.items()
+        }
+        self.missing = sum(part.missing for part in self.shared.values())
+        if None in results.values():
+            return None
+        if self.speed is not None:
+            results["speed"] = self.speed.run(folder, progress=_named("speed", progress))
         return BenchResult(**results, **self.about)
 
 

@@ -292,8 +292,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         timed = run.timed(candidate)
         with candidate.applied(model, length):
             cost, attention = run_cost(model, [(length, length - 1)]), backends(model)
-        sizes = {"MLPs": run.scorer.reduced["mlp"], "prefill": timed["prefill"]}
-        pieces = (f"{name} by {size:,} tokens" for name, size in sizes.items() if size)
+        pieces = [f"prefill by {size:,} tokens"] if (size := timed["prefill"]) else []
         return {
             "backend": ", ".join((*attention, *pieces)),
             "seconds": [timed["seconds"]],
