@@ -40,7 +40,6 @@ from hf_posenc.evaluation.options import (
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.device.result import GpuResult
-    from hf_posenc.evaluation.device.run import GpuRun
     from hf_posenc.evaluation.tuning import Race
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
@@ -190,6 +189,8 @@ def _bench_gpu(
     documents: DocumentOptions,
     options: BenchOptions,
 ) -> None:
+    if output.dry_run:
+        raise PosencError("--dry-run has no meaning for --suite gpu: --budget limits its time.")
     early.check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
     folder = model.model and early.check_checkpoint(model.model, model.revision)
     early.check_methods(options.methods)
@@ -201,23 +202,10 @@ def _bench_gpu(
     config = load_config(folder, revision=model.revision) if folder else None
     about: dict[str, Any] = {"name": model.model, "command": frame.command}
     run = GpuRun(options, config, device=model.device, dtype=model.dtype, **about)
-    result = frame.measure(run, lambda: _print_preview(run))
+    result = frame.measure(run, lambda: None)
     if result is not None:
         frame.present(result, result.model)
         exit_on(result.problems())
-
-
-def _print_preview(run: GpuRun) -> None:
-    grid, cost = run.preview(), run.cost
-    heads = [column.head for column in grid.columns]
-    rows = [dict(zip(heads, [f.text for f in row.fields], strict=True)) for row in grid.rows]
-    sizes = {"flops": cost.flops, "weight_bytes": cost.weights}
-    if not print_json({"measurements": run.total, "layers": rows, **sizes}):
-        print_items(
-            grid,
-            f"?: never checked here; the run does so first. The whole model has {cost.weights / 2**30:.3g} GiB of "
-            f"weights; a forward of {cost.tokens:,} tokens takes {cost.flops:.3g} FLOPs unpatched.",
-        )
 
 
 def _print_costs(job: Any, device: Any) -> None:
