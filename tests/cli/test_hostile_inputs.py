@@ -213,11 +213,10 @@ CALLS: dict[str, dict[str, str]] = {
         "target_length=512.5": f"target_length: 512.5 {NO_LENGTH}",
     },
     "SelftestOptions({})": {
-        "dtypes=[]": "dtypes is empty: name at least one, or None for all.",
         "head_dims=[0]": "head_dims is a whole number of at least 1, not 0.",
     },
     "measure_retrieval(model, tok, lengths=256, {})": {
-        "tasks=['vt', 'vt']": "Give at least one of the tasks, each once, not ['vt', 'vt'].",
+        "tasks=[]": "Give at least one of the tasks.",
         "samples=None": "samples is a whole number of at least 1, not None.",
     },
     "prepare_blocks({})": {

@@ -32,8 +32,6 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
-from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
-from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
 from hf_posenc.evaluation.tuning.results import recipe
@@ -437,33 +435,9 @@ def prepare(
             f"two to judge it, and with {2 * FEW_DOCUMENTS} differences can be told from chance. One document is not "
             "split: its halves are not independent. Give more --text, or a shorter --target-length."
         )
-    _check_needles(tokenizer, whole.special.tolist(), original, target)
     labels = (candidate.label for candidate in candidates[len(controls) :])
     named = dict(zip(labels, kinds.values(), strict=True))
     return ExtendJob(whole=whole, tokenizer=tokenizer, options=options, name=name, kinds=named)
-
-
-def _check_needles(tokenizer: Any, special: Sequence[int], original: int, target: int) -> None:
-    """Raise if texts of the target length have too few passkeys farther back than the original length."""
-    kit, task, needed = Kit(tokenizer, 0, None), get_task("passkey"), DEPTHS // 2 * SAMPLES[0]
-
-    def far(length: int) -> int:
-        settings = RetrievalSettings((length,), (task.name,), depths(original, length), SAMPLES[0])
-        try:
-            samples = settings.samples_of(task.name, length)
-            prompts = [lay_out(task.scene(each, kit), length, special, 0) for each in samples]
-        except PosencError:  # not even the prompt
-            return 0
-        return sum((prompt.distance or 0) > original for prompt in prompts)
-
-    enough = target
-    while far(enough) < needed:
-        enough += max(1, original // 8)
-    if enough > target:
-        raise PosencError(
-            f"--target-length {target:,}: fewer than {needed} passkeys lie beyond the original length of "
-            f"{original:,} tokens, and so many are asked for. Give at least {enough:,}."
-        )
 
 
 def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:

@@ -352,20 +352,14 @@ class RetrievalSettings:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        # a needle is drawn by its depth's text: 0 and 0.0 would be two
+        depths = map(float, even_depths(plain(self.depths)))
+        object.__setattr__(self, "depths", tuple(sorted(set(depths))))
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
+        object.__setattr__(self, "tasks", tuple(dict.fromkeys(self.tasks)))
         for name in ("lengths", "tasks", "depths"):
-            given: Any = plain(getattr(self, name))
-            try:  # a needle is drawn by its depth's text: 0 and 0.0 would be two
-                given = list(map(float, even_depths(given)) if name == "depths" else given)
-                once = list(dict.fromkeys(given)) if name == "tasks" else sorted(set(given))
-                sound = bool(given) and given == once
-            except (TypeError, ValueError):
-                sound = False
-            if not sound:
-                order = "" if name == "tasks" else ", in ascending order"
-                raise PosencError(
-                    f"Give at least one of the {name}, each once{order}, not {given!r:.80}."
-                )
-            object.__setattr__(self, name, tuple(given))
+            if not getattr(self, name):
+                raise PosencError(f"Give at least one of the {name}.")
         for task in self.tasks:
             get_task(task)
         if not 0 <= self.depths[0] <= self.depths[-1] <= 1:
@@ -394,7 +388,7 @@ def settings_of(options: Any, lengths: Sequence[int]) -> RetrievalSettings:
     """Return the settings of a run with these `RetrievalOptions`, at these lengths."""
     names = ("depths", "samples", "distractors", "decode", "seed", "chunk")
     return RetrievalSettings(
-        tuple(sorted(set(lengths))),
+        tuple(lengths),
         DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
         **{name: getattr(options, name) for name in names},
     )
