@@ -722,27 +722,6 @@ def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "inspect {model} --patch rerope",
-        pytest.param("recommend {model} --target-length 1k --weights", marks=pytest.mark.slow),
-    ],
-)
-def test_commands_that_load_weights_take_missing_ones_on_demand(
-    command: str, tmp_path: Path
-) -> None:
-    model = tiny_checkpoint(tmp_path / "model")
-    _no_layer(model)
-    arguments = command.format(model=model).split()
-    refused = invoke(*arguments)
-    assert refused.exit_code == 2
-    assert "lacks 9 of the model's weights" in refused.stderr
-    loaded = invoke(*arguments, "--allow-missing-weights")
-    assert loaded.exit_code == 0, loaded.output
-    assert "They are drawn at random, from a fixed seed." in loaded.stderr
-
-
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(model / "model.safetensors")
