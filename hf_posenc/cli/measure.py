@@ -106,12 +106,7 @@ def retrieval(
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
     early.check(options, model, None, run)
-    settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
-    if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
-        raise PosencError(
-            f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
-            "leave it out."
-        )
+    settings_of(options, options.lengths or EMBEDDED_LENGTHS)  # refuse before loading
     text = _read(haystack, encoding) if haystack else None
     frame = Frame(context, run, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
@@ -130,7 +125,7 @@ def _read(paths: list[str], encoding: str) -> str:
     text, reasons = "", []
     for entry in read_paths(paths, encoding=encoding):
         if isinstance(entry, Document | LongDocument):
-            for piece in (entry.text,) if isinstance(entry, Document) else entry.chunks():
+            for piece in entry.chunks():
                 text += piece
                 if len(text) >= MOST_TEXT:
                     return text[:MOST_TEXT]
@@ -236,12 +231,6 @@ def sweep(
     early.check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
-    if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
-        scales = ",".join(f"{scale:g}" for scale in options.scales)
-        raise PosencError(
-            f"--scales {scales} is for methods without a scale of their own, and no --patch here takes one: leave it "
-            "out."
-        )
     frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 
@@ -389,9 +378,6 @@ def report(
     Needs no model and no network. The page loads nothing and opens from a file. Every result has a section of its own.
     Unfinished runs are named.
     """
-    absent = next((path for path in runs if not path.exists()), None)
-    if absent is not None:
-        raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(
             f"--output {output} cannot be written: give a file in a folder that exists."

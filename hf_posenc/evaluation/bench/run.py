@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = 1
-MOST_ROUNDS = 1000
 GIB = 2**30
 
 _PARTS: dict[str, Any] = {
@@ -473,8 +472,6 @@ def prepare(
         except PosencError as error:
             remarks.append(f"No retrieval: {error}")
     speed = None
-    if suite.rounds > MOST_ROUNDS:
-        raise PosencError(f"rounds is at most {MOST_ROUNDS:,}, not {suite.rounds:,}.")
     if suite.rounds:
         speed = SpeedRun(
             model,

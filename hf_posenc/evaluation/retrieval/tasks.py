@@ -34,8 +34,6 @@ from hf_posenc.evaluation.retrieval.prompts import (
 from hf_posenc.evaluation.retrieval.reasoning import RIDDLES, closed
 from hf_posenc.lengths import even_depths, plain
 
-MOST_PROMPTS = 100_000
-MOST_DISTRACTORS = 10_000
 # RULER takes its words from the `wonderwords` package; the 95 adjectives and 98 nouns of this file are fixed, so that a
 # prompt does not change with another package's version.
 WORDS = json.loads(resources.files(__package__).joinpath("words.json").read_text("utf-8"))
@@ -366,10 +364,6 @@ class RetrievalSettings:
             raise PosencError(f"Depths go from 0 to 1, not {list(self.depths)!r:.80}.")
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
-        samples = MOST_PROMPTS // len(self.depths)
-        for name, least, most in (("samples", 1, samples), ("distractors", 0, MOST_DISTRACTORS)):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise PosencError(f"{name} is a number from {least} to {most:,}, not {value:,}.")
 
     @property
     def ranks(self) -> bool:

@@ -113,10 +113,6 @@ class TokenScorer:
                 f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."
             )
         probe_ids = token_ids(probe_ids, model)
-        if probe_ids.dim() != 1 or len(probe_ids) < 2:
-            raise PosencError(
-                f"The probe is a list of at least 2 token ids, not one of shape {tuple(probe_ids.shape)}."
-            )
         self.model, self.batch = model, batch
         self.prefill: int | None = None
         self.pieces, self.stateful, self.patient = True, False, True
@@ -350,14 +346,8 @@ class TokenScorer:
 
 def token_ids(ids: Any, model: nn.Module) -> Tensor:
     """Return the ids of one text or several, int64; raise for what is none, or for ids without an embedding."""
-    try:
-        tensor = torch.as_tensor(ids)
-        whole = (
-            not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.bool
-        )
-    except (TypeError, ValueError, RuntimeError):
-        whole = False
-    if not whole or tensor.dim() not in (1, 2) or not tensor.numel():
+    tensor = torch.as_tensor(ids)
+    if tensor.is_floating_point() or tensor.dim() not in (1, 2) or not tensor.numel():
         raise PosencError(
             f"Token ids are whole numbers of shape (n,) or (windows, n), not {' '.join(repr(ids).split())[:80]}."
         )

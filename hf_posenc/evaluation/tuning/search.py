@@ -274,9 +274,6 @@ class SearchResult(TuningResult):
     held_out: list[int] = field(init=False)
     best: Step | None = field(init=False)
 
-    def __repr__(self) -> str:
-        return f"SearchResult({len(self.steps)} evaluations, {len(self.documents)} documents)"
-
     def _compare(self) -> dict[str, Sequence[str]]:
         self.held_out = [n for n in range(len(self.documents)) if n not in self.searched]
         self.best = best_of(self.steps)
