@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
@@ -184,10 +184,18 @@ class Frame:
                 task, description=escape(label) or None, completed=done, total=total
             )
 
-    def present(self, result: Result, model: Mapping[str, Any]) -> None:
+    def finish(self, job: Job, print_cost: Callable[[], None]) -> None:
+        """Measure and present the result; exit with status 1 where a number is missing."""
+        result = self.measure(job, print_cost)
+        if result is not None:
+            self.present(result)
+            exit_on(result.problems())
+
+    def present(self, result: Result) -> None:
         """Write the files of a result; print it under its model."""
         from hf_posenc.evaluation.plots import available
 
+        model = result.measured_model
         kept = _keep_other_run(result, self.output)
         names = result.write(self.output, plots=self.plots)
         print_json(result.to_dict())

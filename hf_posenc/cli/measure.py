@@ -17,7 +17,7 @@ from hf_posenc.cli.console import (
     print_note,
     print_warning,
 )
-from hf_posenc.cli.frame import Frame, exit_on, print_cost
+from hf_posenc.cli.frame import Frame, print_cost
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.loading import load_config, open_session
@@ -70,10 +70,7 @@ def perplexity(
 
     job = frame.prepare(prepare, model, documents, options, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
-    result = frame.measure(job, lambda: print_cost(job, frame.device))
-    if result is not None:
-        frame.present(result, result.model)
-        exit_on(result.problems())
+    frame.finish(job, lambda: print_cost(job, frame.device))
 
 
 def retrieval(
@@ -112,10 +109,7 @@ def retrieval(
     from hf_posenc.evaluation.retrieval.run import prepare
 
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
-    result = frame.measure(job, lambda: print_cost(job, frame.device))
-    if result is not None:
-        frame.present(result, result.model)
-        exit_on(result.problems())
+    frame.finish(job, lambda: print_cost(job, frame.device))
 
 
 def _read(paths: list[str], encoding: str) -> str:
@@ -171,10 +165,7 @@ def bench(
 
     job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
-    result = frame.measure(job, lambda: _print_costs(job, frame.device))
-    if result is not None:
-        frame.present(result, result.perplexity.model)
-        exit_on(result.problems())
+    frame.finish(job, lambda: _print_costs(job, frame.device))
 
 
 def _bench_gpu(
@@ -197,10 +188,7 @@ def _bench_gpu(
     config = load_config(folder, revision=model.revision) if folder else None
     about: dict[str, Any] = {"name": model.model, "command": frame.command}
     run = GpuRun(options, config, device=model.device, dtype=model.dtype, **about)
-    result = frame.measure(run, lambda: None)
-    if result is not None:
-        frame.present(result, result.model)
-        exit_on(result.problems())
+    frame.finish(run, lambda: None)
 
 
 def _print_costs(job: Any, device: Any) -> None:
@@ -265,7 +253,7 @@ def _tune(frame: Frame, job: Race[Any]) -> Any:
     result = frame.measure(job, lambda: _print_line(job, frame.device))
     if result is None:
         return None
-    frame.present(result, result.model)
+    frame.present(result)
     for line in result.problems():
         print_warning(line)
     if result.recipe is None:
@@ -318,7 +306,7 @@ def extend(
 
     result = frame.measure(job, print_estimate)
     if result is not None:
-        frame.present(result, result.about["model"])
+        frame.present(result)
         print_note(f"Wrote {write_page(frame.output)}")
 
 
