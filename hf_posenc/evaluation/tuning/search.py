@@ -65,7 +65,7 @@ class Genome:
         """True if the divisors never decrease: a slow pair is never interpolated less than a faster one."""
         return all(a <= b for a, b in zip(self.factors, self.factors[1:], strict=False))
 
-    def candidate(self, scale: float) -> Candidate:
+    def candidate(self, scale: float, short_texts: str, beside: dict[str, Any]) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
         factors = list(self.factors)
         options: dict[str, Any] = {
@@ -74,11 +74,13 @@ class Genome:
             "scale": scale,
             "attention_factor": self.attention_factor,
         }
-        return Candidate.of([Part("longrope", options)], {}, LABEL)
+        if short_texts == "native":
+            options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
+        return Candidate.of([Part("longrope", options)], beside, LABEL)
 
 
-def starts(rope: RopeSpec, scale: float) -> dict[str, Genome]:
-    """Return the tables of `STARTS` as divisors, by method."""
+def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict[str, Genome]:
+    """Return the tables of `STARTS` as divisors, by method; a given factor on cos and sin replaces the methods' own."""
     genomes = {}
     for name in STARTS:
         method = get_method(name).from_options(scale=scale)
@@ -88,7 +90,8 @@ def starts(rope: RopeSpec, scale: float) -> dict[str, Genome]:
         factors = torch.where(rotating, plain / torch.where(rotating, changed, 1.0), 1.0)
         # corrects an order that only rounding disturbs, and that of the pairs that do not rotate
         ordered = torch.cummax(factors, dim=0).values.clamp(min=1.0)
-        genomes[name] = Genome(tuple(ordered.tolist()), float(method.cos_sin_factor(rope)))
+        own = float(method.cos_sin_factor(rope)) if attention_factor is None else attention_factor
+        genomes[name] = Genome(tuple(ordered.tolist()), own)
     return genomes
 
 
@@ -97,12 +100,15 @@ class Space:
     """Bounds of the search."""
 
     highest: float  # the largest divisor
-    attention: tuple[float, float]  # the ends of the factor on cos and sin
+    attention: tuple[float, float]  # the ends of the factor on cos and sin; equal if it is fixed
 
     @classmethod
-    def of(cls, scale: float) -> Space:
+    def of(cls, scale: float, attention_factor: float | None) -> Space:
         """Return the paper's space; the factor on cos and sin from 1 to twice as far as YaRN's `0.1 ln s + 1`."""
-        return cls(scale * CEILING, (1.0, 1.0 + 0.2 * math.log(scale)))
+        bounds = (1.0, 1.0 + 0.2 * math.log(scale))
+        if attention_factor is not None:
+            bounds = (attention_factor, attention_factor)
+        return cls(scale * CEILING, bounds)
 
 
 def evolve(
@@ -228,15 +234,18 @@ def best_of(steps: Sequence[Step]) -> Step | None:
 SEARCH_DOCUMENTS = 8
 
 
-def rope_of(model: nn.Module) -> RopeSpec:
+def rope_of(model: nn.Module, own: SearchSettings) -> RopeSpec:
     """Return the rotary table of an unpatched model that the search starts from."""
     tables = select(tables_of(unwrap(model)), "full", whole=True)
-    if tables[0].scaled:
+    if tables[0].scaled and not own.replace:
         raise PosencError(
-            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}). A search starts from an unscaled "
-            "one: give that, or compare methods by hf-posenc sweep."
+            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}). --replace drops its scaling and "
+            "searches from its rope_theta and original length."
         )
-    specs = [read_spec(t, context_of(t, None).original, compose=False) for t in tables]
+    specs = []
+    for table in tables:
+        context = context_of(table, own.scaled_from, argument="--scaled-from")
+        specs.append(read_spec(table, context.original, compose=False))
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(
             f"This model has rotary tables of different sizes ({', '.join(str(s.dim // 2) for s in specs)} pairs): one "
@@ -250,7 +259,7 @@ class SearchResult(TuningResult):
     """Result of `hf-posenc search`; the rows are of the held-out documents.
 
     Attributes:
-        race: The bound and the search's own settings.
+        race: The bound and the search's own settings: budget, short texts, ...
         steps: Every individual in the order in which it was scored.
         searched: Indices of the documents that the search read; the others are `held_out`.
         best: The step with the lowest score; `None` if none gave a number within the bound.
@@ -392,11 +401,20 @@ class SearchJob(Race[SearchResult]):
     own: SearchSettings
 
     @functools.cached_property
+    def beside(self) -> dict[str, Any]:
+        """Arguments of `patch_model` for a checkpoint that is scaled already."""
+        given = {
+            "replace": self.own.replace,
+            "original_max_position_embeddings": self.own.scaled_from,
+        }
+        return {name: value for name, value in given.items() if value}
+
+    @functools.cached_property
     def named(self) -> list[tuple[Candidate, bool]]:
         """The controls and the methods that a search starts from, with the keys that a sweep stores them under."""
         original, target = self.settings.lengths
         scale = {"scale": target / original}
-        methods = [(Candidate.of([Part(name, scale)], {}), False) for name in STARTS]
+        methods = [(Candidate.of([Part(name, scale)], self.beside), False) for name in STARTS]
         controls = [(Candidate.parse(spec), True) for spec in CONTROLS]
         return tried(self.whole.model, [*controls, *methods], original)
 
@@ -412,7 +430,7 @@ class SearchJob(Race[SearchResult]):
         def score(genomes: Sequence[Genome]) -> list[float]:
             candidates = [
                 dataclasses.replace(
-                    genome.candidate(scale),
+                    genome.candidate(scale, own.short_texts, self.beside),
                     name=f"evaluation {next(evaluations)}",
                 )
                 for genome in genomes
@@ -422,11 +440,13 @@ class SearchJob(Race[SearchResult]):
                 board.measure([self.named[0][0]], near, bounded)
             return [board.score(candidate.label, names) for candidate in candidates]
 
-        rope = rope_of(self.whole.model)
-        steps = evolve(starts(rope, scale), own.budget, Space.of(scale), own.seed, score)
+        rope = rope_of(self.whole.model, own)
+        begin = starts(rope, scale, own.attention_factor)
+        space = Space.of(scale, own.attention_factor)
+        steps = evolve(begin, own.budget, space, own.seed, score)
         compared = list(self.named)
         if (best := best_of(steps)) is not None:
-            found = best.genome.candidate(scale)
+            found = best.genome.candidate(scale, own.short_texts, self.beside)
             compared.append((found, False))
         board.measure([each for each, _ in compared], rest, self.settings.lengths)
         race = {"max_regression": self.max_regression, **dataclasses.asdict(own)}
@@ -446,6 +466,6 @@ def prepare_search(
     **about: Any,
 ) -> SearchJob:
     """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`."""
-    original = rope_of(model).original_max_position_embeddings
+    original = rope_of(model, own).original_max_position_embeddings
     whole = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
     return SearchJob(whole=whole, own=own, max_regression=options.max_regression)
