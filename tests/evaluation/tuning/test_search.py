@@ -17,16 +17,8 @@ from hf_posenc.evaluation.measuring.candidates import CONTROLS, crossed
 from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.perplexity.run import Item, PerplexityRun
 from hf_posenc.evaluation.tuning import tried
-from hf_posenc.evaluation.tuning.search import (
-    Genome,
-    SearchResult,
-    Space,
-    Step,
-    evolve,
-    rope_of,
-    split,
-    starts,
-)
+from hf_posenc.evaluation.tuning.algorithms import Genome, Space, Step, evolve, starts
+from hf_posenc.evaluation.tuning.search import SearchResult, rope_of, split
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
 from tests.support.sweep_cases import (
