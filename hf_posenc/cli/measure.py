@@ -237,8 +237,8 @@ def search(
 ) -> None:
     """Search a factor for every pair of features, as LongRoPE does, and judge it on documents it has not read.
 
-    The best list is written as a longrope recipe for load_patch, and advised if it beats PI, NTK and YaRN on those
-    documents. The same command resumes an interrupted search.
+    The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
+    advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
     early.check(options, model, documents, run)
     frame = Frame(context, run)

@@ -30,6 +30,7 @@ from hf_posenc.evaluation.measuring.candidates import CONTROLS, TRUNCATION, Cand
 from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
 from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
@@ -425,6 +426,7 @@ def prepare(
         replace(options, target_length=target, limit=options.limit or 2 * HALF),
         original,
         embedded_limit=2 * HALF,
+        kind=PerplexityRun,
         candidates=candidates,
         name=name,
         command=command,

@@ -119,14 +119,17 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
         part.items = part._items(tuple(lengths or self.settings.lengths))
         return part
 
+    def windows(self, document: TokenizedDocument, **how: Any) -> Sequence[Window]:
+        """Return the forwards over a document; `how` are arguments of `plan`."""
+        return plan(len(document.ids), self.settings, special=len(self.special), **how)
+
     def _items(self, lengths: tuple[int, ...]) -> list[Item]:
         @cache  # most candidates have the same windows, and there may be many
         def windows(
             index: int, lengths: tuple[int, ...], shared: bool, most: int | None
         ) -> tuple[Window, ...]:
             how: dict[str, Any] = {"lengths": lengths, "shared_prefix": shared, "most": most}
-            tokens = len(self.documents[index].ids)
-            return tuple(plan(tokens, self.settings, special=len(self.special), **how))
+            return tuple(self.windows(self.documents[index], **how))
 
         items = []
         keys = [document_key(document.to_dict()) for document in self.documents]

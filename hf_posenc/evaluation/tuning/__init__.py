@@ -38,6 +38,7 @@ from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.tuning.board import Board
 
 ResultT = TypeVar("ResultT")
+RunT = TypeVar("RunT", bound=PerplexityRun)
 
 
 class Course(contextlib.ExitStack):
@@ -208,10 +209,11 @@ def prepared(
     original: int | None,
     *,
     embedded_limit: int,
+    kind: type[RunT],
     candidates: Sequence[Candidate] = (),
     name: str | None = None,
     command: str | None = None,
-) -> PerplexityRun:
+) -> RunT:
     """Read documents of at least the target length; return the run of all of them.
 
     `original` is the original length in tokens, `embedded_limit` the default number of the held-out modules, `name` the
@@ -252,4 +254,4 @@ def prepared(
         "skipped": skipped,
         "command": command,
     }
-    return PerplexityRun(model, documents, candidates, settings, special=special, metadata=metadata)
+    return kind(model, documents, candidates, settings, special=special, metadata=metadata)

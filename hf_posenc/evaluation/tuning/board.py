@@ -135,10 +135,10 @@ class Board:
             return math.inf
         return short.ratio if short.ratio > 1 + self.max_regression else 0.0
 
-    def score(self, label: str, documents: Sequence[str]) -> float:
-        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound on short texts."""
+    def score(self, label: str, documents: Sequence[str], short: Sequence[str]) -> float:
+        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound on `short`."""
         target = self.settings.lengths[-1]
-        if self.failure(label, target, documents) is not None or self.past(label, documents):
+        if self.failure(label, target, documents) is not None or self.past(label, short):
             return math.inf
         return self._loss(label, target, documents)
 
@@ -163,12 +163,13 @@ class Board:
         best: str | None,
         *,
         control: bool = False,
+        short: Sequence[str] | None = None,
         left: bool = False,
     ) -> Row:
-        """Return the row of a method over some documents; `left` as in `Row`."""
+        """Return the row of a method over some documents; `short` are others for the regression, `left` as in `Row`."""
         original, target = self.settings.lengths
         cell = self.cell(label, target, documents, best, self.comparisons)
-        near = self.cell(label, original, documents, self.control)
+        near = self.cell(label, original, documents if short is None else short, self.control)
         ratio = None if cell is None or label == best else cell.ratio
         told = ratio is not None and not left
         return Row(

@@ -97,7 +97,7 @@ class TuningResult(PerplexityResult):
         whole, by_label = race.whole, {candidate.label: candidate for candidate, _ in candidates}
         documents = [document.to_dict() for document in whole.documents]
         order = {name: index for index, name in enumerate(by_label)}
-        order |= {each["name"]: n for n, each in enumerate(documents)}
+        order |= {each["name"]: n for n, each in enumerate((*documents, *own.get("needles", ())))}
         records = (record for record in board.records.values() if record.method in by_label)
         result = cls(
             settings=race.settings,
@@ -179,26 +179,36 @@ class TuningResult(PerplexityResult):
 
     def tables(self) -> list[Grid]:
         """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
+        return [self._grid(self.rows)]
+
+    def _grid(
+        self, rows: Sequence[Row], title: str = "", scored: str = "tail", word: str = "best"
+    ) -> Grid:
+        """Return the table of some rows.
+
+        `scored` names the tokens that the perplexity is of, `word` the chosen method: `chosen` where it was chosen by
+        other tokens, else `best`.
+        """
         original, target = self.settings.lengths
-        grid = Grid(f"{self.title}, tail: {self.settings.definition('tail')}")
+        grid = Grid(title or f"{self.title}, tail: {self.settings.definition('tail')}")
         grid.column("method", least=12)  # longer text is wrapped
-        heads = ("docu-\nments", f"tail at\n{target:,}", f"at {original:,}, by\nunpatched")
-        for head in (*heads, "by the\nbest"):
+        heads = ("docu-\nments", f"{scored} at\n{target:,}", f"at {original:,}, by\nunpatched")
+        for head in (*heads, f"by the\n{word}"):
             grid.column(head, numeric=True)
         grid.column("", least=9)
-        for row in self.rows:
+        for row in rows:
             grid.row(
                 row.label,
                 f"{row.documents:,}",
                 "-" if row.failed is not None else with_range(row.perplexity, row.interval, 3),
                 _percent(row.short),
                 "" if row.ratio is None else with_range(row.ratio, row.ratio_interval),
-                self.verdict(row),
+                self.verdict(row, word),
                 mark="best" if row.label == self.winner else "control" if row.control else "",
             )
-        return [grid]
+        return grid
 
-    def verdict(self, row: Row) -> Field:
+    def verdict(self, row: Row, word_of_best: str = "best") -> Field:
         """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
 
         With fewer than five documents, or if it left a sweep early, there is no word about it.
@@ -207,7 +217,7 @@ class TuningResult(PerplexityResult):
         if row.failed is not None:
             return failure_field(row.failed)
         if row.label == self.winner:
-            return Field("best")
+            return Field(word_of_best)
         if bound is not None and row.short is not None and row.short > 1 + bound:
             word = "past the bound"
         elif row.ratio is None:

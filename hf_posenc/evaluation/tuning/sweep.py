@@ -18,6 +18,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, crossed, origin
 from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
+from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.plots.results import sweep_figure
 from hf_posenc.evaluation.tuning import Race, prepared, tried
 from hf_posenc.evaluation.tuning.board import Board, Row
@@ -219,7 +220,8 @@ def prepare_sweep(
     methods = options.methods or SWEEP_METHODS
     candidates = tried(model, crossed(methods, options.scales or (2.0,)))
     original = original_length(model, [candidate for candidate, _ in candidates])
-    whole = prepared(model, tokenizer, source, options, original, embedded_limit=20, **about)
+    about |= {"embedded_limit": 20, "kind": PerplexityRun}
+    whole = prepared(model, tokenizer, source, options, original, **about)
     if options.scales is None:
         read, target = whole.settings.lengths
         originals = {repr(c.beside): c.original for c, _ in candidates if c.patches}
