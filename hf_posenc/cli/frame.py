@@ -161,7 +161,7 @@ class Frame:
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Progress]:
-        """Show the tokens read and the time left; gives the function that is called after every forward."""
+        """Show what is measured and the time left; gives the function that is called after every forward."""
         from rich import progress
         from rich.markup import escape
 
@@ -170,19 +170,23 @@ class Frame:
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.TaskProgressColumn(),
-            progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
         )
         hidden = self.shard.index > 0 or not console.is_terminal
-        # a long memory: short windows run many more tokens per second than long ones
+        # a long memory: methods and lengths differ in the operations that they do in a second
         with progress.Progress(
             *columns, console=console, disable=hidden, transient=True, speed_estimate_period=600
         ) as bars:
-            task = bars.add_task("starting", total=1)
-            yield lambda label, done, total: bars.update(
-                task, description=escape(label) or None, completed=done, total=total
-            )
+            task = bars.add_task("starting", total=None)
+
+            def report(label: str, done: int, total: int) -> None:
+                shown = escape(label) or None
+                if bars.tasks[0].total is None:  # what is in the records took no time
+                    bars.reset(task, total=total, completed=done, description=shown)
+                bars.update(task, total=total, completed=done, description=shown)
+
+            yield report
 
     def finish(self, job: Job, print_cost: Callable[[], None]) -> None:
         """Measure and present the result; exit with status 1 where a number is missing."""

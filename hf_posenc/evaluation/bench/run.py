@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -371,20 +373,25 @@ class BenchJob:
         waiting: Callable[[int], None] = silent,
     ) -> BenchResult | None:
         """Measure this process's share of what is missing, as `Measurement.run`; the last process times the prefill."""
+        work = {name: part.work(shard.mine(part.items)) for name, part in self.shared.items()}
+        if self.speed is not None:
+            work["speed"] = self.speed.work(self.speed.items)
+        ends = dict(zip(work, itertools.accumulate(work.values()), strict=True))
+
+        def report(name: str, label: str, done: int, total: int) -> None:
+            shown = f"{name}, {label}" if label else name
+            progress(shown, ends[name] - (total - done), sum(work.values()))
+
         results: dict[str, Any] = {
-            name: part.run(folder, shard, _named(name, progress), waiting)
+            name: part.run(folder, shard, partial(report, name), waiting)
             for name, part in self.shared.items()
         }
         self.missing = sum(part.missing for part in self.shared.values())
         if None in results.values():
             return None
         if self.speed is not None:
-            results["speed"] = self.speed.run(folder, progress=_named("speed", progress))
+            results["speed"] = self.speed.run(folder, progress=partial(report, "speed"))
         return BenchResult(**results, **self.about)
-
-
-def _named(part: str, progress: Progress) -> Progress:
-    return lambda label, done, total: progress(f"{part}, {label}" if label else part, done, total)
 
 
 def bench(
@@ -409,7 +416,7 @@ def bench(
         options: The suite, and whatever differs from it.
         output: Folder of the records: an interrupted call, made again, resumes. `BenchResult.write` writes tables and
             figures.
-        progress: Called after every forward with the part and the method, tokens done and tokens in all of this part.
+        progress: Called after every forward with the part and the method, operations done and in all.
         **fields: Fields of `BenchOptions` that replace those of `options`, such as `methods` or `suite`.
 
     Returns:

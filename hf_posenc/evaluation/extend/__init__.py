@@ -372,7 +372,7 @@ def extend(
         options: Target length, budget, accepted regression and how documents are read.
         output: Folder of the records and, where the verdict is to extend, of the saved model. An interrupted call, made
             again, resumes.
-        progress: Called after every forward with the method's label, tokens done and tokens in all.
+        progress: Called after every forward with the method's label, operations done and in all.
         **fields: Fields of `ExtendOptions` that replace those of `options`, such as `budget="30m"`.
 
     Returns:

@@ -197,6 +197,19 @@ def test_two_processes_give_what_one_gives(whole: str, tmp_path: Path) -> None:
     assert made.speed is not None
 
 
+@pytest.mark.parametrize("found", ["nothing", "all but speed"])
+def test_progress_is_that_of_the_whole_benchmark(found: str, tmp_path: Path) -> None:
+    if found == "all but speed":
+        work(tiny(), rounds=0).run(tmp_path)
+    calls: list[tuple[str, int, int]] = []
+    work(tiny()).run(tmp_path, progress=lambda *call: calls.append(call))
+    done = [call[1] for call in calls]
+    assert done == sorted(done)
+    assert {call[2] for call in calls} == {done[-1]}
+    parts = list(dict.fromkeys(label.split(",")[0] for label, *_ in calls))
+    assert parts == (["perplexity", "retrieval", "speed"] if found == "nothing" else ["speed"])
+
+
 def test_prompts_that_are_too_short_are_said_and_left_out() -> None:
     result = measured(lengths=(64, 128), rounds=0)
     assert result.retrieval is None
