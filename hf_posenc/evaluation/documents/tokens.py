@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,7 +28,9 @@ def parts(chunks: Iterable[str]) -> Iterator[str]:
     for chunk in chunks:
         held += chunk
         while len(held) > PART:
-            stop = held.rfind("\n", 0, PART) + 1 or max(0, held.rfind(" ", 0, PART)) or PART
+            # not between two line ends, which a tokenizer may read as one token
+            ends = (match.end() for match in re.finditer(r"\n(?=\S)", held[: PART + 1]))
+            stop = max(ends, default=0) or max(0, held.rfind(" ", 0, PART)) or PART
             yield held[:stop]
             held = held[stop:]
     if held:
