@@ -6,11 +6,13 @@ token* if
 
     LSD = l - s > alpha (the long-short difference)    and    LCL = l > beta (the long-context likelihood)
 
-and LongPPL of the measured model is exp of its mean loss over these tokens. The evaluator has the measured model's
-tokenizer.
+and LongPPL of the measured model is exp of its mean loss over these tokens. The evaluator may have a tokenizer of its
+own: its key tokens become stretches of text, and the measured model's tokens within a stretch count.
 
 Deliberate differences from the authors' package (`longppl` 0.3.0): losses are float32 whatever the dtype of the model,
-which matters for tokens next to a threshold. A last piece of a single token is scored, where theirs raises.
+which matters for tokens next to a threshold. A last piece of a single token is scored, where theirs raises. Text that a
+tokenizer leaves out of all its offsets (a space in front of a word) belongs to the token behind it, so that tokenizers
+with and without such gaps can be compared.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument, special_prefix
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
@@ -74,6 +77,28 @@ def key_tokens(
     in_short = torch.cat([scorer(piece, short) for piece in pieces])
     key[short:] = (in_short - in_long > alpha) & (-in_long > beta)
     return key
+
+
+def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
+    """Map key tokens from the evaluator's tokens to those of the measured model.
+
+    A token's text begins at the end of the token before it. Several tokens that split one character have the same end,
+    and each stands for the whole character. A token is key if all of its text belongs to the evaluator's key tokens.
+
+    `mask` (n,) is true for the evaluator's key tokens. Its ends (n,) and the model's (m,) are in bytes or in characters
+    and never decrease. The result (m,) is true for the model's key tokens.
+    """
+    evaluator_ends, model_ends = (e.to("cpu", torch.int64) for e in (evaluator_ends, model_ends))
+    places, index = torch.unique_consecutive(evaluator_ends, return_inverse=True)
+    key = torch.bincount(index[mask], minlength=len(places)).clamp(max=1)
+    key = key.repeat_interleave(places.diff(prepend=places.new_zeros(1)))  # of each byte
+    ends, index = torch.unique_consecutive(model_ends, return_inverse=True)
+    total = torch.zeros(1 + max([len(key), *ends[-1:].tolist()]), dtype=torch.int64)
+    total[1 : 1 + len(key)] = key
+    total = total.cumsum(0)  # key bytes up to each place
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    whole: Tensor = (total[ends] - total[begins] == ends - begins) & (ends > begins)
+    return whole[index]
 
 
 @dataclass(frozen=True)
@@ -169,14 +194,34 @@ def evaluator_of(
 
 
 def finder(
-    evaluator: Evaluator, documents: Sequence[TokenizedDocument], tokenizer: Any, length: int
+    evaluator: Evaluator,
+    documents: Sequence[TokenizedDocument],
+    tokenizer: Any,
+    length: int,
+    source: Source,
 ) -> Callable[[int], Tensor]:
     """Return a function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
 
-    `length` is the number of tokens of a document that the evaluator reads, special tokens included.
+    `length` is the number of tokens of a document that the evaluator reads, special tokens included. If its tokenizer
+    is not the measured model's, the documents of the source are read again.
     """
-    if tokenizer_hash(tokenizer) != tokenizer_hash(evaluator.tokenizer):
-        raise PosencError(
-            f"--longppl {evaluator.name}: its tokenizer is another one. Give an evaluator with the measured model's."
-        )
-    return lambda index: evaluator.key_tokens(documents[index], length)
+    same = tokenizer_hash(tokenizer) == tokenizer_hash(evaluator.tokenizer)
+    by_name: dict[str, TokenizedDocument] = {}
+
+    def find(index: int) -> Tensor:
+        document = documents[index]
+        if same:
+            return evaluator.key_tokens(document, length)
+        if not by_name:
+            reloaded = source.reload(documents, evaluator.tokenizer)
+            by_name.update((other.name, other) for other in reloaded)
+        other = by_name.get(document.name)
+        if other is None or other.byte_ends is None or document.byte_ends is None:
+            raise PosencError(
+                f"--longppl {evaluator.name}: {document.name} has no text to compare both tokenizers by; use "
+                "an evaluator with the measured model's tokenizer, or text instead of token ids."
+            )
+        mask = evaluator.key_tokens(other, length)
+        return carry(mask, other.byte_ends[: len(mask)], document.byte_ends)
+
+    return find

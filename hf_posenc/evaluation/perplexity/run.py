@@ -370,7 +370,7 @@ def prepare(
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
         protocols = (*settings.protocols, "longppl")
         settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
-        key_tokens = finder(evaluator, documents, tokenizer, settings.lengths[-1])
+        key_tokens = finder(evaluator, documents, tokenizer, settings.lengths[-1], source)
     return PerplexityRun(
         model,
         documents,
