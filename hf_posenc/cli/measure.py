@@ -90,7 +90,7 @@ def retrieval(
         str, typer.Option(help="Encoding of the own text.", rich_help_panel=DOCUMENTS)
     ] = DocumentOptions.encoding,
 ) -> None:
-    """Measure what a model finds in long prompts: passkeys, RULER's tasks that need no download, facts.
+    """Measure what a model finds in long prompts: passkeys, RULER's tasks that need no download, facts, associations.
 
     Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
     """

@@ -250,8 +250,8 @@ class RetrievalOptions(MethodsOptions):
     """Options of `hf-posenc retrieval` and `measure_retrieval`.
 
     Attributes:
-        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, kv, mrcr, vt, fwe and babilong_qa1 to
-            babilong_qa3; or all.
+        tasks: Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, kv, mrcr, vt, fwe, babilong_qa1 to
+            babilong_qa3, nolima_tools and nolima_world; or all.
         depths: Depths of the needle, evenly from the front to the back of the prompt.
         samples: Samples at every length and depth.
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.

@@ -1,17 +1,18 @@
-"""Tasks in words of our own: facts about people in other text (after BABILong)."""
+"""Tasks in words of our own: facts about people in other text (after BABILong), associations (after NoLiMa)."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import NamedTuple, TypeAlias
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.prompts import Draws, Kit, Sample, Scene
 
 FACTS = json.loads(resources.files(__package__).joinpath("facts.json").read_text("utf-8"))
-POOLS = [FACTS[kind].split() for kind in ("persons", "objects", "places")]
+POOLS = PERSONS, _, _ = [FACTS[kind].split() for kind in ("persons", "objects", "places")]
 OFFERED = 6
 """Candidates of every answer, all of them in the prompt: chance is one sixth."""
 
@@ -19,7 +20,7 @@ OFFERED = 6
 class Riddle(NamedTuple):
     """Sentences in order, one of which (`asked`, an index) names the answer, and the other candidates.
 
-    `questions` ask the same about the other persons or objects.
+    `questions` ask the same about the other persons, objects or pairs.
     """
 
     sentences: list[str]
@@ -44,11 +45,12 @@ def closed(sample: Sample, kit: Kit, *, riddles: Riddles) -> Scene:
     draws, depth = Draws(*sample.needle), sample.depth
     assert depth is not None
     riddle, example = riddles(draws, kit)
+    head = FACTS[sample.task.split("_")[0]]["head"]
     worked = f"{' '.join(example.sentences)}\nQuestion: {example.question} {example.answer}."
     places = draws.places(depth, riddle.asked, len(riddle.sentences))
     others = draws.shuffled(riddle.others)
     return kit.scene(
-        f"{FACTS['babilong']['head']}\n\nExample:\n{worked}\n\nText:\n",
+        f"{head}\n\nExample:\n{worked}\n\nText:\n",
         zip(places, riddle.sentences, strict=True),
         kit.noise(),
         f"Question: {riddle.question}",
@@ -125,8 +127,50 @@ def _story(
     )
 
 
+def associations(draws: Draws, kit: Kit, *, kind: str) -> tuple[Riddle, Riddle]:
+    """Return riddles of a person, by an association, where needle and question have no word in common.
+
+    After NoLiMa (arXiv 2502.05167): the needle says one thing about a person, the question asks by another that belongs
+    to it, and the answer is the name.
+    """
+    used = draws.shuffled(kit.unused(PERSONS, OFFERED))[:OFFERED]
+    rest = draws.shuffled([person for person in PERSONS if person not in used])
+    fitting = []
+    for relation in FACTS["nolima"][kind]:
+        pairs = [tuple(pair.split(": ")) for pair in relation["pairs"].split(", ")]
+        unused = {*kit.unused([word for pair in pairs for word in pair], 0)}
+        if sum(unused.issuperset(pair) for pair in pairs) >= OFFERED:
+            fitting.append((pairs, unused, relation["templates"]))
+    if not fitting:
+        raise PosencError(
+            f"The haystack has too many of the words that nolima_{kind} draws from. Give another --haystack, or "
+            "leave the task out."
+        )
+    pairs, unused, templates = draws.choice(fitting)
+    asked = draws.shuffled([pair for pair in pairs if unused.issuperset(pair)])[:OFFERED]
+    other = draws.shuffled([pair for pair in pairs if pair not in asked])[:2]
+    needle, known = draws.choice(templates)
+
+    def riddle(pairs: Sequence[tuple[str, ...]], persons: Sequence[str]) -> Riddle:
+        asked = draws.below(len(pairs))
+        question = FACTS["nolima"]["question"]
+        questions = [question.format(known.format(*pair)) for pair in pairs]
+        return Riddle(
+            [needle.format(*pair, person=who) for pair, who in zip(pairs, persons, strict=True)],
+            asked,
+            questions.pop(asked),
+            persons[asked],
+            [who for who in persons if who != persons[asked]],
+            questions,
+        )
+
+    return riddle(asked, used), riddle(other, rest[:2])
+
+
 RIDDLES: dict[str, Riddles] = {
     "babilong_qa1": functools.partial(whereabouts, facts=1),
     "babilong_qa2": functools.partial(whereabouts, facts=2),
     "babilong_qa3": functools.partial(whereabouts, facts=3),
+    "nolima_tools": functools.partial(associations, kind="tools"),
+    "nolima_world": functools.partial(associations, kind="world"),
 }
