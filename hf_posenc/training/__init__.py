@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import naming_extras
 
 if TYPE_CHECKING:
-    from hf_posenc.training.batches.blocks import mix_blocks as mix_blocks
     from hf_posenc.training.batches.blocks import prepare_blocks as prepare_blocks
     from hf_posenc.training.batches.collator import PositionCollator as PositionCollator
     from hf_posenc.training.batches.dependencies import check_dependencies as check_dependencies
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from hf_posenc.training.scoring import score as score
 
 _MODULES = {
-    "batches.blocks": "mix_blocks prepare_blocks",
+    "batches.blocks": "prepare_blocks",
     "batches.collator": "PositionCollator",
     "batches.dependencies": "check_dependencies",
     "callbacks": "PerplexityCallback SaveOnSignal",

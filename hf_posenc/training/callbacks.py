@@ -331,7 +331,7 @@ class StopOnNonFinite(TrainerCallback):
 class RunTime(TrainerCallback):
     """Adds the seconds since the run began to each entry of the Trainer's log, over all calls that resumed it.
 
-    After a resume the Trainer's own summary describes its last call, with the loss of no step as 0.0; it is replaced.
+    The Trainer's own summary describes its last call; after a resume only the time is left, that of the whole run.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -341,18 +341,10 @@ class RunTime(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
         entry: dict[str, Any] = state.log_history[-1]
         seconds = entry["seconds"] = self._before + time.monotonic() - self._begin
-        if "train_runtime" not in entry or not self._before:
-            return
-        logged = [each for each in state.log_history if "loss" in each]
-        steps = [0, *(each["step"] for each in logged)]  # a loss is the mean since the entry before
-        total = sum(
-            each["loss"] * (b - a) for each, a, b in zip(logged, steps, steps[1:], strict=False)
-        )
-        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        entry["train_runtime"] = seconds
-        entry["train_loss"] = total / steps[-1] if steps[-1] else None
-        entry["train_steps_per_second"] = state.global_step / seconds
-        entry["train_samples_per_second"] = state.global_step * batch / seconds
+        if "train_runtime" in entry and self._before:
+            entry["train_runtime"] = seconds
+            for name in ("train_loss", "train_steps_per_second", "train_samples_per_second"):
+                entry.pop(name, None)
 
 
 def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:

@@ -181,51 +181,6 @@ def test_recipes_drop_the_rotation_of_the_embedded_model(
 
 
 @pytest.mark.slow
-def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str, Path]) -> None:
-    files = [str(texts[name]) for name in NAMES[:2]]
-    mixture = tmp_path / "mixture.yaml"
-    sources = [{"text": files[0], "weight": 3}, {"text": [files[1]], "weight": 1}]
-    mixture.write_text(json.dumps(sources), encoding="utf-8")
-    given = ["--output_dir", str(tmp_path / "mixed"), *QUICK, "--mixture", str(mixture)]
-    given.append("--no_score")
-    finetune(parse_arguments(given))
-    log = TrainingLog.read(tmp_path / "mixed")
-    assert [source["weight"] for source in log.data["source"]["sources"]] == [3.0, 1.0]
-    assert log.data["blocks"] > 4
-    given[1] = str(tmp_path / "streamed")
-    finetune(parse_arguments([*given, "--stream_blocks"]))
-    assert not (tmp_path / "streamed" / "blocks").exists()
-    assert "blocks" not in TrainingLog.read(tmp_path / "streamed").data
-    assert len(losses(tmp_path / "streamed")) == 2
-    endless = [*given, "--stream_blocks", "--max_steps", "-1", "--fresh"]
-    with pytest.raises(PosencError, match="give --max_steps"):
-        finetune(parse_arguments(endless))
-
-
-MIXTURES = {
-    "[{text: a.txt}]": "source 1 has the weight None: give a positive number",
-    "[{text: a.txt, weight: -1}]": "has the weight -1",
-    "[{text: a.txt, weight: .nan}]": "has the weight nan",
-    "[{text: a.txt, weight: true}]": "has the weight True",
-    "[{weight: 1}]": "source 1 names no documents",
-    "[{text: a.txt, weight: 1, wait: 2}]": "sets wait; possible are weight, text, dataset",
-    "[]": "is empty",
-    "text: a.txt": "no list of sources",
-    "[{": "cannot be read",
-}
-
-
-@pytest.mark.parametrize("content", MIXTURES)
-def test_a_mixture_that_is_none_is_one_line(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "mixture.yaml"
-    file.write_text(content, encoding="utf-8")
-    given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--mixture", str(file), "--no_score"]
-    with pytest.raises(PosencError, match=MIXTURES[content]) as raised:
-        finetune(parse_arguments(given))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
 def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, Path]) -> None:
     adapter = run(tmp_path, texts, "--train", "lora", "--lora_dropout", "0.1", name="adapter")
     assert (adapter / "adapter_config.json").is_file()
@@ -264,11 +219,10 @@ def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: dict[str, 
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
     log = TrainingLog.read(run(tmp_path, texts, "--no_score"))  # resumes after the last step
     last = log.log_history[-1]
-    assert last["train_loss"] == pytest.approx(first.log_history[-1]["train_loss"])
     seconds = [entry["seconds"] for entry in first.log_history]
     assert seconds == sorted(seconds)
     assert log.run["seconds"] == last["train_runtime"] > seconds[-2]
-    assert last["train_steps_per_second"] == pytest.approx(2 / last["train_runtime"])
+    assert "train_loss" not in last
 
 
 BEST = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
@@ -331,16 +285,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
     "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
-    "a column that nothing has": (("--column", "body"), "--column body is for rows"),
     "a rank without a LoRA": (("--lora_rank", "4"), "--lora_rank 4 is for --train lora"),
     "no folder": (("--output_dir", ""), "--output_dir is empty"),
-    "a stream in a fresh process": (
-        (
-            *("--stream_blocks", "--dataloader_num_workers", "1"),
-            *("--dataloader_multiprocessing_context", "spawn"),
-        ),
-        "a worker that is started by spawn cannot read the documents",
-    ),
     "no rank": (("--train", "lora", "--lora_rank", "0"), "`r` should be a positive integer"),
     "no probability": (("--train", "lora", "--lora_dropout", "2"), "dropout probability has to be between 0 and 1"),
     "a best model by a loss that is not measured": (
@@ -397,19 +343,6 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: dict[str, Path],
     with pytest.raises(PosencError, match=message) as raised:
         run(tmp_path, texts, *given)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("held", "train"), [(None, "lora"), (16, "full"), (8, "lora")])
-def test_a_checkpoint_of_other_parameters_is_refused(
-    tmp_path: Path, held: int | None, train: str
-) -> None:
-    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
-    if held is not None:
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": held}), encoding="utf-8")
-    given = ["--resume_from_checkpoint", str(tmp_path), "--train", train]
-    way = "--train full" if held is None else f"--train lora --lora_rank {held}"
-    with pytest.raises(PosencError, match=f"cannot resume. Give {way}"):
-        parse_arguments(given)
 
 
 def test_what_is_scored_is_held_out_of_the_texts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shlex
 import sys
 from collections.abc import Sequence
@@ -90,12 +89,6 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
             "--distill short: no process holds a sharded model whole: leave it out, or train without FSDP and "
             "DeepSpeed."
         )
-    context = arguments.dataloader_multiprocessing_context or multiprocessing.get_start_method()
-    if data.stream_blocks and arguments.dataloader_num_workers and context != "fork":
-        raise PosencError(
-            f"--stream_blocks: a worker that is started by {context} cannot read the documents. Give "
-            "--dataloader_num_workers 0, or leave --stream_blocks out."
-        )
     return choice, data, arguments
 
 
@@ -149,11 +142,12 @@ def prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
 def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str, Any]:
     """Return the description of the training data for a model card."""
     counts = blocks.counts
-    known = {"blocks": counts.blocks, "documents": counts.documents, "tokens": counts.tokens}
     return {
         "positions": data.positions,
         "target_length": lengths.target,
         "block_length": lengths.block,
         **({} if lengths.curriculum is None else {"curriculum": list(lengths.curriculum)}),
-        **({} if blocks.streamed else known),
+        "blocks": counts.blocks,
+        "documents": counts.documents,
+        "tokens": counts.tokens,
     }

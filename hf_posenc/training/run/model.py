@@ -170,16 +170,7 @@ def check_short(lengths: Lengths, distill: str | None) -> None:
 
 
 def check_enough(blocks: Blocks, arguments: TrainingArguments) -> None:
-    """Check that the blocks fill one batch on every process, if incomplete batches are dropped.
-
-    Of a stream, the number of steps must be given, and every process selects its own rows of the stream.
-    """
-    if blocks.streamed:
-        if arguments.max_steps < 1:
-            raise PosencError("--stream_blocks has no epochs of known length: give --max_steps.")
-        launch: Any = arguments.accelerator_config
-        launch.dispatch_batches = False  # which cannot broadcast a flag such as use_cache
-        return
+    """Check that the blocks fill one batch on every process, if incomplete batches are dropped."""
     batch = arguments.train_batch_size * arguments.world_size
     if arguments.dataloader_drop_last and len(blocks) < batch:
         raise PosencError(

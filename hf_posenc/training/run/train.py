@@ -78,7 +78,6 @@ def finetune(parsed: given.Arguments) -> None:
         tokenizer,
         lengths.block - len(prompt),
         cache=output and output / "blocks",
-        seed=arguments.seed,
         held_out=held_out,
     )
     models.check_enough(blocks, arguments)

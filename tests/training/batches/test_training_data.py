@@ -196,6 +196,11 @@ def foreign(folder: Path) -> Iterable[Entry]:
     return from_rows(folder, {"ids": [1, 2, 3] * 9}, {"ids": [50_000] * 30}, tokenized="ids")
 
 
+def chats(folder: Path) -> Iterable[Entry]:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    return from_rows(folder, {"messages": messages}, column="messages")
+
+
 def saved(folder: Path) -> Iterable[Entry]:
     datasets.Dataset.from_dict({"content": ["a" * 30]}).save_to_disk(str(folder / "saved"))
     return read_dataset(str(folder / "saved"))
@@ -206,6 +211,7 @@ def saved(folder: Path) -> Iterable[Entry]:
     [
         (nameless, r"rows.jsonl:1: no column 'text'; its columns are content. Pass --column\)"),
         (saved, "no column 'text'; its columns are content"),
+        (chats, "rows.jsonl:1: a conversation, which TRL trains on"),
         (lambda _: documents(4, 9), "doc0: too short: 4 tokens, 10 are needed; and 1 more.* A block has 10 tokens"),
         (foreign, "rows.jsonl:2: token 50,000 is outside the vocabulary of 257.*--tokenizer"),
         (lambda _: [Document("void", " \n")], r"No document can be used for training \(void: empty\)"),
@@ -227,7 +233,7 @@ def test_bad_input_says_one_line(
         ({"length": 10, "positions": "pack"}, "Unknown kind of positions 'pack'.*packed"),
         ({"length": 2}, "A block of 2 tokens has none to predict"),
         ({"length": 200, "positions": "packed"}, "together they have 60 tokens.*A block has 200"),
-        ({"length": 10, "cache": Path("somewhere")}, "A cache or a stream needs source"),
+        ({"length": 10, "cache": Path("somewhere")}, "A cache needs source"),
     ],
 )
 def test_bad_settings_say_so(options: dict[str, Any], message: str) -> None:
