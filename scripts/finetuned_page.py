@@ -49,7 +49,6 @@ def example() -> str:
         _fence(COMMANDS["finetune"]),
         trained,
         _table(scores),
-        "![Training loss, and held-out perplexity during the training](data/finetuned/loss.png)",
         beyond,
         _fence(COMMANDS["evaluate"]),
         _table(evaluated),

@@ -353,15 +353,9 @@ def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
     if metric is None or arguments.eval_strategy == "no":
         return
     if scores is None:
-        raise PosencError(
-            "Without scores there is no metric for the best model: leave --no_score out, or "
-            "--load_best_model_at_end, --metric_for_best_model and reduce_lr_on_plateau."
-        )
-    names = [
-        metric_name(protocol, length)
-        for protocol in reversed(scores.settings.protocols)
-        for length in sorted(scores.settings.lengths, reverse=True)
-    ]
+        raise PosencError(f"--no_score leaves nothing to choose the best model by: {metric}.")
+    settings = scores.settings
+    names = [metric_name(p, n) for p in settings.protocols[::-1] for n in settings.lengths[::-1]]
     if f"eval_{metric.removeprefix('eval_')}" not in names:
         raise PosencError(
             f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give "

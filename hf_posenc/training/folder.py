@@ -7,7 +7,6 @@ command in the same folder is refused with the differences, since its results wo
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -41,7 +40,6 @@ from hf_posenc.training.checkpoints import (
     save_result,
     step_of,
 )
-from hf_posenc.training.checks import join_on_cpu
 from hf_posenc.training.ranks import barrier, gather, leave_group
 
 Settings = Mapping[str, Any]
@@ -365,21 +363,6 @@ class TrainingFolder:
 
 
 # The frame of a bare accelerate loop.
-
-
-def command(main: Callable[[], None]) -> Callable[[], None]:
-    """Turn a script's function into a command that connects a launcher's processes and prints errors in one line."""
-
-    @functools.wraps(main)
-    def run() -> None:
-        join_on_cpu()
-        try:
-            main()
-        except PosencError as error:
-            sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-            sys.exit(2)
-
-    return run
 
 
 def resume(accelerator: Accelerator, folder: Path | str, settings: Settings) -> int:

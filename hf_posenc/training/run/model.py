@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import warnings
@@ -121,30 +120,26 @@ def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
     """Return the lengths of a curriculum, which fit between a block and the target."""
     given = f"--curriculum {curriculum}"
     original, target, block = lengths.original, lengths.target, lengths.block
-    if not lengths.drawn:
-        raise PosencError(
-            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWN)}."
-        )
     try:
         tokens = [float(factor) * original for factor in curriculum.split(",")]
-    except ValueError:
-        tokens = []
-    stages = tuple(int(each) for each in tokens if each.is_integer())
-    rises = all(before < after for before, after in itertools.pairwise(stages))
-    if not stages or len(stages) < len(tokens) or not rises:
-        raise PosencError(
-            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
-        )
-    if stages[0] < block:
-        raise PosencError(
-            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
-            f"factor, or give --block_length {max(stages[0], 2)}."
-        )
-    if stages[-1] > target:
-        raise PosencError(
-            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
-            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
-        )
+        stages = tuple(int(each) for each in tokens)
+    except (ValueError, OverflowError):  # no numbers, or none that end
+        tokens, stages = [], (0,)
+    problems = {
+        "it bounds positions that are drawn. Give --positions, one of "
+        f"{', '.join(DRAWN)}": not lengths.drawn,
+        f"give rising factors on the original length, {original:,} tokens, as in 1,2,4,8": (
+            list(stages) != tokens or tokens != sorted({*tokens})
+        ),
+        f"{stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger factor, or give "
+        f"--block_length {max(stages[0], 2)}": stages[0] < block,
+        f"it reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
+        f"{stages[-1] / original:g}, or end with a factor of {target / original:g}": stages[-1]
+        > target,
+    }
+    for problem, wrong in problems.items():
+        if wrong:
+            raise PosencError(f"{given}: {problem}.")
     if stages[-1] < target:
         warnings.warn(
             f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "

@@ -17,7 +17,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.ranks import broadcast
-from hf_posenc.training.result import CARD, write_card
+from hf_posenc.training.result import write_card
 from hf_posenc.training.run.model import whole_weights
 from hf_posenc.training.scoring import before_and_after, conclusion
 from hf_posenc.verification import require, verify_export
@@ -87,7 +87,7 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
         shown = before_and_after(scores)
         for part in (*shown.tables(), *shown.notes(), *shown.guide(), conclusion(shown)):
             console.print(part)
-    console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)
+    console.print(f"\nThe model and its card are in {folder}", soft_wrap=True)
 
 
 def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> None:
@@ -132,35 +132,30 @@ class Hub:
         """
         if not arguments.push_to_hub:
             return None
-        strategy = str(getattr(arguments.hub_strategy, "value", arguments.hub_strategy))
-        if "checkpoint" in strategy:
-            raise PosencError(
-                f"--hub_strategy {strategy}: only the result is pushed. Use --hub_strategy end; for a checkpoint: hf "
-                "upload REPO OUTPUT_DIR/checkpoint-N checkpoint-N."
-            )
         arguments.push_to_hub = False
         name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
         return cls(name, arguments.hub_token, arguments.hub_private_repo, arguments.hub_revision)
 
+    @property
+    def _api(self) -> HfApi:
+        return HfApi(endpoint=self.endpoint, token=self.token)
+
     def create(self) -> str:
         """Create the repository if missing, and return its full name."""
-        api = HfApi(endpoint=self.endpoint, token=self.token)
         with _explained(
             f"The hub refuses {self.repo}", "Log in (`hf auth login`), or drop --push_to_hub"
         ):
-            repo = api.create_repo(self.repo, private=self.private, exist_ok=True)
+            repo = self._api.create_repo(self.repo, private=self.private, exist_ok=True)
             if self.revision is not None:
-                api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
+                self._api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
         return str(repo.repo_id)
 
     def push(self, directory: Path | str) -> str:
         """Upload a saved model with its card, but without subfolders, and return the commit's address."""
-        if not (Path(directory) / CARD).is_file():
-            raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
         name = self.create()
         way = f"The result is complete in {directory}; push it with `{upload(name, directory)}`"
         with _explained(f"Pushing to {name} failed", way):
-            commit = HfApi(endpoint=self.endpoint, token=self.token).upload_folder(
+            commit = self._api.upload_folder(
                 repo_id=name,
                 folder_path=directory,
                 commit_message="Fine-tuned with hf_posenc",
