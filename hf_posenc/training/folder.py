@@ -56,7 +56,7 @@ _FREE_NAMES = """output_dir logging_dir run_name project report_to disable_tqdm 
     trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics debug ddp_timeout local_rank
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order restore_callback_states_from_checkpoint
-    do_train do_eval do_predict fresh verify_export"""
+    do_train do_eval do_predict fresh"""
 _FREE = frozenset(_FREE_NAMES.split())
 _LAUNCH = ("FSDP_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
 

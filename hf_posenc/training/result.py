@@ -44,7 +44,6 @@ def write_card(
     exports: Sequence[Export] | None = None,
     *,
     licence: str | None = None,
-    verified: str | None = None,
     name: str = "PATH",
 ) -> Path:
     """Write a model card into a saved model's folder, with its plot and the data behind it.
@@ -55,7 +54,6 @@ def write_card(
         scores: The rows of `Scores`.
         exports: The exports of the folder (`hf_posenc.engines`); by default one per engine is computed.
         licence: The model's, as the hub names it, such as `apache-2.0`; by default the card names none.
-        verified: The result of `--verify_export`, in a sentence.
         name: The name to load the model by, such as its name on the hub.
 
     Returns:
@@ -105,7 +103,6 @@ def write_card(
         plain=plain,
         adapter=adapter,
         engines=[(each, _support(each, config, adapter, name)) for each in exports],
-        verified=verified,
         scores=shown,
         conclusion="" if shown is None else conclusion(shown),
         plot=PLOT if drawn else None,

@@ -23,7 +23,6 @@ from hf_posenc.training.run.arguments import parse_arguments
 from hf_posenc.training.run.model import apply_patch, resolve_lengths
 from hf_posenc.training.run.train import finetune
 from tests.support.selection import late
-from tests.support.verifying import verify_here
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
 NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
@@ -67,14 +66,11 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     tmp_path: Path,
     texts: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    verify_here(monkeypatch)
-    output = run(tmp_path, texts, "--verify_export")
-    shown = capsys.readouterr()
-    assert "'train_loss'" in shown.out
-    assert "after 2 steps" in shown.out
-    assert "in a clean process" in shown.err
+    output = run(tmp_path, texts)
+    shown = capsys.readouterr().out
+    assert "'train_loss'" in shown
+    assert "after 2 steps" in shown
     scores = PerplexityResult.from_dict(json.loads((output / "perplexity.json").read_text()))
     assert [row.method for row in scores.candidates] == [None, "yarn", "yarn"]
     assert {(cell.protocol, cell.length) for cell in scores.cells} == {
@@ -254,19 +250,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
-    "an export that cannot be": (
-        ("--patch", "rerope:window=64", "--target_length", "128", "--verify_export"),
-        "transformers has no rerope",
-    ),
-    "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
-    "a curriculum of whole blocks": (("--curriculum", "1,2"), "positions that are drawn. Give --positions"),
-    "a curriculum that falls": ((*RANDOM, "2,1"), "--curriculum 2,1: give rising factors on the original length, 256"),
+    "a curriculum of whole blocks": (("--curriculum", "1,2"), "positions that are drawn .*not positions='contiguous'"),
+    "a curriculum that falls": ((*RANDOM, "2,1"), r"rising lengths in tokens, not \[512, 256\]"),
     "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
     "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
     "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
     "a curriculum beyond the target": (
         (*RANDOM, "1,2,4,8"),
-        "1,2,4,8: it reaches 2,048 tokens, beyond the target of 1,024. Give the patch a scale of 8, or end .* 4",
+        "ends at 2,048 tokens, beyond target_length=1,024: end it there, or give a longer one",
     ),
     "a prompt for other positions": (("--terminal_prompt", "Now:"), "for --positions endprompt or endprompt_random"),
     "a prompt of no tokens": (

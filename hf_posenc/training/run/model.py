@@ -117,29 +117,23 @@ def resolve_lengths(
 
 
 def _stages(curriculum: str, lengths: Lengths) -> tuple[int, ...]:
-    """Return the lengths of a curriculum, which fit between a block and the target."""
+    """Return the lengths of a curriculum; `PositionCollator` checks that they rise up to the target."""
     given = f"--curriculum {curriculum}"
     original, target, block = lengths.original, lengths.target, lengths.block
     try:
         tokens = [float(factor) * original for factor in curriculum.split(",")]
-        stages = tuple(int(each) for each in tokens)
+        stages = tuple(map(int, tokens))
     except (ValueError, OverflowError):  # no numbers, or none that end
         tokens, stages = [], (0,)
-    problems = {
-        "it bounds positions that are drawn. Give --positions, one of "
-        f"{', '.join(DRAWN)}": not lengths.drawn,
-        f"give rising factors on the original length, {original:,} tokens, as in 1,2,4,8": (
-            list(stages) != tokens or tokens != sorted({*tokens})
-        ),
-        f"{stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger factor, or give "
-        f"--block_length {max(stages[0], 2)}": stages[0] < block,
-        f"it reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
-        f"{stages[-1] / original:g}, or end with a factor of {target / original:g}": stages[-1]
-        > target,
-    }
-    for problem, wrong in problems.items():
-        if wrong:
-            raise PosencError(f"{given}: {problem}.")
+    if list(stages) != tokens:
+        raise PosencError(
+            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
+        )
+    if stages[0] < block:
+        raise PosencError(
+            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
+            f"factor, or give --block_length {max(stages[0], 2)}."
+        )
     if stages[-1] < target:
         warnings.warn(
             f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "

@@ -180,7 +180,6 @@ class RunArguments:
         bf16: Compute in bfloat16.
         output_dir: Folder of checkpoints, measurements and model.
         fresh: Begin again if the folder holds another run's checkpoints.
-        verify_export: Load the result without hf_posenc and compare logits.
         dry_run: Print tokens, steps, memory and time; train and write nothing.
     """
 
@@ -189,7 +188,6 @@ class RunArguments:
     bf16: bool = _training(False)
     output_dir: str | None = _output("finetuned", metavar="DIR")
     fresh: bool = _output(False, rank=1)
-    verify_export: bool = _output(False, rank=1)
     dry_run: bool = _output(False)
 
 

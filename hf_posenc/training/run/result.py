@@ -1,4 +1,4 @@
-"""The result: the saved and verified model, the printed report with the next steps, and the push to the hub."""
+"""The result: the saved model, the printed report with the next steps, and the push to the hub."""
 
 from __future__ import annotations
 
@@ -14,30 +14,15 @@ from transformers import Trainer, TrainingArguments
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.patch.report import Patch
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.ranks import broadcast
 from hf_posenc.training.result import write_card
 from hf_posenc.training.run.model import whole_weights
 from hf_posenc.training.scoring import before_and_after, conclusion
-from hf_posenc.verification import require, verify_export
 
 # Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
 # and the hub's token if one was given.
 _NOT_PUSHED = ("*/*", ".*", "*.lock", "training_args.bin")
-
-
-def check_verifiable(patch: Patch | None, train: str) -> None:
-    """Check before the training that plain transformers can load the result, for `--verify_export`."""
-    if train == "lora":
-        raise PosencError(
-            "--verify_export loads whole weights in plain transformers, and --train lora saves an adapter. Merge it "
-            "(merge_and_unload), save that, and run `hf-posenc export DIR --to transformers5 --verify`."
-        )
-    if patch is not None and patch.export is None:
-        raise PosencError(
-            f"--verify_export: transformers has no {' + '.join(patch.methods)}; load by hf_posenc.from_pretrained."
-        )
 
 
 def write_result(
@@ -46,13 +31,9 @@ def write_result(
     log: TrainingLog,
     scores: PerplexityResult | None = None,
     *,
-    verify: bool = False,
     name: str = "PATH",
 ) -> None:
-    """Save the model with its tokenizer, card, plots and log, and `verify` that plain transformers computes the same.
-
-    All processes call it. `name` is the repository in the card.
-    """
+    """Save the model with tokenizer, card, plot and log; `name` is the repository in the card. All ranks call it."""
     folder = Path(folder)
     trainer.save_model(str(folder))
     problem: PosencError | None = None
@@ -60,24 +41,12 @@ def write_result(
         try:
             # Under ZeRO-3, a model built by one process would wait for the others.
             with whole_weights(trainer.args):
-                verified = _verify(folder) if verify else None
-                write_card(folder, log, scores, verified=verified, name=name)
+                write_card(folder, log, scores, name=name)
         except PosencError as error:
             problem = error
     problem = broadcast(problem)  # all processes raise, or none
     if problem is not None:
         raise problem
-
-
-def _verify(folder: Path) -> str:
-    checked = verify_export(folder)
-    require(checked)
-    message = (
-        f"Loaded in a clean process with transformers {checked.version} and without hf_posenc, its logits differ by "
-        f"{checked.error:.1e} of the largest ({checked.tokens} tokens, positions to {checked.reach:,})."
-    )
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
-    return message
 
 
 def print_report(scores: PerplexityResult | None, folder: Path) -> None:
