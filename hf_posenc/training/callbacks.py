@@ -345,19 +345,3 @@ class RunTime(TrainerCallback):
             entry["train_runtime"] = seconds
             for name in ("train_loss", "train_steps_per_second", "train_samples_per_second"):
                 entry.pop(name, None)
-
-
-def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
-    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation."""
-    metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
-    if metric is None or arguments.eval_strategy == "no":
-        return
-    if scores is None:
-        raise PosencError(f"--no_score leaves nothing to choose the best model by: {metric}.")
-    settings = scores.settings
-    names = [metric_name(p, n) for p in settings.protocols[::-1] for n in settings.lengths[::-1]]
-    if f"eval_{metric.removeprefix('eval_')}" not in names:
-        raise PosencError(
-            f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give "
-            f"--metric_for_best_model {names[0]} --greater_is_better false."
-        )

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _FORMAT = 3
 _TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
 _ROWS_PER_BATCH = 64
-_MAX_REASONS = 100  # skipped documents that are stored by name
 _UNWRITTEN = "The training data cannot be written to"
 
 STANDARD_LIBRARY: dict[str, Any] = {
@@ -116,7 +115,7 @@ class Counts:
         tokens: Tokens of documents in blocks, without the special ones in front.
         unused: Tokens of those documents that are in no block.
         sha256: Hash of all blocks and document boundaries, equal on every rank and in every run.
-        skipped: Number of documents that were not used; `reasons` has the first of them.
+        skipped: Number of documents that were not used; `reason` is that of the first.
     """
 
     length: int
@@ -127,7 +126,7 @@ class Counts:
     largest: int = -1
     sha256: str = ""
     skipped: int = 0
-    reasons: tuple[Skipped, ...] = ()
+    reason: str = ""
 
     def line(self) -> str:
         share = self.unused / max(self.tokens + self.unused, 1)
@@ -160,7 +159,6 @@ class Blocks:
 
         try:
             counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
-            counts["reasons"] = tuple(Skipped(**each) for each in counts["reasons"])
             rows = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
             blocks = cls(rows.with_format("numpy"), Counts(**counts))
             if len(rows) != len(blocks):
@@ -327,8 +325,7 @@ class Writer:
                 document = self._usable(entry, vocabulary)
             except UnreadableError as error:
                 counts.skipped += 1
-                if len(counts.reasons) < _MAX_REASONS:
-                    counts.reasons += (Skipped(entry.name, str(error)),)
+                counts.reason = counts.reason or f"{entry.name}: {error}"
                 continue
             counts.documents += 1
             for block in self.cutter.cut(document):
@@ -373,7 +370,7 @@ class Writer:
         why = f"together they have {self.cutter.tokens:,} tokens"
         if counts.skipped:
             more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
-            why = f"{counts.reasons[0].name}: {counts.reasons[0].reason}{more}"
+            why = f"{counts.reason}{more}"
         raise PosencError(
             f"No document can be used for training ({why}). A block has {counts.length:,} tokens: give more or longer "
             "texts, a shorter --block_length, or --positions packed, which puts short documents side by side."

@@ -78,7 +78,6 @@ def finetune(parsed: given.Arguments) -> None:
             )
         if documents.holds_out(data):
             held_out = [document.name for document in scores.documents]
-    callbacks.check_best(arguments, scores)
     blocks, source = documents.training_blocks(
         data,
         tokenizer,

@@ -18,7 +18,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
-    Skipped,
     TokenizedDocument,
     read_dataset,
     read_paths,
@@ -73,7 +72,7 @@ def test_a_block_is_of_one_document(positions: str) -> None:
     counts = blocks.counts
     assert (counts.blocks, counts.documents, counts.tokens, counts.unused) == (6, 2, 60, 5)
     assert counts.skipped == 1
-    assert counts.reasons == (Skipped("doc1", "too short: 7 tokens, 10 are needed"),)
+    assert counts.reason == "doc1: too short: 7 tokens, 10 are needed"
     assert counts.largest == max(map(max, expected))
     assert counts.line() == (
         "6 blocks of 10 tokens from 2 documents (8% of their tokens are left over); 1 documents not used"
