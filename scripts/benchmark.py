@@ -56,7 +56,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic_yarn, request": ("dynamic_yarn", {"update": "request"}),
 }
 """Method and options by case."""
-SIZES: dict[str, int] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 4,

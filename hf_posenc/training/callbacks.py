@@ -159,7 +159,6 @@ class ExactResume(TrainerCallback):
             if len(sums) == args.world_size:  # float32, which JSON stores exactly
                 trainer._tr_loss += sums[args.process_index]
                 trainer._globalstep_last_logged = stored["logged_at"]
-                trainer._total_loss_scalar -= sum(sums) / len(sums)  # `train_loss` is of this call
         self._finished = state.global_step >= state.max_steps
         if self._finished:
             self._trainer.get_batch_samples = lambda *_: ([], None)
@@ -240,7 +239,6 @@ class PerplexityCallback(TrainerCallback):
 
     def __init__(self, scores: Scores, trainer: Trainer) -> None:
         self._scores, self._trainer = scores, trainer
-        self._logged: int | None = None
         self._restore: Callable[[], None] | None = None
         metric = trainer.args.metric_for_best_model or ""
         if "_perplexity_" in metric and trainer.args.greater_is_better:
@@ -277,9 +275,7 @@ class PerplexityCallback(TrainerCallback):
             for cell in result.cells
             if cell.method == label
         }
-        if self._logged != state.global_step:  # one evaluation of several datasets is logged once
-            self._logged = state.global_step
-            self._trainer.log(dict(numbers))
+        self._trainer.log(dict(numbers))
         return numbers
 
 

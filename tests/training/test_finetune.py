@@ -87,21 +87,6 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     assert any(not torch.equal(a, b) for a, b in pairs), "it has learned something"
 
 
-@pytest.mark.parametrize("patch", ["rerope", *late(["dynamic_yarn", "kerple_log"])])
-def test_methods_that_compute_attention_train_in_mixed_precision(
-    tmp_path: Path, texts: dict[str, Path], patch: str
-) -> None:
-    given = ["--no_score", "--patch", patch, "--target_length", "128"]
-    mixed, whole = (
-        losses(run(tmp_path, texts, *given, *more, name=name))
-        for name, more in (("mixed", ["--bf16"]), ("whole", []))
-    )
-    assert mixed == pytest.approx(whole, rel=1e-2)
-    assert mixed != pytest.approx(whole, rel=1e-6)  # it was in force
-    with pytest.raises(PosencError, match="fp16 on a CPU computes in float32"):  # in accelerate
-        run(tmp_path, texts, *given, "--fp16", name="half")
-
-
 @pytest.mark.slow
 def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     tmp_path: Path, texts: dict[str, Path]
@@ -279,31 +264,16 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no rank": (("--train", "lora", "--lora_rank", "0"), "`r` should be a positive integer"),
     "no probability": (("--train", "lora", "--lora_dropout", "2"), "dropout probability has to be between 0 and 1"),
     "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
-    "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
-    "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
     "half precision on a CPU": (("--fp16",), "fp16 on a CPU computes in float32 silently"),
     "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
     "an optimizer by its full name": (("--optim", "adamw_bnb_8bit"), "install `bitsandbytes`"),
     "a seed below zero": (("--seed", "-1"), r"--seed -1: at least 0 and below 4\.29497e\+09"),
-    "a data seed below zero": (("--data_seed", "-1"), "--data_seed -1: at least 0"),
-    "a beta of 2": (("--adam_beta2", "2"), "--adam_beta2 2: at least 0 and below 1 is needed"),
     "a beta of 1": (("--adam_beta1", "1"), "--adam_beta1 1: at least 0 and below 1"),
-    "an epsilon below zero": (("--adam_epsilon=-1e-8",), "--adam_epsilon -1e-08: at least 0"),
     "clipping at no number": (("--max_grad_norm", "nan"), "--max_grad_norm nan: at least 0 and a finite"),
-    "clipping at infinity": (("--max_grad_norm", "inf"), "--max_grad_norm inf: at least 0"),
-    "clipping below zero": (("--max_grad_norm", "-1"), "--max_grad_norm -1: at least 0"),
     "a rate that is no number": (("--learning_rate", "nan"), "--learning_rate nan"),
-    "an infinite rate": (("--learning_rate", "inf"), "--learning_rate inf"),
-    "a decay that is no number": (("--weight_decay", "nan"), "--weight_decay nan"),
     "a warmup below zero": (("--warmup_steps", "-1"), "--warmup_steps -1: at least 0"),
-    "a warmup that is no number": (("--warmup_steps", "nan"), "--warmup_steps nan"),
-    "infinite epochs": (("--num_train_epochs", "inf"), "--num_train_epochs inf"),
     "no epochs": (("--max_steps", "-1", "--num_train_epochs", "0"), "num_train_epochs 0 gives no step"),
-    "saves that are no number": (("--save_steps", "nan"), "--save_steps nan"),
-    "logs below zero": (("--logging_steps", "-1"), "--logging_steps -1: at least 0"),
     "smoothing above 1": (("--label_smoothing_factor", "1.5"), "--label_smoothing_factor 1.5"),
-    "workers below zero": (("--dataloader_num_workers", "-1"), "--dataloader_num_workers -1"),
-    "no accumulation": (("--gradient_accumulation_steps", "0"), "gradient_accumulation_steps 0: at least 1"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "comet"),
     "a wrong choice": (("--positions", "posee"), r"'endprompt_random'\). See hf-posenc finetune --help-all.$"),

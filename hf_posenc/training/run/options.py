@@ -13,7 +13,7 @@ import difflib
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -240,7 +240,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         else:
             if get_origin(hint) is Sequence:
                 given["nargs"] = "+"
-            given["type"] = _read(flag.parse, each.name) if flag.parse else kind
+            given["type"] = _length_of if flag.parse else kind
             given["choices"] = flag.choices or None
         group = groups[str(flag.panel)]
         group.add_argument(*_spellings(each.name), **given)
@@ -258,14 +258,11 @@ def _truth(text: str) -> bool:
     return text.lower() in ("true", "yes", "1")
 
 
-def _read(parse: Callable[[Any, str], Any], name: str) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return parse(text, f"--{name}")
-        except PosencError as error:  # argparse would hide the text of a ValueError
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read
+def _length_of(text: str) -> int:
+    try:
+        return read_length(text, "the length")
+    except PosencError as error:  # argparse would hide the text of a ValueError
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def pick(kind: Any, values: Mapping[str, Any]) -> Any:
