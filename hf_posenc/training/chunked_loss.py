@@ -273,8 +273,13 @@ class ChunkedLoss:
                     self._use_plain(one_line(error))
                 return
             # Weights that are sharded have no gradient here.
-            with torch.set_grad_enabled(not last):
-                self._decide(arguments, output)
+            few = replaced(self, "chunk", _PROBE_CHUNK * _PROBE_BATCH)
+            with torch.set_grad_enabled(not last), few:
+                reason = self._difference(arguments, output)
+        if reason is None:
+            self.exact = True
+        else:
+            self._use_plain(reason)
 
     def _find_decoder(self, arguments: Arguments) -> None:
         """Find the part of the model that its forward calls first, and stop it before the first embedding.
@@ -305,18 +310,6 @@ class ChunkedLoss:
     def _decoder(self) -> nn.Module:
         """The part that was found, read on each access: wrappers such as FSDP's replace it."""
         return self.model.get_submodule(self._path)
-
-    def _decide(self, arguments: Arguments, output: Any) -> None:
-        """Choose the loss in chunks if it equals the plain one for an output of the decoder."""
-        chunk, self.chunk = self.chunk, _PROBE_CHUNK * len(arguments["labels"])
-        try:
-            reason = self._difference(arguments, output)
-        finally:
-            self.chunk = chunk
-        if reason is None:
-            self.exact = True
-        else:
-            self._use_plain(reason)
 
     def _use_plain(self, reason: str) -> None:
         self.exact = False

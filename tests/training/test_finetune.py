@@ -87,22 +87,6 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     assert any(not torch.equal(a, b) for a, b in pairs), "it has learned something"
 
 
-@pytest.mark.slow
-def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
-    output = run(tmp_path, texts, "--no_score")
-    before = (output / "model.safetensors").read_bytes(), losses(output)
-    run(tmp_path, texts, "--no_score")
-    assert ((output / "model.safetensors").read_bytes(), losses(output)) == before
-    with pytest.raises(PosencError, match=r"learning_rate was 0\.001, is 0\.5"):
-        run(tmp_path, texts, "--no_score", "--learning_rate", "0.5")
-    with pytest.raises(PosencError, match="patch"):
-        run(tmp_path, texts, "--no_score", "--patch", "pi:scale=4")
-    run(tmp_path, texts, "--no_score", "--patch", "pi:scale=4", "--fresh")
-    assert losses(output) != before[1]
-
-
 @pytest.mark.parametrize(
     "positions", ["endprompt", *late(["pose", "packed", "random", "random_float", "cream"])]
 )
@@ -226,8 +210,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no patch": (("--model", str(model_path())), "carries no patch: give --patch"),
     "no length": (("--patch", "none"), "give --target_length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
-    "no such method": (("--patch", "yarm:scale=4"), "yarm"),
-    "no such option": (("--max_stepz", "3"), "No such option: --max_stepz. Did you mean --max_steps"),
     "an option of another program": (("--batch-size", "3"), "Did you mean --per_device_train_batch_size"),
     "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option"),
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
@@ -256,10 +238,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("--distill", "short", "--block_length", "512"),
         "blocks of 512 tokens are longer than the 256 .* Give --block_length 256",
     ),
-    "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
     "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
-    "a rank without a LoRA": (("--lora_rank", "4"), "--lora_rank 4 is for --train lora"),
     "no folder": (("--output_dir", ""), "--output_dir is empty"),
     "no rank": (("--train", "lora", "--lora_rank", "0"), "`r` should be a positive integer"),
     "no probability": (("--train", "lora", "--lora_dropout", "2"), "dropout probability has to be between 0 and 1"),
@@ -267,7 +247,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "half precision on a CPU": (("--fp16",), "fp16 on a CPU computes in float32 silently"),
     "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
     "an optimizer by its full name": (("--optim", "adamw_bnb_8bit"), "install `bitsandbytes`"),
-    "a seed below zero": (("--seed", "-1"), r"--seed -1: at least 0 and below 4\.29497e\+09"),
     "a beta of 1": (("--adam_beta1", "1"), "--adam_beta1 1: at least 0 and below 1"),
     "clipping at no number": (("--max_grad_norm", "nan"), "--max_grad_norm nan: at least 0 and a finite"),
     "a rate that is no number": (("--learning_rate", "nan"), "--learning_rate nan"),
@@ -276,11 +255,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "smoothing above 1": (("--label_smoothing_factor", "1.5"), "--label_smoothing_factor 1.5"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "comet"),
-    "a wrong choice": (("--positions", "posee"), r"'endprompt_random'\). See hf-posenc finetune --help-all.$"),
-    "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See hf-posenc finetune --help-all.$"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
-    "no such recipe": (("--recipe", "lora_24g"), "Unknown recipe 'lora_24g'. Did you mean 'lora_24gb'"),
 }  # fmt: skip
 
 
