@@ -105,10 +105,9 @@ def main(
                     cells = _trained(Path(work) / "run", ways[name], steps, seed)
                     print(name, seed, cells["tail"], flush=True)
                     runs[name].append({"seed": seed, **cells})
-                one = {k: v for k, v in runs[name][0].items() if k != "seed"}
                 rows[name] = {
                     "options": ways[name],
-                    **(one if group == "ways" else {"runs": runs[name]}),
+                    "runs": runs[name],
                     "before": before[_patch_of(ways[name])],
                 }
                 values = {

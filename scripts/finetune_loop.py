@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_see
 
 from hf_posenc import embedded, evaluation, from_pretrained, get_patch, patch_model, training
 from hf_posenc.patch.config import parse_method
-from hf_posenc.training import folder
+from hf_posenc.training import checks, folder
 from hf_posenc.training.batches import blocks, collator
 
 
@@ -36,9 +36,9 @@ class Options:
     report_to: str | None = None
 
 
-@folder.command
 def main() -> None:
     """Train; the same command resumes a killed run."""
+    checks.join_on_cpu()
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)

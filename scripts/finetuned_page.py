@@ -18,7 +18,7 @@ CONVERSIONS = BENCHMARKS / "conversions.json"
 FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
 RECIPES = "hf_posenc/training/run/recipes"
 COMMANDS = {
-    "finetune": f"hf-posenc finetune --output_dir {RESULT} --verify_export",
+    "finetune": f"hf-posenc finetune --output_dir {RESULT}",
     "evaluate": f"hf-posenc perplexity {RESULT} --patch none --lengths 256,512,1024,2048 --output {RESULT}-perplexity",
     "transformers4": f"hf-posenc export {RESULT} --to transformers4",
     "vllm": f"hf-posenc export {RESULT} --to vllm",
@@ -49,7 +49,6 @@ def example() -> str:
         _fence(COMMANDS["finetune"]),
         trained,
         _table(scores),
-        "![Training loss, and held-out perplexity during the training](data/finetuned/loss.png)",
         beyond,
         _fence(COMMANDS["evaluate"]),
         _table(evaluated),
@@ -63,20 +62,11 @@ def example() -> str:
 def ways() -> str:
     """Return the tail perplexities of the embedded model after each way of training."""
     result: dict[str, Any] = read(WAYS)
-    lines = []
-    for name, row in result["ways"].items():
-        *_, (longest, untrained) = row["before"]["tail"].items()
-        after = {f"{int(length):,} after": number(each) for length, each in row["tail"].items()}
-        before = {"way": name, f"{int(longest):,} before": number(untrained)}
-        lines.append(
-            before | after | {"options": f"`{' '.join(row['options'])}`".replace("``", "")}
-        )
-    made = markdown_table([*lines[0]], [[*line.values()] for line in lines], numeric=True)
-    return (
+    intro = (
         "Tail perplexity of the embedded Llama (trained at 256 tokens) on the same held-out tokens, "
-        f"{result['steps']} steps with the same number of tokens each. There is one seed, so small differences are not "
-        f"significant.\n\n{made}\n\n{made_with(result['environment'])}; measured by `scripts/compare_finetuning.py`."
+        f"{result['steps']} steps with the same number of tokens each"
     )
+    return _of_ways(result, {}, intro, "ways")
 
 
 def positions() -> str:
@@ -110,10 +100,15 @@ def _of_ways(
     *,
     timed: bool = False,
 ) -> str:
-    """Return the table of a group of ways: the models before any training, and every way over the seeds."""
+    """Return the table of a group of ways: the models before any training, and every way over the seeds.
+
+    Without such models, the table has a column of the longest length before the training.
+    """
     rows = result["ways"]
-    lengths = list(next(iter(untrained.values()))["tail"])
-    header = ["way", *(f"{int(n):,}" for n in lengths), *(["time of a step"] * timed), "options"]
+    lengths = list(next(iter(rows.values()))["before"]["tail"])
+    before = [] if untrained else lengths[-1:]
+    header = ["way", *(f"{int(n):,} before" for n in before), *(f"{int(n):,}" for n in lengths)]
+    header += [*(["time of a step"] * timed), "options"]
     lines = [
         [name, *_over_seeds([cells], lengths), *([""] * timed), ""]
         for name, cells in untrained.items()
@@ -124,7 +119,8 @@ def _of_ways(
         seconds = min(run.get("seconds_per_step", 0.0) for run in row["runs"])
         plain = plain or seconds
         ratio = [f"{seconds / plain:.1f}"] if timed else []
-        lines.append([name, *_over_seeds(row["runs"], lengths), *ratio, options])
+        cells = _over_seeds([row["before"]], before) + _over_seeds(row["runs"], lengths)
+        lines.append([name, *cells, *ratio, options])
     return _of_seeds(result, intro, header, lines, group)
 
 
@@ -165,7 +161,11 @@ def _of_seeds(
 ) -> str:
     """Return a table below its introduction and the number of seeds."""
     seeds = {len(row["runs"]) for row in result["ways"].values()}
-    many = "one seed" if seeds == {1} else f"mean (least-greatest) of {max(seeds)} seeds"
+    many = (
+        "one seed (small differences are not significant)"
+        if seeds == {1}
+        else f"mean (least-greatest) of {max(seeds)} seeds"
+    )
     if len(seeds) > 1:
         many += ", a number alone of one seed"
     table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])

@@ -38,7 +38,7 @@ PARTS = (
     *("recommend", "copied"),
 )
 """The results; a fine-tuning comes before the measurements of its model, and what no command computes at the end."""
-KEPT = ("perplexity", "retrieval", "extend", "training_log", "loss")
+KEPT = ("perplexity", "retrieval", "extend", "training_log")
 """Names of the files that become results: JSON, and pictures where one is committed."""
 # Written after the model was trained (its paper is of February 2025), with at least 32,768 of its tokens.
 NEW_CODE = {

@@ -1,7 +1,6 @@
-"""Measure the update modes of dynamic methods on the embedded model: docs/data/benchmarks/updates.json and .png.
+"""Measure the update modes of dynamic methods on the embedded model: docs/data/benchmarks/updates.json.
 
 python scripts/measure_updates.py            about a quarter of an hour on one core
-python scripts/measure_updates.py --plot     draw the committed result again
 
 Two measurements, on the held-out documents of `hf-posenc perplexity`:
 
@@ -27,7 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -48,7 +46,6 @@ from hf_posenc.evaluation.perplexity.run import PerplexityRun
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
 from scripts.results import UPDATES as RESULT
-from scripts.results import update_mode
 
 LENGTHS = (256, 384, 512, 1024, 2048, 4096)
 DOCUMENTS = 12
@@ -180,59 +177,5 @@ def _rows(
     return rows
 
 
-def plot() -> None:
-    """Draw the tail by length: whole texts on the left, through a cache on the right."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    from hf_posenc.evaluation.plots import COLOURS, STYLE
-
-    values = json.loads(RESULT.read_text(encoding="utf-8"))
-    looks: dict[str, Any] = {"sequence": "--", "request": ":", "row": "-"}
-    whole, cached = (pandas.DataFrame(values[part]) for part in ("whole_texts", "generation"))
-    for frame in (whole, cached):
-        modes = [update_mode(label) for label in frame.method]
-        frame[["family", "mode", "bucket"]] = pandas.DataFrame(modes, dtype=object)
-    shown = whole.bucket.isna() | (whole.bucket == values["cached"]["bucket"])
-    panels = {
-        "one forward": whole[(whole.protocol == "tail") & shown],
-        "with a cache, in steps": cached[cached.feed == "steps"],
-    }
-    families = dict(zip(cached.family.unique(), COLOURS, strict=False))
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(7.2, 3.4), layout="constrained")
-        left, right = drawn.subplots(1, 2, sharey=True)
-        for axes, (title, rows) in zip((left, right), panels.items(), strict=True):
-            axes.set_title(title, loc="left")
-            axes.set(xscale="log", yscale="log", xlabel="context length L (tokens)")
-            axes.set_xscale("log", base=2)
-            lengths = sorted(rows.length.unique())
-            axes.set_xticks(lengths, [str(length) for length in lengths])
-            axes.minorticks_off()
-            for family, colour in families.items():
-                for mode, dashes in looks.items():
-                    line = rows[(rows.family == family) & (rows["mode"] == mode)]
-                    marks = {"color": colour, "marker": "o", "markersize": 3}
-                    axes.plot(line.length, line.perplexity, dashes, **marks)
-            control = rows[rows.method == "sliding_window"]
-            if len(control):
-                axes.plot(control.length, control.perplexity, color="#888888")
-                end = (control.length.iloc[-1], control.perplexity.iloc[-1])
-                look: dict[str, Any] = {"ha": "right", "fontsize": 7, "color": "#666666"}
-                axes.annotate("sliding_window", end, (0, 4), textcoords="offset points", **look)
-        left.set_ylabel("tail perplexity")
-        left.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
-        handles = [Line2D([], [], color=colour, label=name) for name, colour in families.items()]
-        handles += [
-            Line2D([], [], color="#222222", linestyle=dashes, label=f'update="{mode}"')
-            for mode, dashes in looks.items()
-        ]
-        drawn.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-        drawn.savefig(RESULT.with_suffix(".png"), dpi=150)
-
-
 if __name__ == "__main__":
-    if "--plot" not in sys.argv[1:]:
-        main()
-    plot()
+    main()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pandas
 
@@ -204,20 +205,19 @@ def _finetuning(method: type[Method]) -> Iterator[str]:
     result = read(BENCHMARKS / "finetuning.json")
     ways = {name: row for name, row in result["ways"].items() if _of(name, method)}
     for name in ([name for name in ways if name == method.name] or [*ways])[:1]:
-        row = ways[name]  # of several, the plain way or the first
-        yield _trained(result["steps"], row["before"]["tail"], [row["tail"]])
+        yield _trained(result["steps"], ways[name])  # of several, the plain way or the first
     result = read(BENCHMARKS / "conversions.json")
     for row in result["ways"].values():
         recipe = read_yaml("recipe", RECIPES / f"{row['options'][-1]}.yaml")
         if recipe["patch"] == method.name:
-            runs = [run["tail"] for run in row["runs"]]
-            yield _trained(result["steps"], row["before"]["tail"], runs)
+            yield _trained(result["steps"], row)
 
 
-def _trained(steps: int, before: dict[str, float], runs: list[dict[str, float]]) -> str:
-    """Return a line on perplexities by length, before and after a training with one or several seeds."""
+def _trained(steps: int, row: Mapping[str, Any]) -> str:
+    """Return a line on perplexities at the longest length, before and after a training with one or several seeds."""
+    before = row["before"]["tail"]
     longest = max(before, key=int)
-    after = statistics.fmean(run[longest] for run in runs)
+    after = statistics.fmean(run["tail"][longest] for run in row["runs"])
     return (
         f"**Embedded model, fine-tuned**: {steps} steps bring the tail perplexity at {int(longest):,} tokens from "
         f"{number(before[longest])} to {number(after)} ([all ways](../finetuning.md))."

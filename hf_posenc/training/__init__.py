@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import naming_extras
 
 if TYPE_CHECKING:
-    from hf_posenc.training.batches.blocks import mix_blocks as mix_blocks
     from hf_posenc.training.batches.blocks import prepare_blocks as prepare_blocks
     from hf_posenc.training.batches.collator import PositionCollator as PositionCollator
     from hf_posenc.training.batches.dependencies import check_dependencies as check_dependencies
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from hf_posenc.training.distillation import unpatched_teacher as unpatched_teacher
     from hf_posenc.training.folder import TrainingFolder as TrainingFolder
     from hf_posenc.training.log import TrainingLog as TrainingLog
-    from hf_posenc.training.log import loss_figure as loss_figure
     from hf_posenc.training.parameters import choose_parameters as choose_parameters
     from hf_posenc.training.parameters import lora_config as lora_config
     from hf_posenc.training.result import write_card as write_card
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from hf_posenc.training.scoring import score as score
 
 _MODULES = {
-    "batches.blocks": "mix_blocks prepare_blocks",
+    "batches.blocks": "prepare_blocks",
     "batches.collator": "PositionCollator",
     "batches.dependencies": "check_dependencies",
     "callbacks": "PerplexityCallback SaveOnSignal",
@@ -39,7 +37,7 @@ _MODULES = {
     "chunked_loss": "chunk_loss",
     "distillation": "distill unpatched_teacher",
     "folder": "TrainingFolder",
-    "log": "TrainingLog loss_figure",
+    "log": "TrainingLog",
     "parameters": "choose_parameters lora_config",
     "result": "write_card",
     "scoring": "Scores score",

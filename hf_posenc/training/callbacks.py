@@ -159,7 +159,6 @@ class ExactResume(TrainerCallback):
             if len(sums) == args.world_size:  # float32, which JSON stores exactly
                 trainer._tr_loss += sums[args.process_index]
                 trainer._globalstep_last_logged = stored["logged_at"]
-                trainer._total_loss_scalar -= sum(sums) / len(sums)  # `train_loss` is of this call
         self._finished = state.global_step >= state.max_steps
         if self._finished:
             self._trainer.get_batch_samples = lambda *_: ([], None)
@@ -240,7 +239,6 @@ class PerplexityCallback(TrainerCallback):
 
     def __init__(self, scores: Scores, trainer: Trainer) -> None:
         self._scores, self._trainer = scores, trainer
-        self._logged: int | None = None
         self._restore: Callable[[], None] | None = None
         metric = trainer.args.metric_for_best_model or ""
         if "_perplexity_" in metric and trainer.args.greater_is_better:
@@ -277,9 +275,7 @@ class PerplexityCallback(TrainerCallback):
             for cell in result.cells
             if cell.method == label
         }
-        if self._logged != state.global_step:  # one evaluation of several datasets is logged once
-            self._logged = state.global_step
-            self._trainer.log(dict(numbers))
+        self._trainer.log(dict(numbers))
         return numbers
 
 
@@ -331,7 +327,7 @@ class StopOnNonFinite(TrainerCallback):
 class RunTime(TrainerCallback):
     """Adds the seconds since the run began to each entry of the Trainer's log, over all calls that resumed it.
 
-    After a resume the Trainer's own summary describes its last call, with the loss of no step as 0.0; it is replaced.
+    The Trainer's own summary describes its last call; after a resume only the time is left, that of the whole run.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -341,37 +337,7 @@ class RunTime(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
         entry: dict[str, Any] = state.log_history[-1]
         seconds = entry["seconds"] = self._before + time.monotonic() - self._begin
-        if "train_runtime" not in entry or not self._before:
-            return
-        logged = [each for each in state.log_history if "loss" in each]
-        steps = [0, *(each["step"] for each in logged)]  # a loss is the mean since the entry before
-        total = sum(
-            each["loss"] * (b - a) for each, a, b in zip(logged, steps, steps[1:], strict=False)
-        )
-        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        entry["train_runtime"] = seconds
-        entry["train_loss"] = total / steps[-1] if steps[-1] else None
-        entry["train_steps_per_second"] = state.global_step / seconds
-        entry["train_samples_per_second"] = state.global_step * batch / seconds
-
-
-def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
-    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation."""
-    metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
-    if metric is None or arguments.eval_strategy == "no":
-        return
-    if scores is None:
-        raise PosencError(
-            "Without scores there is no metric for the best model: leave --no_score out, or "
-            "--load_best_model_at_end, --metric_for_best_model and reduce_lr_on_plateau."
-        )
-    names = [
-        metric_name(protocol, length)
-        for protocol in reversed(scores.settings.protocols)
-        for length in sorted(scores.settings.lengths, reverse=True)
-    ]
-    if f"eval_{metric.removeprefix('eval_')}" not in names:
-        raise PosencError(
-            f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give "
-            f"--metric_for_best_model {names[0]} --greater_is_better false."
-        )
+        if "train_runtime" in entry and self._before:
+            entry["train_runtime"] = seconds
+            for name in ("train_loss", "train_steps_per_second", "train_samples_per_second"):
+                entry.pop(name, None)

@@ -29,7 +29,6 @@ CONFIGS = ("config.json", "adapter_config.json")
 """The files that loading a model begins with."""
 LOST_PEER = "another process of the run ended"
 
-_FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".saving"
 
@@ -53,8 +52,7 @@ def mark_complete(folder: Path) -> None:
     flush(folder)
     written = sorted(file for file in folder.rglob("*") if file.is_file())
     files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in written}
-    manifest = {"kind": "checkpoint", "format": _FORMAT, "files": files}
-    write_atomically(folder / MANIFEST, to_json(manifest))
+    write_atomically(folder / MANIFEST, to_json({"kind": "checkpoint", "files": files}))
     _sync(folder)
     _sync(folder.parent)
 
@@ -273,12 +271,6 @@ def _sync(path: Path) -> None:
 
 def _manifest(checkpoint: Path) -> dict[str, Any] | None:
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        return dict(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
-    if manifest.get("format") != _FORMAT:
-        raise PosencError(
-            f"{checkpoint / MANIFEST} has format {manifest.get('format')!r}, but this version of hf_posenc reads "
-            f"format {_FORMAT}. Resume with the version that wrote it, or use another folder."
-        )
-    return dict(manifest)

@@ -126,24 +126,14 @@ class ChunkedLoss:
         self.active = True
         self.beside: Callable[[Arguments, Any], Tensor] | None = None
         self._forward: Forward = model.forward
-        self._had_forward = "forward" in vars(model)
-        self._uses_loss_function = True  # the model's own, not code in its forward
         if runs_here(model):
             self._probe()
         setattr(model, _HANDLE, self)
         model.forward = _method(model)
 
     def remove(self) -> None:
-        """Restore the model's own forward; wrappers added since, such as accelerate's, stay around it."""
+        """Restore the model's plain loss."""
         self.active = False
-        function = getattr(vars(self.model).get("forward"), "__func__", None)
-        if function is None or getattr(function, _HANDLE, None) is not function:
-            return  # wrapped since
-        if self._had_forward:
-            self.model.forward = self._forward
-        else:
-            del self.model.forward
-        delattr(self.model, _HANDLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(self._forward).bind_partial(*args).arguments | kwargs
@@ -194,13 +184,6 @@ class ChunkedLoss:
 
     def _chunked(self, arguments: Arguments) -> tuple[Any, Any]:
         """Return the model's output, with the loss of all tokens, and the decoder's."""
-        if not self._uses_loss_function:
-            result, output = self.run(without_loss(arguments))
-            targets, head = shifted(arguments["labels"]), self.head(output, arguments)
-            loss = self.mean(
-                [output], targets, lambda aims, part, x: _cross_entropy(head(x, part), aims)
-            )
-            return _with_fields(result, loss=loss), output
         plain: Callable[..., Tensor] = self.model.loss_function  # type: ignore[assignment]
         outputs: list[Any] = []
 
@@ -290,8 +273,13 @@ class ChunkedLoss:
                     self._use_plain(one_line(error))
                 return
             # Weights that are sharded have no gradient here.
-            with torch.set_grad_enabled(not last):
-                self._decide(arguments, output)
+            few = replaced(self, "chunk", _PROBE_CHUNK * _PROBE_BATCH)
+            with torch.set_grad_enabled(not last), few:
+                reason = self._difference(arguments, output)
+        if reason is None:
+            self.exact = True
+        else:
+            self._use_plain(reason)
 
     def _find_decoder(self, arguments: Arguments) -> None:
         """Find the part of the model that its forward calls first, and stop it before the first embedding.
@@ -322,21 +310,6 @@ class ChunkedLoss:
     def _decoder(self) -> nn.Module:
         """The part that was found, read on each access: wrappers such as FSDP's replace it."""
         return self.model.get_submodule(self._path)
-
-    def _decide(self, arguments: Arguments, output: Any) -> None:
-        """Choose the loss in chunks that equals the plain one for an output of the decoder, if any does."""
-        chunk, self.chunk = self.chunk, _PROBE_CHUNK * len(arguments["labels"])
-        reasons = []
-        try:
-            for self._uses_loss_function in (True, False):
-                reason = self._difference(arguments, output)
-                if reason is None:
-                    self.exact = True
-                    return
-                reasons.append(reason)
-        finally:
-            self.chunk = chunk
-        self._use_plain(reasons[0])
 
     def _use_plain(self, reason: str) -> None:
         self.exact = False
@@ -394,11 +367,6 @@ class _Stub(nn.Module):
 
 class _ReachedError(Exception):
     """The forward has called a part that holds the embeddings: its path."""
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    flat = logits.float().flatten(0, 1)
-    return F.cross_entropy(flat, targets.to(flat.device).flatten(), reduction="sum")
 
 
 # The probe: both losses on a few tokens, compared in value and in gradients.
@@ -467,7 +435,6 @@ def _method(model: nn.Module) -> Forward:
     signature = inspect.signature(model.forward)
     replaced: Any = forward
     replaced.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
-    setattr(forward, _HANDLE, forward)
     return types.MethodType(forward, model)
 
 

@@ -127,9 +127,7 @@ class _Divergence:
             taught = {name: value for name, value in arguments.items() if name != "position_ids"}
         if self.drawn and self.teacher is not self.model:
             ours, output = taught, self.model.run(without_loss(taught))[1]
-        device = arguments[
-            "labels"
-        ].device  # the Trainer has moved the model's own weights and buffers
+        device = arguments["labels"].device  # to which the Trainer has moved the model
         if any(buffer.device != device for buffer in self.teacher.model.buffers()):
             self.teacher.model.to(device)
         with torch.no_grad(), evaluation_mode(self.teacher.model):

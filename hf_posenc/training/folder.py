@@ -7,7 +7,6 @@ command in the same folder is refused with the differences, since its results wo
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -41,7 +40,6 @@ from hf_posenc.training.checkpoints import (
     save_result,
     step_of,
 )
-from hf_posenc.training.checks import join_on_cpu
 from hf_posenc.training.ranks import barrier, gather, leave_group
 
 Settings = Mapping[str, Any]
@@ -58,7 +56,7 @@ _FREE_NAMES = """output_dir logging_dir run_name project report_to disable_tqdm 
     trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics debug ddp_timeout local_rank
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order restore_callback_states_from_checkpoint
-    do_train do_eval do_predict fresh verify_export"""
+    do_train do_eval do_predict fresh"""
 _FREE = frozenset(_FREE_NAMES.split())
 _LAUNCH = ("FSDP_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
 
@@ -365,21 +363,6 @@ class TrainingFolder:
 
 
 # The frame of a bare accelerate loop.
-
-
-def command(main: Callable[[], None]) -> Callable[[], None]:
-    """Turn a script's function into a command that connects a launcher's processes and prints errors in one line."""
-
-    @functools.wraps(main)
-    def run() -> None:
-        join_on_cpu()
-        try:
-            main()
-        except PosencError as error:
-            sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-            sys.exit(2)
-
-    return run
 
 
 def resume(accelerator: Accelerator, folder: Path | str, settings: Settings) -> int:

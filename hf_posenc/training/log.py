@@ -1,21 +1,17 @@
-"""The log of a training as data, names without paths, and the plot of losses and held-out perplexities."""
+"""The log of a training as data, and names without paths."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from transformers import Trainer
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -23,13 +19,9 @@ from hf_posenc.files import finite
 from hf_posenc.gguf_file import origin_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training.scoring import precision_of, rows_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from hf_posenc.training.scoring import precision_of
 
 FILE = "training_log.json"
-History = Sequence[Mapping[str, Any]]  # entries of the Trainer's log
 
 
 @dataclass(frozen=True)
@@ -191,81 +183,3 @@ def published(scores: PerplexityResult) -> PerplexityResult:
             dataclasses.replace(each, document=shown[each.document]) for each in scores.records
         ],
     )
-
-
-# The plot. Needs matplotlib (`pip install hf-posenc[plot]`).
-
-_SIZES = {1: (4.4, 3.1), 2: (8.1, 3.1)}  # inches, by panels
-_SMOOTHED = 8
-"""The thick line is a mean over an eighth of the log, so that the trend is visible behind the noise of the batches."""
-
-
-def loss_figure(log_history: History, table: PerplexityResult | None = None) -> Figure:
-    """Draw the training loss by step and, on the right, held-out tail perplexities, one line per length.
-
-    Args:
-        log_history: The Trainer's (`trainer.state.log_history`), or a list of `{"step": ..., "loss": ...}`.
-        table: The rows of `Scores`. Without it, or with fewer than two rows of the training, there is no right half.
-
-    Returns:
-        A matplotlib figure.
-
-    Raises:
-        PosencError: matplotlib is not installed, or no loss was logged.
-
-    Examples:
-        >>> from hf_posenc.training import loss_figure
-        >>> figure = loss_figure([{"step": 1, "loss": 3.1}, {"step": 2, "loss": 2.9}])
-        >>> figure.savefig("loss.png")
-    """
-    losses = loss_points(log_history)
-    if not losses:
-        raise PosencError("No finite loss was logged, so there is none to draw.")
-    lines = {} if table is None else score_points(table)
-    both = any(len(points) > 1 for points in lines.values())
-    with plots.styled_panels(*_SIZES[1 + both], 1 + both) as (figure, panels):
-        steps, values = zip(*losses, strict=True)
-        width = max(1, len(values) // _SMOOTHED)
-        means = np.convolve(values, np.ones(width) / width, "valid")
-        centres = np.convolve(steps, np.ones(width) / width, "valid")
-        colour = plots.COLOURS[0]
-        panels[0].plot(steps, values, color=colour, linewidth=0.6, alpha=0.45, label="logged")
-        panels[0].plot(centres, means, color=colour, linewidth=1.6, label=f"mean of {width}")
-        panels[0].legend(frameon=False)
-        titles = [("training loss", "nats per token"), ("held-out perplexity, tail", "perplexity")]
-        for panel, (title, unit) in zip(panels, titles, strict=False):
-            panel.set_title(title, loc="left")
-            panel.set_xlabel("step")
-            panel.set_ylabel(unit)
-        if both:
-            for index, (length, points) in enumerate(lines.items()):
-                colour, marker = plots.COLOURS[index % 8], plots.MARKERS[index % 8]
-                look: dict[str, Any] = {**plots.MARKED, "color": colour, "marker": marker}
-                panels[1].plot(*zip(*points, strict=True), label=f"{length:,} tokens", **look)
-            plots.value_axis(panels[1])
-            plots.name_lines(panels[1], [f"{length:,} tokens" for length in lines])
-    return figure
-
-
-def loss_points(log_history: History) -> list[tuple[int, float]]:
-    """Return the steps and finite losses of a log, in nats per token."""
-    points = [
-        (int(entry["step"]), float(entry["loss"])) for entry in log_history if "loss" in entry
-    ]
-    return [(step, loss) for step, loss in points if math.isfinite(loss)]
-
-
-def score_points(table: PerplexityResult) -> dict[int, list[tuple[int, float]]]:
-    """Return the steps and finite tail perplexities of each length at which there are any."""
-    rows = rows_of(table)
-    if len(rows) > 1 and rows[1][0].step == 0:
-        rows = rows[1:]  # the first is of the unpatched model
-    lines = {
-        length: [
-            (stage.step, cell.perplexity)
-            for stage, row in rows
-            if (cell := table.cell(row.label, "tail", length)) and math.isfinite(cell.perplexity)
-        ]
-        for length in table.settings.lengths
-    }
-    return {length: points for length, points in lines.items() if points}

@@ -1,4 +1,4 @@
-"""The model card of a training, with its plots and the data behind it."""
+"""The model card of a training, with its plot and the data behind it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from hf_posenc.evaluation.plots import available, write_figure
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.methods import available_methods, get_method
 from hf_posenc.training.log import FILE as LOG
-from hf_posenc.training.log import TrainingLog, loss_figure, loss_points, published
+from hf_posenc.training.log import TrainingLog, published
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import before_and_after, conclusion
 
 CARD = "README.md"
-LOSS_PLOT = "loss.png"
-PERPLEXITY_PLOT = "perplexity.png"
+PLOT = "perplexity.png"
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     undefined=StrictUndefined,
@@ -45,10 +44,9 @@ def write_card(
     exports: Sequence[Export] | None = None,
     *,
     licence: str | None = None,
-    verified: str | None = None,
     name: str = "PATH",
 ) -> Path:
-    """Write a model card into a saved model's folder, with its plots and the data behind it.
+    """Write a model card into a saved model's folder, with its plot and the data behind it.
 
     Args:
         directory: The folder.
@@ -56,7 +54,6 @@ def write_card(
         scores: The rows of `Scores`.
         exports: The exports of the folder (`hf_posenc.engines`); by default one per engine is computed.
         licence: The model's, as the hub names it, such as `apache-2.0`; by default the card names none.
-        verified: The result of `--verify_export`, in a sentence.
         name: The name to load the model by, such as its name on the hub.
 
     Returns:
@@ -82,13 +79,6 @@ def write_card(
     write_atomically(directory / LOG, to_json(log.to_dict()))
     if scores is not None:
         published(scores).write_json(directory / SCORES)
-    plots = []
-    if available() and loss_points(log.log_history):
-        write_figure(loss_figure(log.log_history, scores), directory / LOSS_PLOT)
-        plots.append(("Training loss and held-out perplexity by step", LOSS_PLOT))
-    if available() and scores is not None:
-        write_figure(before_and_after(scores).plot(), directory / PERPLEXITY_PLOT)
-        plots.append(("Held-out perplexity by context length", PERPLEXITY_PLOT))
     saved = directory / "config.json"
     config = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
     adapter = log.train == "lora"
@@ -101,6 +91,9 @@ def write_card(
         tags=[*_TAGS, *log.methods],
     )
     shown = None if scores is None else before_and_after(scores)
+    drawn = shown is not None and available()
+    if shown is not None and drawn:
+        write_figure(shown.plot(), directory / PLOT)
     text = _TEMPLATES.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         log=log,
@@ -110,10 +103,9 @@ def write_card(
         plain=plain,
         adapter=adapter,
         engines=[(each, _support(each, config, adapter, name)) for each in exports],
-        verified=verified,
         scores=shown,
         conclusion="" if shown is None else conclusion(shown),
-        plots=plots,
+        plot=PLOT if drawn else None,
         log_file=LOG,
     )
     write_atomically(directory / CARD, text)

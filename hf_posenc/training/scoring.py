@@ -308,19 +308,7 @@ class Scores:
 def score(
     model: nn.Module, tokenizer: Any, documents: Iterable[str | Entry], **options: Any
 ) -> PerplexityResult:
-    """Measure a model in its present state once; `Scores` measures repeatedly.
-
-    Args:
-        model: The model, patched or not, wrapped or sharded.
-        tokenizer: Its tokenizer.
-        documents: Texts, or documents that `read_paths` yields.
-        **options: The other arguments of `Scores`: `lengths`, `limit`, ...
-
-    Returns:
-        The prefix and tail perplexities by length.
-
-    Raises:
-        PosencError: As for `Scores`: no usable document, or logits that depend on later tokens.
+    """Measure a model in its present state once, as `Scores(tokenizer, documents, **options).measure(model)`.
 
     Examples:
         >>> from hf_posenc.training import score

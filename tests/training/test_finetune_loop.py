@@ -185,7 +185,6 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
     checkpoint: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = command(checkpoint, tmp_path)
     with monkeypatch.context() as patch:
@@ -203,9 +202,8 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
     assert len(losses_of_loop(monkeypatch, arguments)) == STEPS - 2
     assert last_complete_checkpoint(tmp_path) == tmp_path / f"checkpoint-{STEPS}"
     assert losses_of_loop(monkeypatch, arguments) == []  # it is done
-    with pytest.raises(SystemExit):
+    with pytest.raises(PosencError, match=r"learning_rate was 0\.005, is 0\.1"):
         losses_of_loop(monkeypatch, command(checkpoint, tmp_path, learning_rate=0.1))
-    assert "learning_rate was 0.005, is 0.1" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow

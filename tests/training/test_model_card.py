@@ -23,7 +23,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.result import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
+from hf_posenc.training.result import CARD, PLOT, write_card
 from hf_posenc.training.run.arguments import command_line
 from hf_posenc.training.run.result import Hub, print_report
 from hf_posenc.training.scoring import FILE as SCORES
@@ -70,7 +70,7 @@ def fine_tuned(
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainingLog, PerplexityResult]:
     folder = tmp_path_factory.mktemp("card")
     log, table = fine_tuned(folder, scale=2)
-    write_card(folder / "made", log, table, licence="mit", verified="Logits agree.", name="me/it")
+    write_card(folder / "made", log, table, licence="mit", name="me/it")
     return folder / "made", log, table
 
 
@@ -92,7 +92,6 @@ def test_the_numbers_are_those_of_the_table(made: Made) -> None:
     assert "learning rate 0.003 (linear, 0 steps of warmup)" in text
     assert "trained at 64 tokens, taken to 128 with yarn (scale 2)" in text
     assert "PoSE (Zhu et al. 2023, arXiv 2309.10400), up to 128" in text
-    assert "Logits agree." in text
     assert log.run["steps"] == 4
 
 
@@ -106,9 +105,8 @@ def test_the_metadata_are_the_hubs_and_the_data_behind_the_card_lie_beside_it(ma
     assert TrainingLog.read(folder).to_dict() == log.to_dict()
     assert json.loads((folder / SCORES).read_text()) == published(table).to_dict()
     assert published(table).cells == table.cells
-    for plot in (LOSS_PLOT, PERPLEXITY_PLOT):
-        assert (folder / plot).read_bytes().startswith(b"\x89PNG")
-        assert f"]({plot})" in (folder / CARD).read_text()
+    assert (folder / PLOT).read_bytes().startswith(b"\x89PNG")
+    assert f"]({PLOT})" in (folder / CARD).read_text()
 
 
 def test_nobodys_directories_are_published(made: Made) -> None:
@@ -176,7 +174,7 @@ def test_without_scores_and_from_a_quantized_file_the_card_says_so(tmp_path: Pat
     text = write_card(tmp_path / "made", log, exports=[]).read_text()
     assert " parameters, weights from Q4_0 GGUF, dequantized to float32), trained at" in text
     assert "No perplexity was measured." in text
-    assert PERPLEXITY_PLOT not in text
+    assert PLOT not in text
     assert not (tmp_path / "made" / SCORES).exists()
 
 
@@ -234,7 +232,7 @@ def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
         private = {"checkpoint-4", "training_args.bin"}
         expected = {path.name: path for path in folder.iterdir() if path.name not in private}
         saved = {"model.safetensors", "tokenizer.json"}
-        assert {CARD, LOG, SCORES, LOSS_PLOT, *saved} <= set(expected)
+        assert {CARD, LOG, SCORES, PLOT, *saved} <= set(expected)
         assert hub.files == {"me/it": {n: path.read_bytes() for n, path in expected.items()}}
         asked = hub.created[0]  # older versions of huggingface_hub say `private`
         assert asked.get("visibility") == "private" or asked.get("private") is True
@@ -248,13 +246,8 @@ def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
 
 
 @pytest.mark.usefixtures("online")
-def test_a_folder_without_a_card_is_not_pushed_and_a_hub_that_fails_is_said_in_one_line(
-    made: Made, tmp_path: Path
-) -> None:
+def test_a_hub_that_fails_is_said_in_one_line(made: Made) -> None:
     with FakeHub(fails=("/commit/",)) as hub:
-        with pytest.raises(PosencError, match="write_card makes one"):
-            push(hub, tmp_path)
-        assert not hub.requests
         with pytest.raises(PosencError, match="is complete in") as error:
             push(hub, made[0])
         assert "\n" not in str(error.value)
@@ -268,9 +261,6 @@ def test_the_trainer_does_not_push(tmp_path: Path) -> None:
     asked = TrainingArguments(**options, hub_token="t", hub_private_repo=True, hub_revision="dev")
     assert Hub.taken_from(asked) == Hub("out", "t", True, "dev")
     Trainer(model=tiny_model(), args=asked)  # would ask the hub for a repository
-    asked = TrainingArguments(**options, hub_strategy="all_checkpoints")
-    with pytest.raises(PosencError, match="--hub_strategy end"):
-        Hub.taken_from(asked)
 
 
 PROGRAMS = {1: "hf-posenc finetune", 2: "accelerate launch -m hf_posenc.training"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shlex
 import sys
 from collections.abc import Sequence
@@ -33,30 +32,13 @@ class FinetuneArguments(RunArguments, TrainingArguments):
             self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
                 raise PosencError("fp16 on a CPU computes in float32 silently: use --bf16 or none.")
-        if self.train_sampling_strategy == "group_by_length":
-            raise PosencError(
-                "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
-            )
         try:
             Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError without its package
         except ValueError as error:
             if "model" not in str(error):  # some are built from the model, which is not loaded yet
                 raise
-        _check_trackers(self.report_to)
-
-
-def _check_trackers(report_to: str | Sequence[str] | None) -> None:
-    """Refuse missing trackers now: the Trainer would refuse them after everything is read and scored."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    names = [name for name in names if name not in ("none", "all")]
-    integration_utils.get_reporting_integration_callbacks(names)  # ValueError if unknown
-    installed = integration_utils.get_available_reporting_integrations()
-    # transformers does not list the first, nor the second beside MLflow.
-    unlisted = ("flyte", "azure_ml")
-    if missing := [name for name in names if name not in (*installed, *unlisted)]:
-        raise PosencError(
-            f"--report_to {missing[0]}: its package is not installed; there are {', '.join(installed) or 'none'}."
-        )
+        for tracker in integration_utils.get_reporting_integration_callbacks(self.report_to):
+            tracker()  # RuntimeError or ImportError without its package, as late as in the Trainer
 
 
 class _Parser(HfArgumentParser):
@@ -83,18 +65,12 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         arguments: FinetuneArguments = options.pick(FinetuneArguments, values)
     except PosencError:
         raise
-    except (ValueError, ImportError) as error:  # mutually exclusive options
+    except (ValueError, ImportError, RuntimeError) as error:  # mutually exclusive options
         raise PosencError(f"{one_line(error).rstrip('.')}. {HELP}") from error
     if choice.distill == "short" and will_be_sharded(arguments):
         raise PosencError(
             "--distill short: no process holds a sharded model whole: leave it out, or train without FSDP and "
             "DeepSpeed."
-        )
-    context = arguments.dataloader_multiprocessing_context or multiprocessing.get_start_method()
-    if data.stream_blocks and arguments.dataloader_num_workers and context != "fork":
-        raise PosencError(
-            f"--stream_blocks: a worker that is started by {context} cannot read the documents. Give "
-            "--dataloader_num_workers 0, or leave --stream_blocks out."
         )
     return choice, data, arguments
 
@@ -149,11 +125,12 @@ def prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
 def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str, Any]:
     """Return the description of the training data for a model card."""
     counts = blocks.counts
-    known = {"blocks": counts.blocks, "documents": counts.documents, "tokens": counts.tokens}
     return {
         "positions": data.positions,
         "target_length": lengths.target,
         "block_length": lengths.block,
         **({} if lengths.curriculum is None else {"curriculum": list(lengths.curriculum)}),
-        **({} if blocks.streamed else known),
+        "blocks": counts.blocks,
+        "documents": counts.documents,
+        "tokens": counts.tokens,
     }

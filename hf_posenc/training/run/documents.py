@@ -1,10 +1,9 @@
-"""The documents: those to train on, their mixtures, and those that are held out to be scored."""
+"""The documents: those to train on, and those that are held out to be scored."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,16 +22,10 @@ from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.training.batches.blocks import (
     STANDARD_LIBRARY,
     Blocks,
-    mix_blocks,
     prepare_blocks,
     read_standard_library,
 )
-from hf_posenc.training.run.options import DataArguments, read_yaml
-
-_SOURCE_OPTIONS = (
-    *("text", "dataset", "dataset_config", "split", "column", "encoding", "streaming"),
-    *("tokenized", "documents"),
-)
+from hf_posenc.training.run.options import DataArguments
 
 
 def training_blocks(
@@ -41,70 +34,32 @@ def training_blocks(
     length: int,
     *,
     cache: Path | None,
-    seed: int,
     held_out: Collection[str] = (),
 ) -> tuple[Blocks, dict[str, Any]]:
     """Return the blocks to train on, by default of the standard library, and the description that results store.
 
     `held_out` has the names of the documents that are scored, which are not trained on.
     """
-    parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
-    for part, weight in _mixture(data):
-        source = _source(part, part.text, part.dataset, part.split)
-        if source.embedded:
-            source = Source(read_standard_library, STANDARD_LIBRARY)
-        elif held_out:
-            source = without(source, held_out)
-        blocks = prepare_blocks(
-            source,
-            tokenizer,
-            length=length,
-            positions=data.positions,
-            limit=part.documents,
-            cache=cache,
-            source=source.about,
-            workers=data.preprocessing_num_workers,
-            stream=data.stream_blocks,
-        )
-        parts.append((blocks, weight))
-        about.append({**source.about, "weight": weight})
-    if data.mixture is None:
-        return parts[0][0], {k: v for k, v in about[0].items() if k != "weight"}
-    return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
-
-
-def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
-    """Return the options of each source and its weight; of a run without a mixture its own, with weight 1."""
-    if data.mixture is None:
-        return [(data, 1.0)]
-    if data.text or data.dataset is not None:
-        raise PosencError("--mixture names all sources: leave out --text and --dataset.")
-    values = read_yaml("mixture", Path(data.mixture))
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise PosencError(f"The mixture {data.mixture} is no list of sources with a weight each.")
-    parts = list[tuple[DataArguments, float]]()
-    for number, value in enumerate(values, 1):
-        place = f"The mixture {data.mixture}, source {number}"
-        if unknown := sorted(set(value) - {"weight", *_SOURCE_OPTIONS}):
-            names = ", ".join(("weight", *_SOURCE_OPTIONS))
-            raise PosencError(f"{place} sets {unknown[0]}; possible are {names}.")
-        value = {**value}
-        weight: Any = value.pop("weight", None)
-        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
-            raise PosencError(f"{place} has the weight {weight}: give a positive number.")
-        if not value.get("text") and value.get("dataset") is None:
-            raise PosencError(f"{place} names no documents: give text or dataset.")
-        if isinstance(value.get("text"), str):
-            value["text"] = [value["text"]]
-        parts.append((replace(data, **value), float(weight)))
-    if not parts:
-        raise PosencError(f"The mixture {data.mixture} is empty.")
-    return parts
+    source = source_of(data.source(data.text, data.dataset, data.split))
+    if source.embedded:
+        source = Source(read_standard_library, STANDARD_LIBRARY)
+    elif held_out:
+        source = without(source, held_out)
+    blocks = prepare_blocks(
+        source,
+        tokenizer,
+        length=length,
+        positions=data.positions,
+        limit=data.documents,
+        cache=cache,
+        source=source.about,
+    )
+    return blocks, dict(source.about)
 
 
 def holds_out(data: DataArguments) -> bool:
     """Return whether documents to score are taken out of those to train on: texts are given, and none to score."""
-    given = bool(data.text) or data.dataset is not None or data.mixture is not None
+    given = bool(data.text) or data.dataset is not None
     return given and not data.score_text and data.score_dataset is None
 
 
@@ -117,20 +72,14 @@ def held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
     """
     try:
         if holds_out(data):
-            parts = (part for part, _ in _mixture(data))
-            sources = [_source(part, part.text, part.dataset, part.split) for part in parts]
-            turns = itertools.zip_longest(*map(candidates, sources))
-            yield (entry for turn in turns for entry in turn if entry is not None)
+            yield candidates(source_of(data.source(data.text, data.dataset, data.split)))
         else:
-            yield _source(data, data.score_text, data.score_dataset, data.score_split).read()
+            score = data.source(data.score_text, data.score_dataset, data.score_split)
+            yield source_of(score).read()
     except PosencError as error:
         raise PosencError(
             f"No perplexity can be measured: {error} Give --score_text or --score_dataset, or train with --no_score."
         ) from error
-
-
-def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
-    return source_of(data.source(text, dataset, split))
 
 
 # Which documents are held out.

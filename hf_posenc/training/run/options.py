@@ -12,15 +12,14 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
+from hf_posenc.evaluation.documents.source import check_readable, source_of
 from hf_posenc.evaluation.flags import Flag, help_texts, option
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import DocumentOptions
@@ -111,16 +110,11 @@ class DataArguments:
         dataset: Folder or hub name of a dataset, instead of --text.
         dataset_config: Configuration of --dataset.
         split: Split of --dataset.
-        column: Column of the texts, or of conversations (lists of messages with role and content): of these only the
-            assistant's tokens have a loss.
+        column: Column of the texts.
         encoding: Encoding of files of text, e.g. latin-1.
         streaming: Read --dataset while it is downloaded.
         tokenized: Column of token ids, instead of --column.
         documents: Usable documents to read; by default all.
-        mixture: A YAML file with a list of sources, instead of --text: a weight (its share of the blocks) and these
-            options.
-        stream_blocks: Cut documents while training, instead of before it.
-        preprocessing_num_workers: Processes that tokenize.
         positions: contiguous: blocks of one document; packed: short documents side by side that do not attend to each
             other; pose, random, random_float, cream, endprompt, endprompt_random: short blocks whose positions reach
             the target length.
@@ -149,9 +143,6 @@ class DataArguments:
     streaming: bool = _texts(False, rank=1)
     tokenized: str | None = _texts(rank=1)
     documents: int | None = _texts(rank=1)
-    mixture: str | None = _texts(rank=1, metavar="FILE")
-    stream_blocks: bool = _texts(False, rank=1)
-    preprocessing_num_workers: int = _texts(1, rank=1)
     positions: str = _lengths("contiguous", choices=POSITIONS)
     terminal_prompt: str = _lengths(PROMPT, rank=1)
     curriculum: str | None = _lengths(rank=1)
@@ -189,7 +180,6 @@ class RunArguments:
         bf16: Compute in bfloat16.
         output_dir: Folder of checkpoints, measurements and model.
         fresh: Begin again if the folder holds another run's checkpoints.
-        verify_export: Load the result without hf_posenc and compare logits.
         dry_run: Print tokens, steps, memory and time; train and write nothing.
     """
 
@@ -198,7 +188,6 @@ class RunArguments:
     bf16: bool = _training(False)
     output_dir: str | None = _output("finetuned", metavar="DIR")
     fresh: bool = _output(False, rank=1)
-    verify_export: bool = _output(False, rank=1)
     dry_run: bool = _output(False)
 
 
@@ -251,7 +240,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         else:
             if get_origin(hint) is Sequence:
                 given["nargs"] = "+"
-            given["type"] = _read(flag.parse, each.name) if flag.parse else kind
+            given["type"] = _length_of if flag.parse else kind
             given["choices"] = flag.choices or None
         group = groups[str(flag.panel)]
         group.add_argument(*_spellings(each.name), **given)
@@ -269,14 +258,11 @@ def _truth(text: str) -> bool:
     return text.lower() in ("true", "yes", "1")
 
 
-def _read(parse: Callable[[Any, str], Any], name: str) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return parse(text, f"--{name}")
-        except PosencError as error:  # argparse would hide the text of a ValueError
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read
+def _length_of(text: str) -> int:
+    try:
+        return read_length(text, "the length")
+    except PosencError as error:  # argparse would hide the text of a ValueError
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def pick(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -305,11 +291,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     values = parse(parser, words)
     _check_numbers(vars(values))
     _check(values)
-    if checkpoint := values.resume_from_checkpoint:
-        _check_resumption(values, Path(checkpoint[0]))
     data: DataArguments = pick(DataArguments, vars(values))
-    _check_used(data)
-    for text in (data.text, data.score_text):
+    for text in filter(None, (data.text, data.score_text)):
         check_readable(source_of(data.source(text, None, data.split)), text)
     return values
 
@@ -410,7 +393,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Refuse options that nothing would use, and a checkpoint of other parameters."""
+    """Refuse options that contradict each other, or that nothing would use."""
     kind, weight, unpatched = given.distill, given.distill_weight, (given.patch or "").strip()
     heavier, drawn = f"--distill_weight {weight or 0:g}", given.positions in DRAWN
     lora = [
@@ -434,42 +417,3 @@ def _check(given: argparse.Namespace) -> None:
     for wrong, problem in problems:
         if wrong:
             raise PosencError(f"{problem}.")
-
-
-def _check_used(data: DataArguments) -> None:
-    """Raise for an option of documents that is given, and that neither those to train on nor those to score would use.
-
-    `split` is of those to train on alone.
-    """
-    sources = [(data.text, data.dataset, data.split)]
-    if data.score_text or data.score_dataset is not None:
-        sources.append((data.score_text, data.score_dataset, DocumentOptions.split))
-    errors = []
-    for source in sources:
-        given = data.source(*source)
-        for name in ("split", "streaming"):  # whose defaults are others there
-            if getattr(given, name) == getattr(DataArguments, name):
-                given = dataclasses.replace(given, **{name: getattr(DocumentOptions, name)})
-        try:
-            refuse_ignored(given)
-        except PosencError as error:
-            errors.append(error)
-    if len(errors) == len(sources):
-        raise errors[0]
-
-
-def _check_resumption(given: argparse.Namespace, checkpoint: Path) -> None:
-    """Refuse a checkpoint of other parameters: the Trainer would refuse it after everything is read and scored."""
-    if not (checkpoint / "trainer_state.json").is_file():
-        return  # the last one of the folder, or none, which `TrainingFolder` refuses
-    file, adapter = checkpoint / "adapter_config.json", None
-    if file.is_file():
-        adapter = json.loads(file.read_text(encoding="utf-8")).get("r")
-    requested = given.lora_rank if given.train == "lora" else None
-    if adapter != requested:
-        held = "the whole weights" if adapter is None else f"a LoRA of rank {adapter}"
-        way = "--train full" if adapter is None else f"--train lora --lora_rank {adapter}"
-        raise PosencError(
-            f"--resume_from_checkpoint {checkpoint}: it holds {held}, which --train {given.train} cannot resume. "
-            f"Give {way}, or leave --resume_from_checkpoint out."
-        )

@@ -1,4 +1,4 @@
-"""The result: the saved and verified model, the printed report with the next steps, and the push to the hub."""
+"""The result: the saved model, the printed report with the next steps, and the push to the hub."""
 
 from __future__ import annotations
 
@@ -14,30 +14,15 @@ from transformers import Trainer, TrainingArguments
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.patch.report import Patch
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.ranks import broadcast
-from hf_posenc.training.result import CARD, write_card
+from hf_posenc.training.result import write_card
 from hf_posenc.training.run.model import whole_weights
 from hf_posenc.training.scoring import before_and_after, conclusion
-from hf_posenc.verification import require, verify_export
 
 # Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
 # and the hub's token if one was given.
 _NOT_PUSHED = ("*/*", ".*", "*.lock", "training_args.bin")
-
-
-def check_verifiable(patch: Patch | None, train: str) -> None:
-    """Check before the training that plain transformers can load the result, for `--verify_export`."""
-    if train == "lora":
-        raise PosencError(
-            "--verify_export loads whole weights in plain transformers, and --train lora saves an adapter. Merge it "
-            "(merge_and_unload), save that, and run `hf-posenc export DIR --to transformers5 --verify`."
-        )
-    if patch is not None and patch.export is None:
-        raise PosencError(
-            f"--verify_export: transformers has no {' + '.join(patch.methods)}; load by hf_posenc.from_pretrained."
-        )
 
 
 def write_result(
@@ -46,13 +31,9 @@ def write_result(
     log: TrainingLog,
     scores: PerplexityResult | None = None,
     *,
-    verify: bool = False,
     name: str = "PATH",
 ) -> None:
-    """Save the model with its tokenizer, card, plots and log, and `verify` that plain transformers computes the same.
-
-    All processes call it. `name` is the repository in the card.
-    """
+    """Save the model with tokenizer, card, plot and log; `name` is the repository in the card. All ranks call it."""
     folder = Path(folder)
     trainer.save_model(str(folder))
     problem: PosencError | None = None
@@ -60,24 +41,12 @@ def write_result(
         try:
             # Under ZeRO-3, a model built by one process would wait for the others.
             with whole_weights(trainer.args):
-                verified = _verify(folder) if verify else None
-                write_card(folder, log, scores, verified=verified, name=name)
+                write_card(folder, log, scores, name=name)
         except PosencError as error:
             problem = error
     problem = broadcast(problem)  # all processes raise, or none
     if problem is not None:
         raise problem
-
-
-def _verify(folder: Path) -> str:
-    checked = verify_export(folder)
-    require(checked)
-    message = (
-        f"Loaded in a clean process with transformers {checked.version} and without hf_posenc, its logits differ by "
-        f"{checked.error:.1e} of the largest ({checked.tokens} tokens, positions to {checked.reach:,})."
-    )
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
-    return message
 
 
 def print_report(scores: PerplexityResult | None, folder: Path) -> None:
@@ -87,7 +56,7 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
         shown = before_and_after(scores)
         for part in (*shown.tables(), *shown.notes(), *shown.guide(), conclusion(shown)):
             console.print(part)
-    console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)
+    console.print(f"\nThe model and its card are in {folder}", soft_wrap=True)
 
 
 def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> None:
@@ -132,35 +101,30 @@ class Hub:
         """
         if not arguments.push_to_hub:
             return None
-        strategy = str(getattr(arguments.hub_strategy, "value", arguments.hub_strategy))
-        if "checkpoint" in strategy:
-            raise PosencError(
-                f"--hub_strategy {strategy}: only the result is pushed. Use --hub_strategy end; for a checkpoint: hf "
-                "upload REPO OUTPUT_DIR/checkpoint-N checkpoint-N."
-            )
         arguments.push_to_hub = False
         name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
         return cls(name, arguments.hub_token, arguments.hub_private_repo, arguments.hub_revision)
 
+    @property
+    def _api(self) -> HfApi:
+        return HfApi(endpoint=self.endpoint, token=self.token)
+
     def create(self) -> str:
         """Create the repository if missing, and return its full name."""
-        api = HfApi(endpoint=self.endpoint, token=self.token)
         with _explained(
             f"The hub refuses {self.repo}", "Log in (`hf auth login`), or drop --push_to_hub"
         ):
-            repo = api.create_repo(self.repo, private=self.private, exist_ok=True)
+            repo = self._api.create_repo(self.repo, private=self.private, exist_ok=True)
             if self.revision is not None:
-                api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
+                self._api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
         return str(repo.repo_id)
 
     def push(self, directory: Path | str) -> str:
         """Upload a saved model with its card, but without subfolders, and return the commit's address."""
-        if not (Path(directory) / CARD).is_file():
-            raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
         name = self.create()
         way = f"The result is complete in {directory}; push it with `{upload(name, directory)}`"
         with _explained(f"Pushing to {name} failed", way):
-            commit = HfApi(endpoint=self.endpoint, token=self.token).upload_folder(
+            commit = self._api.upload_folder(
                 repo_id=name,
                 folder_path=directory,
                 commit_message="Fine-tuned with hf_posenc",

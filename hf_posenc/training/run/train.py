@@ -46,12 +46,18 @@ def finetune(parsed: given.Arguments) -> None:
     set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
     models.apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
-    if arguments.verify_export:
-        result.check_verifiable(patch, choice.train)
     lengths = models.resolve_lengths(
         model, data.positions, data.target_length, data.block_length, data.curriculum
     )
     prompt = given.prompt_ids(data, tokenizer, lengths.block)
+    collator = PositionCollator(
+        data.positions,
+        target_length=lengths.target if lengths.drawn else None,
+        curriculum=lengths.curriculum,
+        seed=arguments.seed,
+        flatten=models.needs_one_row(model, data.positions),
+        terminal_prompt=prompt,
+    )
     models.check_short(lengths, choice.distill)
     hub, repository = result.Hub.taken_from(arguments), "PATH"
     if hub is not None and output is not None and arguments.process_index == 0:
@@ -72,13 +78,11 @@ def finetune(parsed: given.Arguments) -> None:
             )
         if documents.holds_out(data):
             held_out = [document.name for document in scores.documents]
-    callbacks.check_best(arguments, scores)
     blocks, source = documents.training_blocks(
         data,
         tokenizer,
         lengths.block - len(prompt),
         cache=output and output / "blocks",
-        seed=arguments.seed,
         held_out=held_out,
     )
     models.check_enough(blocks, arguments)
@@ -89,14 +93,6 @@ def finetune(parsed: given.Arguments) -> None:
     if output is None:
         estimate.print_cost(model, lengths.block, blocks.counts, choice, arguments)
         return
-    collator = PositionCollator(
-        data.positions,
-        target_length=lengths.target if lengths.drawn else None,
-        curriculum=lengths.curriculum,
-        seed=arguments.seed,
-        flatten=models.needs_one_row(model, data.positions),
-        terminal_prompt=prompt,
-    )
     check_dependencies(model, collator, largest=blocks.counts.largest)
     teacher = None
     if choice.distill == "short":
@@ -145,7 +141,7 @@ def finetune(parsed: given.Arguments) -> None:
             data={"source": source, **given.described(data, lengths, blocks)},
             command=given.command_line(arguments),
         )
-        write = partial(result.write_result, verify=arguments.verify_export, name=repository)
+        write = partial(result.write_result, name=repository)
         folder.save(lambda path: write(path, trainer, log, table))
     if arguments.process_index == 0:
         result.print_report(table, output)

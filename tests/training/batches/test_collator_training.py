@@ -15,12 +15,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_posenc.evaluation.documents import Document
-from hf_posenc.training.batches.blocks import prepare_blocks
 from hf_posenc.training.batches.collator import PositionCollator
 from tests.support.killing import in_two_processes
 from tests.support.selection import late
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.tiny_text import VOCABULARY
 from tests.support.zoo_registry import quiet
 
 pytestmark = pytest.mark.slow  # whole trainings or graphs
@@ -60,12 +58,6 @@ def rows_of(batch: Any) -> Batch:
     return list(zip(*rows, strict=True))
 
 
-def stream() -> Any:
-    text = Document("text", prose(LENGTH * EXAMPLES, seed=1))
-    options: Any = {"length": LENGTH, "stream": True, "source": {"kind": "test"}}
-    return prepare_blocks([text], byte_tokenizer(), **options).dataset
-
-
 def trained(
     folder: Path, resume: Path | None = None, *, curriculum: bool = False, **options: Any
 ) -> list[Batch]:
@@ -74,11 +66,10 @@ def trained(
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(rows_of(kwargs)), with_kwargs=True
     )
-    rows = options.pop("rows", None) or data()
     usual = {"per_device_train_batch_size": BATCH, "num_train_epochs": EPOCHS, "save_steps": 2}
     fixed: Any = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
     arguments = TrainingArguments(str(folder), **fixed, **{**usual, **options})
-    trainer = Trainer(model, arguments, made, rows, callbacks=[made])
+    trainer = Trainer(model, arguments, made, data(), callbacks=[made])
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return seen
 
@@ -121,16 +112,6 @@ def test_a_resumed_run_sees_what_it_would_have_seen(
     assert trained(tmp_path, folder / f"checkpoint-{step}", **options) == seen[step:]
 
 
-def test_a_resumed_stream_sees_what_it_would_have_seen(tmp_path: Path) -> None:
-    options: Any = {"max_steps": EPOCHS * STEPS, "num_train_epochs": 1, "seed": 5}
-    seen = trained(tmp_path / "whole", rows=stream(), **options)
-    assert len(seen) == EPOCHS * STEPS
-    for step in (2, STEPS + 2):
-        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-        again = trained(tmp_path / f"again-{step}", checkpoint, rows=stream(), **options)
-        assert again == seen[step:]
-
-
 def test_workers_and_accumulation_change_nothing(whole: Any, tmp_path: Path) -> None:
     workers: Any = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     assert trained(tmp_path, gradient_accumulation_steps=2, **workers) == whole(False)[1]
@@ -157,9 +138,8 @@ def test_a_curriculum_counts_steps_not_batches(tmp_path: Path) -> None:
     assert all(16 <= end < 64 for end in reached[8:])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("skipped", [0, 2])
-def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) -> None:
+def test_two_processes_share_the_batches_of_one(skipped: int) -> None:
     """By accelerate's own sharding, with and without batches that a resumed run skips."""
     from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
@@ -167,8 +147,7 @@ def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) ->
         shards = []
         for index in range(processes):
             made = collator()
-            rows = stream() if streamed else data()
-            loader: Any = DataLoader(rows, BATCH * 2 // processes, collate_fn=made)
+            loader: Any = DataLoader(data(), BATCH * 2 // processes, collate_fn=made)
             place: Any = {"num_processes": processes, "process_index": index}
             loader = prepare_data_loader(loader, **place, dispatch_batches=False)
             made.set_epoch(1)

@@ -87,14 +87,6 @@ def test_patched_models(name: str, positions: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"), covering(["yarn", "self_extend", "t5", "xpos"], POSITIONS)
-)
-def test_patched_models_with_eager_attention(name: str, positions: str) -> None:
-    model = patched(name, "eager")
-    assert torch.equal(by_change(model, batch_of(positions)), expected(positions))
-
-
-@pytest.mark.parametrize(
     ("name", "reentrant", "positions"),
     [
         *covering(["yarn", "rerope", "fire"], [False, True], POSITIONS),

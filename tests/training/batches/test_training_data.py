@@ -18,7 +18,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
-    Skipped,
     TokenizedDocument,
     read_dataset,
     read_paths,
@@ -73,7 +72,7 @@ def test_a_block_is_of_one_document(positions: str) -> None:
     counts = blocks.counts
     assert (counts.blocks, counts.documents, counts.tokens, counts.unused) == (6, 2, 60, 5)
     assert counts.skipped == 1
-    assert counts.reasons == (Skipped("doc1", "too short: 7 tokens, 10 are needed"),)
+    assert counts.reason == "doc1: too short: 7 tokens, 10 are needed"
     assert counts.largest == max(map(max, expected))
     assert counts.line() == (
         "6 blocks of 10 tokens from 2 documents (8% of their tokens are left over); 1 documents not used"
@@ -196,6 +195,11 @@ def foreign(folder: Path) -> Iterable[Entry]:
     return from_rows(folder, {"ids": [1, 2, 3] * 9}, {"ids": [50_000] * 30}, tokenized="ids")
 
 
+def chats(folder: Path) -> Iterable[Entry]:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    return from_rows(folder, {"messages": messages}, column="messages")
+
+
 def saved(folder: Path) -> Iterable[Entry]:
     datasets.Dataset.from_dict({"content": ["a" * 30]}).save_to_disk(str(folder / "saved"))
     return read_dataset(str(folder / "saved"))
@@ -206,6 +210,7 @@ def saved(folder: Path) -> Iterable[Entry]:
     [
         (nameless, r"rows.jsonl:1: no column 'text'; its columns are content. Pass --column\)"),
         (saved, "no column 'text'; its columns are content"),
+        (chats, "rows.jsonl:1: a conversation, which TRL trains on"),
         (lambda _: documents(4, 9), "doc0: too short: 4 tokens, 10 are needed; and 1 more.* A block has 10 tokens"),
         (foreign, "rows.jsonl:2: token 50,000 is outside the vocabulary of 257.*--tokenizer"),
         (lambda _: [Document("void", " \n")], r"No document can be used for training \(void: empty\)"),
@@ -227,7 +232,7 @@ def test_bad_input_says_one_line(
         ({"length": 10, "positions": "pack"}, "Unknown kind of positions 'pack'.*packed"),
         ({"length": 2}, "A block of 2 tokens has none to predict"),
         ({"length": 200, "positions": "packed"}, "together they have 60 tokens.*A block has 200"),
-        ({"length": 10, "cache": Path("somewhere")}, "A cache or a stream needs source"),
+        ({"length": 10, "cache": Path("somewhere")}, "A cache needs source"),
     ],
 )
 def test_bad_settings_say_so(options: dict[str, Any], message: str) -> None:

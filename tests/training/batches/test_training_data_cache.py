@@ -14,7 +14,7 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument, read_paths
-from hf_posenc.training.batches.blocks import Block, Blocks, prepare_blocks
+from hf_posenc.training.batches.blocks import Blocks, Cutter, prepare_blocks
 from tests.support.processes import PATIENCE, running, start
 from tests.support.tiny_text import byte_tokenizer, prose
 from tests.training.batches.test_training_data import SOURCE, documents, rows_of
@@ -147,10 +147,10 @@ def test_of_several_processes_one_reads_and_all_have_the_same(tmp_path: Path) ->
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: bool
 ) -> None:
-    def full(self: Block, packed: bool) -> Any:
+    def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Block, "row", full)
+    monkeypatch.setattr(Cutter, "cut", full)
     options: Any = {"cache": tmp_path / "cache", "source": SOURCE} if cache else {}
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left on device"):
         prepare_blocks(documents(25), byte_tokenizer(), length=10, **options)

@@ -87,38 +87,6 @@ def test_rounding_is_no_difference(dtype: torch.dtype, options: dict[str, int], 
         assert chunk_loss(model.to(dtype)).exact
 
 
-class OwnLoss(_Llama):  # type: ignore[misc]
-    """As remote code may be: the loss is computed in the forward, in a way of its own to count."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        output = super().forward(input_ids, **kwargs)
-        if labels is not None:
-            flat = output.logits[:, :-1].flatten(0, 1)
-            output.loss = F.cross_entropy(flat, labels[:, 1:].flatten())
-        return output
-
-
-class OwnCount(OwnLoss):
-    """It counts the tokens itself where it is told how many there are: a rule that nobody else can know."""
-
-    def forward(self, *args: Any, num_items_in_batch: int | None = None, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        if num_items_in_batch is not None:
-            output.loss = output.loss / num_items_in_batch
-        return output
-
-
-@pytest.mark.parametrize(("kind", "exact"), [(OwnLoss, True), (OwnCount, False)])
-def test_a_loss_inside_the_forward_is_chunked_unless_it_has_a_rule_of_its_own(
-    kind: Any, exact: bool
-) -> None:
-    model = kind(zoo.tiny_config("llama"))
-    expected = trained(model, **texts(), num_items_in_batch=3)
-    assert chunk_loss(model, CHUNK).exact is exact
-    assert_same(trained(model, **texts(), num_items_in_batch=3), expected)
-    assert ("logits" in model(**texts())) is not exact
-
-
 class Flattened(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden.view(-1, hidden.shape[-1]), self.weight)

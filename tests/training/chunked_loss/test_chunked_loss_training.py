@@ -15,7 +15,6 @@ from hf_posenc.training import chunked_loss as head_chunks
 from hf_posenc.training.chunked_loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
-from tests.support.tiny_text import byte_tokenizer
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, both, texts, trained
 
 pytestmark = pytest.mark.slow  # whole trainings or graphs
@@ -139,33 +138,6 @@ def test_adapters_of_peft(options: dict[str, Any]) -> None:
     model = zoo.build("llama")
     assert chunk_loss(model, CHUNK).exact
     assert_same(trained(lora(model, **options), **texts()), expected)
-
-
-def test_sfttrainer_of_trl(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    utils = pytest.importorskip("trl.trainer.utils")
-    if not hasattr(utils, "add_fused_lm_head"):
-        pytest.skip("this version of TRL reads the whole logits")
-    from datasets import Dataset
-
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token = "<s>"
-    losses = []
-    for chunked in (False, True):
-        model: Any = zoo.build("llama")
-        if chunked:
-            handle = chunk_loss(model, CHUNK)
-        settings: Any = {"max_steps": 2, "per_device_train_batch_size": 2, "bf16": False}
-        arguments = trl.SFTConfig(str(tmp_path), **SILENT, **settings)
-        rows = Dataset.from_list(
-            [{"input_ids": Rows()[index]["input_ids"].tolist()} for index in range(8)]
-        )
-        trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
-        trainer.train()
-        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    torch.testing.assert_close(losses[2:], losses[:2], rtol=1e-6, atol=0)
-    assert losses[0] != losses[1]
-    assert handle.exact
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
