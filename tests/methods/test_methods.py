@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -385,36 +382,6 @@ def test_a_method_is_registered_by_its_definition() -> None:
     assert all(getattr(methods, cls) is get_method(name) for cls, name in defined)
     with pytest.raises(ImportError, match="NoSuchMethod"):
         exec("from hf_posenc.methods import NoSuchMethod")
-
-
-def test_a_new_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the package with one file more: the method has its name, its place and its import."""
-    package = Path(methods.__file__).parents[1]
-    shutil.copytree(
-        package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.safetensors")
-    )
-    (tmp_path / package.name / "methods" / "halving.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from hf_posenc.methods.base import RopeScaling\n"
-        "@dataclass(frozen=True, kw_only=True)\n"
-        "class Halving(RopeScaling):\n"
-        "    name, summary, source, needs = 'halving', 'half of it', 'this test', 'nothing'\n"
-        "    aliases = ('half',)\n"
-    )
-    code = (
-        "from hf_posenc import available_methods, get_method\n"
-        "from hf_posenc.methods import METHODS, Halving\n"
-        "assert get_method('half') is Halving\n"
-        "kinds = [method.kind for method in METHODS]\n"
-        "last = len(kinds) - 1 - kinds[::-1].index('frequencies')\n"
-        "assert METHODS.index(get_method('nope')) < METHODS.index(Halving) <= last\n"
-        "print(*available_methods())\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert [n for n in ran.stdout.split() if n != "halving"] == list(available_methods())
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

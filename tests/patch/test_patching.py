@@ -470,13 +470,13 @@ class TestPrecision:
 class TestHazards:
     """Operations of other code on models."""
 
-    @pytest.mark.parametrize("method", ["yarn", *late(["dynamic_ntk"])])
+    @pytest.mark.parametrize("method", ["yarn", *late(["dynamic_ntk", "rerope"])])
     def test_compiled_before_and_after(self, method: str) -> None:
         model = zoo.build("llama", num_hidden_layers=1)  # each layer is traced, for a second
         torch._dynamo.reset()
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
         before = logits(compiled)
-        with patched(compiled, method, **OPTIONS[method]):
+        with patched(compiled, method, **OPTIONS.get(method, {})):
             expected = logits(model)
             assert zoo.relative_difference(expected, before) > 1e-2
             assert torch.equal(logits(compiled), expected)
@@ -493,16 +493,6 @@ class TestHazards:
         merged = wrapped.merge_and_unload()
         assert get_patch(merged) is not None
         assert torch.equal(logits(unpatch_model(merged)), before)
-
-    def test_offload_before_and_after(self, model: PreTrainedModel) -> None:
-        accelerate = pytest.importorskip("accelerate")
-        with patched(model, "yarn", scale=4):
-            expected = logits(model)
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
-        patch_model(model, "yarn", scale=4)
-        assert torch.equal(logits(model), expected)
-        accelerate.hooks.remove_hook_from_module(model, recurse=True)
-        assert torch.equal(logits(model), expected)
 
 
 class TestDynamicAndCache:

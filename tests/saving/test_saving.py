@@ -336,22 +336,6 @@ def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
             type(model).from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("method", quick(zoo.frequency_methods(), DIFFERENT))
-def test_what_save_pretrained_wrote_loads_in_plain_transformers_and_with_its_undo(
-    model: PreTrainedModel, method: str, tmp_path: Path
-) -> None:
-    before = logits(model)
-    patch_model(model, method, **OPTIONS[method])
-    saved(model, tmp_path)
-    if method in (*STATIC, "longrope", "dynamic_ntk"):
-        assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
-    loaded = from_pretrained(tmp_path)
-    assert zoo.in_force(model).config == zoo.in_force(loaded).config
-    assert torch.equal(logits(loaded), logits(model))
-    assert torch.equal(logits(unpatch_model(loaded)), before)
-    assert loaded.config.rope_parameters == unpatch_model(model).config.rope_parameters
-
-
 class TestOverrides:
     """`from_pretrained` takes what transformers takes beside the path: attributes of the config."""
 
@@ -474,14 +458,6 @@ def decoded(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class TestPatchFiles:
-    def test_round_trip(self, model: PreTrainedModel, tmp_path: Path) -> None:
-        patch_model(model, "yarn", scale=4, beta_fast=16)
-        expected = logits(model)
-        assert save_patch(model, tmp_path / "new" / "folder").name == "posenc_config.json"
-        other = zoo.build("llama")
-        assert load_patch(other, tmp_path / "new" / "folder") is other
-        assert torch.equal(logits(other), expected)
-
     def test_beside_a_checkpoint(self, model: PreTrainedModel, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         patch_model(model, "dynamic_yarn", update="sequence")
