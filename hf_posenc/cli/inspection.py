@@ -237,8 +237,7 @@ class InspectOptions:
     """Options of `hf-posenc inspect` beside those of the checkpoint.
 
     Attributes:
-        flags: The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: show the scaling
-            that they put in force.
+        flags: The flags or the command of vLLM, SGLang or llama.cpp: show the scaling that they put in force.
         patch: Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n.
         no_weights: Read the config alone: the rotary tables, and no other source.
     """

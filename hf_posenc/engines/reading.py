@@ -1,8 +1,7 @@
 """Flags of other engines read back: the config that they put in force.
 
 The flags are those of vLLM 0.33.0 (`config/model.py`: `_apply_dict_overrides`, `_update_nested`), SGLang 0.5.23
-(`srt/utils/hf_transformers/config.py`), llama.cpp, LLaMA-Factory 0.9.5 (`model/model_utils/rope.py`), axolotl 0.19.0
-(`loaders/utils.py`) and unsloth 2026.10.9 (`models/llama.py`, `_user_rope_scaling`, `_extended_rope_scaling`).
+(`srt/utils/hf_transformers/config.py`) and llama.cpp.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,12 +72,11 @@ def read_flags(config: Any, flags: Sequence[str]) -> Reading:
             the engine refuses.
     """
     engine, values = engine_of(flags)
-    lengths = [read_length(v, name=k) for k, v in values.items() if _ENGINES[k] in ("", "unsloth")]
+    lengths = [read_length(v, name=k) for k, v in values.items() if not _ENGINES[k]]
     reading = Reading(copy.deepcopy(config), config, engine, lengths[-1] if lengths else None)
-    compute = {"LLaMA-Factory": _llamafactory, "unsloth": _unsloth, "llama.cpp": _llama_cpp}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, for rope_scaling
-        compute.get(engine, _override)(reading, values)
+        (_llama_cpp if engine == "llama.cpp" else _override)(reading, values)
     return reading
 
 
@@ -87,9 +84,11 @@ def engine_of(flags: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the engine that some flags belong to, and the values of those that are read."""
     values = dict(_words(flags))
     engines = {_ENGINES[name] for name in values} - {""}
-    if "--rope-scaling" in values:
-        engines.discard("llama.cpp")
-        engines.add(_owner_of_rope_scaling(values))
+    if (value := values.get("--rope-scaling", "")).lstrip().startswith("{"):
+        raise PosencError(
+            "vLLM has no --rope-scaling since 0.11.1 (pull request 28006) and does not start with it. Give "
+            f"--hf-overrides '{{\"rope_parameters\": {value}}}', with the folder's rope_theta in it."
+        )
     if not engines:
         known = ", ".join(name for name, engine in _ENGINES.items() if engine)
         raise PosencError(f"None of these flags scales positions. Those that are read: {known}.")
@@ -101,21 +100,15 @@ def engine_of(flags: Sequence[str]) -> tuple[str, dict[str, str]]:
 _ENGINES = {
     "--hf-overrides": "vLLM",
     "--json-model-override-args": "SGLang",
-    "--overrides-of-model-config": "axolotl",
-    "--max-seq-length": "unsloth",
     **dict.fromkeys(("--rope-scaling", "--rope-scale"), "llama.cpp"),
     **dict.fromkeys(("--rope-freq-scale", "--rope-freq-base", "--yarn-orig-ctx"), "llama.cpp"),
     **dict.fromkeys(("--yarn-ext-factor", "--yarn-attn-factor"), "llama.cpp"),
     **dict.fromkeys(("--yarn-beta-fast", "--yarn-beta-slow"), "llama.cpp"),
-    **dict.fromkeys(("--max-model-len", "--context-length", "--ctx-size", "--cutoff-len"), ""),
+    **dict.fromkeys(("--max-model-len", "--context-length", "--ctx-size"), ""),
 }
 """The flags that are read, by engine; empty for a length alone, which names none."""
 _SHORT = {"-c": "--ctx-size", "--max-model-length": "--max-model-len"}
 _REMOVED = ("--grp-attn-n", "--grp-attn-w", "-gan", "-gaw")
-# The options of trainers as their files and calls have them: `rope_scaling: yarn`, `max_seq_length=16384`.
-_WITHOUT_DASHES = re.compile(
-    r"(rope_scaling|cutoff_len|overrides_of_model_config|max_seq_length)\s*[:=]\s*(.*)", re.DOTALL
-)
 _OF_POSITIONS = ("rope", "yarn", "override", "position")
 
 
@@ -140,26 +133,8 @@ def _words(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _split(word: str) -> list[str]:
-    if option := _WITHOUT_DASHES.fullmatch(word.strip()):
-        name, value = option[1], option[2].rstrip(",").strip("'\"")
-        return [f"--{name}", value] if value else [f"--{name}"]
     name, equals, value = word.partition("=")
     return [name, value] if equals and name.startswith("--") else [word]
-
-
-def _owner_of_rope_scaling(values: Mapping[str, str]) -> str:
-    """Return the engine of `--rope-scaling`: the trainers have a length beside it, and no other of these flags."""
-    value = values["--rope-scaling"]
-    if value.lstrip().startswith("{"):
-        if "--max-seq-length" in values:
-            return "unsloth"
-        raise PosencError(
-            "vLLM has no --rope-scaling since 0.11.1 (pull request 28006) and does not start with it. Give "
-            f"--hf-overrides '{{\"rope_parameters\": {value}}}', with the folder's rope_theta in it. (unsloth's "
-            "rope_scaling= is read beside its max_seq_length=.)"
-        )
-    others = [name for name in values if name not in ("--rope-scaling", "--cutoff-len")]
-    return "llama.cpp" if others or "--cutoff-len" not in values else "LLaMA-Factory"
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
@@ -197,7 +172,7 @@ def _set(config: Any, key: str, value: Any) -> None:
 
 
 def _override(reading: Reading, values: Mapping[str, str]) -> None:
-    """Apply the JSON object of vLLM, SGLang or axolotl, which replaces attributes of the config."""
+    """Apply the JSON object of vLLM or SGLang, which replaces attributes of the config."""
     from hf_posenc.patch.export import (
         config_parts,
     )  # imports torch, which wrong flags need not wait for
@@ -207,10 +182,6 @@ def _override(reading: Reading, values: Mapping[str, str]) -> None:
     for key, value in _object(name, values[name]).items():
         part = getattr(config, key, None)
         if isinstance(value, dict) and _is_config(part):
-            if engine == "axolotl":
-                raise PosencError(
-                    f"axolotl replaces the whole of {key} by this object: save the folder with the patch instead."
-                )
             _update(part, value, deep=engine == "vLLM")
             continue
         if key in BLOCKS and config is not reading.text and isinstance(value, dict):
@@ -256,7 +227,7 @@ def _complete(reading: Reading, entry: dict[str, Any]) -> None:
     engine, kind = reading.engine, entry.get("type", "default")
     if engine == "vLLM":
         entry.setdefault("rope_type", "default")
-    if engine != "axolotl" and "type" in entry and entry.get("rope_type", kind) != kind:
+    if "type" in entry and entry.get("rope_type", kind) != kind:
         reading.notes.append(
             f'{engine} reads "rope_type" here, so "type": "{kind}" does nothing. Rename it.'
         )
@@ -274,57 +245,6 @@ def _complete(reading: Reading, entry: dict[str, Any]) -> None:
     # The original length, which transformers and the engines read from the config.
     if entry["rope_type"] in ("yarn", "llama3", "longrope"):
         entry.setdefault(_ORIGINAL, getattr(reading.text, _LENGTH))
-
-
-def _llamafactory(reading: Reading, values: Mapping[str, str]) -> None:
-    rope, kind, length = reading.rope, values["--rope-scaling"], reading.length or 0
-    original = rope.get(_ORIGINAL) or getattr(reading.text, _LENGTH)
-    if length <= original:
-        reading.notes.append(
-            f"LLaMA-Factory scales nothing: --cutoff_len is not above {original:,}."
-        )
-        return
-    scaled = {"rope_type": kind, "factor": float(math.ceil(length / original))}
-    if kind != "linear":
-        scaled[_ORIGINAL] = original
-    if kind == "llama3":
-        scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if kind not in ("linear", "dynamic", "yarn", "llama3"):
-        raise PosencError(
-            f"LLaMA-Factory has no rope_scaling {kind}: linear, dynamic, yarn, llama3."
-        )
-    reading.text.rope_parameters = {"rope_theta": rope.get("rope_theta"), **scaled}
-    reading.notes.append(
-        f"LLaMA-Factory rounds the factor up to {scaled['factor']:g}. On transformers 5 the model is not built, since "
-        "the rope_scaling that it sets has no rope_theta: give it a folder that was saved with the patch instead."
-    )
-
-
-def _unsloth(reading: Reading, values: Mapping[str, str]) -> None:
-    rope, trained = reading.rope, getattr(reading.text, _LENGTH)
-    length, block = reading.length or 0, None
-    if "--rope-scaling" in values:
-        block = _object("rope_scaling", values["--rope-scaling"])
-        kind = block.get("rope_type") or block.get("type")
-        if kind not in ("linear", "yarn", "llama3"):
-            reading.notes.append(f"unsloth ignores a rope_scaling of type {kind}.")
-            return
-        if kind == "yarn":
-            block.setdefault(_ORIGINAL, rope.get(_ORIGINAL) or trained)
-        block["rope_type"] = kind
-    elif length <= trained:
-        reading.notes.append(f"unsloth scales nothing up to {trained:,} tokens.")
-        return
-    elif rope.get("rope_type") == "llama3":
-        reading.notes.append("unsloth keeps a llama3 table as it is.")
-        return
-    else:
-        block = {"rope_type": "linear", "factor": length / trained}
-        reading.notes.append(
-            f"unsloth divides every frequency by {length / trained:g}, which needs training. Pass rope_scaling= for "
-            "another method, or load a folder that was saved with the patch."
-        )
-    reading.text.rope_parameters = {"rope_theta": rope.get("rope_theta"), **block}
 
 
 def _llama_cpp(reading: Reading, values: Mapping[str, str]) -> None:

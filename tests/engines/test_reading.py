@@ -38,18 +38,14 @@ def overrides(block: dict[str, Any], **more: Any) -> str:
 
 @pytest.mark.parametrize(
     ("method", "engine"),
-    covering(
-        ["pi", "ntk", "yarn", "llama3", "longrope", "abf"], ["vllm", "sglang", "transformers5"]
-    ),
+    covering(["pi", "ntk", "yarn", "llama3", "longrope", "abf"], ["vllm", "sglang"]),
 )
 def test_the_flags_of_an_export_are_read_as_its_patch(
     llama: Path, method: str, engine: str
 ) -> None:
     exported = export(llama, engine, method=method, **OPTIONS[method])
     name, value = exported.overrides
-    reading, scaling = read(
-        *exported.flags, name.replace("overrides_", "--overrides_").rstrip(":"), value
-    )
+    reading, scaling = read(*exported.flags, name, value)
     (table,) = tables_in_force(reading.config)
     (patched,) = inspect_rope(patch_model(zoo.build("llama"), method, **OPTIONS[method]))
     length = reading.length or 256
@@ -59,27 +55,9 @@ def test_the_flags_of_an_export_are_read_as_its_patch(
     )
     assert length == 256 or method == "abf"
     named = {"ntk": "abf"}.get(method, method)
-    if engine == "transformers5" or method != "longrope":  # the others have keys of their own
+    if method != "longrope":  # which has keys of their own
         assert scaling.patch is not None
         assert scaling.patch.method == named
-
-
-def test_llamafactory_is_told_only_what_it_computes(llama: Path) -> None:
-    def note(method: str, **options: Any) -> str:
-        notes = export(llama, "transformers4", method=method, **options).notes
-        return notes[0] if notes else ""
-
-    for method in ("yarn", "pi", "llama3"):
-        assert note(method, scale=2.5) == ""
-        line = note(method, scale=4).split(": ", 1)[1]
-        flags = [f"--{word.strip().replace(': ', '=')}" for word in line.split(",")]
-        (table,) = tables_in_force(read(*flags)[0].config)
-        (patched,) = inspect_rope(patch_model(zoo.build("llama"), method, scale=4))
-        torch.testing.assert_close(
-            table.in_force(1).inv_freq.float(), patched.inv_freq, rtol=1e-6, atol=0
-        )
-    assert note("yarn", scale=4, beta_fast=16) == ""
-    assert note("abf", rope_theta=1e6) == ""
 
 
 def test_the_option_is_the_patch(llama: Path) -> None:
@@ -119,33 +97,6 @@ def test_llama_cpps_flags(flags: str, option: str) -> None:
         theirs = runtime(keys, {}, 16, reading.length or 64, words)
         torch.testing.assert_close(table.in_force(1).inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
         assert table.in_force(1).factor == pytest.approx(theirs.factor)
-
-
-def test_trainers_notes() -> None:
-    assert read("--rope_scaling", "linear", "--cutoff_len", "64")[1] == Scaling(False)
-    assert "needs training" in read("--max_seq_length", "160")[0].notes[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "engine", "option"),
-    [
-        (["--rope_scaling", "yarn", "--cutoff_len", "200"], "LLaMA-Factory", "yarn:scale=4"),  # rounded up
-        (["--overrides_of_model_config", overrides(YARN)], "axolotl", "yarn:scale=4"),
-        (["rope_scaling: yarn", "cutoff_len: 200"], "LLaMA-Factory", "yarn:scale=4"),
-        (["rope_scaling:", "llama3", "cutoff_len=128"], "LLaMA-Factory", "llama3:scale=2"),
-        (["llamafactory-cli", "train", "rope_scaling=linear", "cutoff_len=128"], "LLaMA-Factory", "pi:scale=2"),
-        ([f"overrides_of_model_config: '{overrides(YARN)}'"], "axolotl", "yarn:scale=4"),
-        (["max_seq_length=160"], "unsloth", "pi:scale=2.5"),
-        (['rope_scaling={"type": "yarn", "factor": 8.0},', "max_seq_length=160,"], "unsloth", "yarn:scale=8"),
-        (["--rope_scaling", '{"rope_type": "linear", "factor": 3}', "--max_seq_length", "64"], "unsloth", "pi:scale=3"),
-        (['rope_scaling={"type": "dynamic", "factor": 8.0}', "max_seq_length=160"], "unsloth", ""),
-    ],
-)  # fmt: skip
-def test_trainers_options_as_files_and_calls_have_them(
-    words: list[str], engine: str, option: str
-) -> None:
-    reading, scaling = read(*words)
-    assert (reading.engine, scaling.option) == (engine, option)
 
 
 class TestFlagsThatDoNothing:
@@ -202,10 +153,6 @@ class TestFlagsThatDoNothing:
         (["--hf-overrides", '{"rope_parameters": "yarn"}'], "rope_parameters is an object with a"),
         (["--hf-overrides", '{"rope_parameters": null}'], "rope_parameters is an object with a"),
         (["--hf-overrides", '{"max_position_embeddings": "4k"}'], "max_position_embeddings cannot"),
-        (
-            ["--overrides_of_model_config", '{"rope_parameters": {"rope_type": "linear"}}'],
-            "no rope_theta",
-        ),
     ],
 )
 def test_flags_that_are_refused(flags: list[str], message: str) -> None:
