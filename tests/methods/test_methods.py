@@ -277,26 +277,6 @@ def test_more_scale_lowers_more(name: str) -> None:
     assert (much / little).min() < 0.5
 
 
-def test_what_each_family_keeps() -> None:
-    """The defining property of each static method at its two ends."""
-    rope = RopeSpec(128, 1e4, 4096)
-    unscaled = rope.default_inv_freq()
-    ratio = {
-        name: example(name, 128).inv_freq(rope) / unscaled
-        for name in ("pi", "ntk", "partial_ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed")
-    }
-    assert ratio["pi"].min() == ratio["pi"].max()
-    for name in ("ntk", "partial_ntk", "ntk_by_parts", "yarn", "llama3"):
-        assert ratio[name][0] == 1  # the fastest pair is left alone
-    for name in ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed"):
-        assert ratio[name][-1].item() == pytest.approx(1 / 8)  # the slowest is divided by s
-    assert torch.equal(ratio["yarn"], ratio["ntk_by_parts"])
-    for scale in (1.5, 8.0):
-        factor = example("yarn", scale=scale).cos_sin_factor(rope)
-        assert factor == pytest.approx(1 + 0.1 * math.log(scale))
-    assert example("ntk_by_parts").cos_sin_factor(rope) == 1
-
-
 def test_the_radix_family_divides_by_powers_of_the_scale() -> None:
     """`f_i / s^e_i`: the e_i on the page of mrrope; only yarn's and partial_ntk's depend on s."""
     rope, pairs = RopeSpec(128, 1e4, 4096), torch.arange(64, dtype=torch.float64)

@@ -82,15 +82,6 @@ def test_dynamic_methods_leave_text_within_the_original_length_alone(
         assert torch.equal(logits(model, LENGTH), long)  # whatever ran in between
 
 
-def test_models_built_from_one_config_object_do_not_see_each_other() -> None:
-    config = LlamaConfig(**zoo.tiny_config("llama").to_dict())
-    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
-    with zoo.unchanged(other):
-        patch_model(one, "yarn", scale=4)
-    third: Any = LlamaForCausalLM(config)
-    assert third.config.rope_parameters["rope_type"] == "default"
-
-
 def test_context_manager_undoes_the_patch_also_after_an_exception(model: PreTrainedModel) -> None:
     def work() -> None:
         with patched(model, "pi", scale=2):
