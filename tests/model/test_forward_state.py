@@ -19,7 +19,6 @@ from hf_posenc.methods import LogN, YaRN
 from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
-from tests.support.selection import late
 from tests.support.ways_to_run import Kind, at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -235,29 +234,6 @@ def test_threads_get_positions_of_their_own(kind: str, name: str, options: dict[
     together = at_once([functools.partial(work, text) for text in texts])
     for want, results in zip(alone, together, strict=True):
         assert max(zoo.relative_difference(got.double(), want.double()) for got in results) < 1e-6
-
-
-@pytest.mark.parametrize("update", ["sequence", *late(["row", "request"])])
-def test_generations_in_threads_are_those_of_one_thread(update: str) -> None:
-    options = {"update": update, "original_max_position_embeddings": 16}
-    model: Any = built("llama", "dynamic_ntk", options)
-    texts = [zoo.tokens(length, seed=length) for length in (33, 50)]
-
-    def generated(ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            step = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
-            outs = [step.logits[:, -1:]]
-            for token in range(12):
-                ids = torch.tensor([[token]])
-                step = model(input_ids=ids, past_key_values=step.past_key_values)
-                outs.append(step.logits)
-        return torch.cat(outs, 1)
-
-    alone = [generated(ids) for ids in texts]
-    for _ in range(3):
-        together = at_once([functools.partial(generated, ids) for ids in texts])
-        for want, got in zip(alone, together, strict=True):
-            assert zoo.relative_difference(got.double(), want.double()) < 1e-6
 
 
 # Gradient checkpointing

@@ -50,17 +50,6 @@ from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet
 
-STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
-
-# One of each rope_type of transformers, and no rotation at all.
-DIFFERENT = ("pi", "abf", "yarn", "llama3", "longrope", "dynamic_ntk", "nope")
-
-# Only in hf_posenc: their tables follow the length, or they compute attention.
-NOT_NATIVE = (
-    *("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "dynamic_ntk"),
-    *("alibi", "rerope", "self_extend", "log_n", "xpos"),
-)
-
 ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
 TEXT = {*text_types()} - {*ROTARY, *zoo.seq2seq_types(), *zoo.NOT_BUILT}
 # transformers does not load what the class of this small model saves, patched or not.
@@ -162,21 +151,6 @@ def test_parameters_of_another_model_leave_it_as_it_was(
 
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
-
-    @pytest.mark.parametrize("method", quick(NOT_NATIVE, ("dynamic_ntk", "alibi", "rerope")))
-    def test_a_method(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:
-        patch_model(model, method)
-        patch = zoo.in_force(model)
-        assert patch.export is None
-        assert "hf_posenc.from_pretrained only" in str(patch)
-        saved(model, tmp_path)
-        refused(model, tmp_path, method)
-        for loaded in (
-            AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True),
-            from_pretrained(tmp_path),
-        ):
-            assert torch.equal(logits(loaded), logits(model))
-            assert loaded.config.architectures == ["LlamaForCausalLM"]
 
     @pytest.mark.parametrize(
         ("family", "method"),
