@@ -91,14 +91,3 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip garbage collection after an injected lack of memory: it frees nothing here and takes a second."""
     monkeypatch.setattr(gc, "collect", lambda: 0)
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that counts as large is small."""
-    from hf_posenc.evaluation.documents import readers
-    from hf_posenc.evaluation.documents import tokens as joining
-
-    monkeypatch.setattr(readers, "SMALL", 1000)
-    sizes = joining.Sizes(window=3000, overlap=512, largest=1 << 14)
-    monkeypatch.setattr(joining, "SIZES", sizes)

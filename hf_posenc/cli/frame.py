@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
@@ -161,7 +161,7 @@ class Frame:
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Progress]:
-        """Show the tokens read and the time left; gives the function that is called after every forward."""
+        """Show what is measured and the time left; gives the function that is called after every forward."""
         from rich import progress
         from rich.markup import escape
 
@@ -170,24 +170,36 @@ class Frame:
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.TaskProgressColumn(),
-            progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
         )
         hidden = self.shard.index > 0 or not console.is_terminal
-        # a long memory: short windows run many more tokens per second than long ones
+        # a long memory: methods and lengths differ in the operations that they do in a second
         with progress.Progress(
             *columns, console=console, disable=hidden, transient=True, speed_estimate_period=600
         ) as bars:
-            task = bars.add_task("starting", total=1)
-            yield lambda label, done, total: bars.update(
-                task, description=escape(label) or None, completed=done, total=total
-            )
+            task = bars.add_task("starting", total=None)
 
-    def present(self, result: Result, model: Mapping[str, Any]) -> None:
+            def report(label: str, done: int, total: int) -> None:
+                shown = escape(label) or None
+                if bars.tasks[0].total is None:  # what is in the records took no time
+                    bars.reset(task, total=total, completed=done, description=shown)
+                bars.update(task, total=total, completed=done, description=shown)
+
+            yield report
+
+    def finish(self, job: Job, print_cost: Callable[[], None]) -> None:
+        """Measure and present the result; exit with status 1 where a number is missing."""
+        result = self.measure(job, print_cost)
+        if result is not None:
+            self.present(result)
+            exit_on(result.problems())
+
+    def present(self, result: Result) -> None:
         """Write the files of a result; print it under its model."""
         from hf_posenc.evaluation.plots import available
 
+        model = result.measured_model
         kept = _keep_other_run(result, self.output)
         names = result.write(self.output, plots=self.plots)
         print_json(result.to_dict())

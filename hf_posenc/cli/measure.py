@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +17,7 @@ from hf_posenc.cli.console import (
     print_note,
     print_warning,
 )
-from hf_posenc.cli.frame import Frame, exit_on, print_cost
+from hf_posenc.cli.frame import Frame, print_cost
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.loading import load_config, open_session
@@ -44,7 +40,6 @@ from hf_posenc.evaluation.options import (
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.device.result import GpuResult
-    from hf_posenc.evaluation.device.run import GpuRun
     from hf_posenc.evaluation.tuning import Race
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
@@ -75,10 +70,7 @@ def perplexity(
 
     job = frame.prepare(prepare, model, documents, options, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
-    result = frame.measure(job, lambda: print_cost(job, frame.device))
-    if result is not None:
-        frame.present(result, result.model)
-        exit_on(result.problems())
+    frame.finish(job, lambda: print_cost(job, frame.device))
 
 
 def retrieval(
@@ -111,21 +103,13 @@ def retrieval(
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
     early.check(options, model, None, run)
-    settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
-    if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
-        raise PosencError(
-            f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
-            "leave it out."
-        )
+    settings_of(options, options.lengths or EMBEDDED_LENGTHS)  # refuse before loading
     text = _read(haystack, encoding) if haystack else None
     frame = Frame(context, run, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
 
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
-    result = frame.measure(job, lambda: print_cost(job, frame.device))
-    if result is not None:
-        frame.present(result, result.model)
-        exit_on(result.problems())
+    frame.finish(job, lambda: print_cost(job, frame.device))
 
 
 def _read(paths: list[str], encoding: str) -> str:
@@ -135,7 +119,7 @@ def _read(paths: list[str], encoding: str) -> str:
     text, reasons = "", []
     for entry in read_paths(paths, encoding=encoding):
         if isinstance(entry, Document | LongDocument):
-            for piece in (entry.text,) if isinstance(entry, Document) else entry.chunks():
+            for piece in entry.chunks():
                 text += piece
                 if len(text) >= MOST_TEXT:
                     return text[:MOST_TEXT]
@@ -181,10 +165,7 @@ def bench(
 
     job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
-    result = frame.measure(job, lambda: _print_costs(job, frame.device))
-    if result is not None:
-        frame.present(result, result.perplexity.model)
-        exit_on(result.problems())
+    frame.finish(job, lambda: _print_costs(job, frame.device))
 
 
 def _bench_gpu(
@@ -194,6 +175,8 @@ def _bench_gpu(
     documents: DocumentOptions,
     options: BenchOptions,
 ) -> None:
+    if output.dry_run:
+        raise PosencError("--dry-run has no meaning for --suite gpu: --budget limits its time.")
     early.check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
     folder = model.model and early.check_checkpoint(model.model, model.revision)
     early.check_methods(options.methods)
@@ -205,23 +188,7 @@ def _bench_gpu(
     config = load_config(folder, revision=model.revision) if folder else None
     about: dict[str, Any] = {"name": model.model, "command": frame.command}
     run = GpuRun(options, config, device=model.device, dtype=model.dtype, **about)
-    result = frame.measure(run, lambda: _print_preview(run))
-    if result is not None:
-        frame.present(result, result.model)
-        exit_on(result.problems())
-
-
-def _print_preview(run: GpuRun) -> None:
-    grid, cost = run.preview(), run.cost
-    heads = [column.head for column in grid.columns]
-    rows = [dict(zip(heads, [f.text for f in row.fields], strict=True)) for row in grid.rows]
-    sizes = {"flops": cost.flops, "weight_bytes": cost.weights}
-    if not print_json({"measurements": run.total, "layers": rows, **sizes}):
-        print_items(
-            grid,
-            f"?: never checked here; the run does so first. The whole model has {cost.weights / 2**30:.3g} GiB of "
-            f"weights; a forward of {cost.tokens:,} tokens takes {cost.flops:.3g} FLOPs unpatched.",
-        )
+    frame.finish(run, lambda: None)
 
 
 def _print_costs(job: Any, device: Any) -> None:
@@ -252,12 +219,6 @@ def sweep(
     early.check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
-    if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
-        scales = ",".join(f"{scale:g}" for scale in options.scales)
-        raise PosencError(
-            f"--scales {scales} is for methods without a scale of their own, and no --patch here takes one: leave it "
-            "out."
-        )
     frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 
@@ -292,7 +253,7 @@ def _tune(frame: Frame, job: Race[Any]) -> Any:
     result = frame.measure(job, lambda: _print_line(job, frame.device))
     if result is None:
         return None
-    frame.present(result, result.model)
+    frame.present(result)
     for line in result.problems():
         print_warning(line)
     if result.recipe is None:
@@ -323,20 +284,6 @@ def extend(
     documents: DocumentOptions,
     options: ExtendOptions,
     run: RunOptions,
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Where the verdict is not to extend, fine-tune the model; if --text is given, on --train-text.",
-        ),
-    ] = False,
-    train_text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Files or folders of text that --train reads; may be given several times. --text is measured only.",
-        ),
-    ] = None,
 ) -> None:
     """Extend a model to a longer context and prove it, or say not to.
 
@@ -345,8 +292,6 @@ def extend(
     with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
-    if train_text and not train:
-        raise PosencError("--train-text is what --train reads: add --train, or leave it out.")
     early.check(options, model, documents, run)
     frame = Frame(context, run)
     from hf_posenc.evaluation.extend import prepare, write_page
@@ -360,36 +305,9 @@ def extend(
         print_items(values["cost"])
 
     result = frame.measure(job, print_estimate)
-    if result is None:
-        return
-    frame.present(result, result.about["model"])
-    print_note(f"Wrote {write_page(frame.output)}")
-    if train and not result.extended:
-        _train(result.training, frame.output / "trained", train_text or [])
-
-
-def _train(command: str, output: Path, texts: Sequence[str]) -> None:
-    """Run the fine-tuning on some texts, or print its command if it lacks one."""
-    from hf_posenc.evaluation.extend import SCORED_TEXT, TRAINING_TEXT
-
-    words = [*shlex.split(command), "--output_dir", str(output)]
-    if texts and TRAINING_TEXT in words:
-        at = words.index(TRAINING_TEXT)
-        words[at : at + 1] = texts
-    elif texts:
-        words += ["--text", *texts]
-    reason = None
-    if TRAINING_TEXT in words:
-        reason = "it needs text that is not measured on (--train-text)"
-    elif SCORED_TEXT in words:
-        reason = f"it needs files to be scored on, in place of {SCORED_TEXT}"
-    if reason is not None:
-        print_items(f"Not trained: {reason}. {shlex.join(words)}", wrap=False)
-        return
-    program = [sys.executable, "-m", "hf_posenc.training"]  # a process of its own, for its memory
-    done = subprocess.run([*program, *words[2:]], check=False)
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    if result is not None:
+        frame.present(result)
+        print_note(f"Wrote {write_page(frame.output)}")
 
 
 def selftest(
@@ -445,12 +363,9 @@ def report(
 ) -> None:
     """Put the results of many runs and machines into one HTML page: tables, plots, settings, how to do it again.
 
-    Needs no model and no network. The page loads nothing and opens from a file. Results that may not be compared (other
-    protocol, documents or tokenizer) are in separate tables, with the reason. Unfinished runs are named.
+    Needs no model and no network. The page loads nothing and opens from a file. Every result has a section of its own.
+    Unfinished runs are named.
     """
-    absent = next((path for path in runs if not path.exists()), None)
-    if absent is not None:
-        raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(
             f"--output {output} cannot be written: give a file in a folder that exists."

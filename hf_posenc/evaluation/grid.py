@@ -367,23 +367,23 @@ class Result(abc.ABC):
         """
         from hf_posenc.evaluation.plots import add_footer, write_figure
 
-        files, folder = self.files(), Path(folder)
+        files, folder, model = self.files(), Path(folder), self.measured_model
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_atomically(folder / name, text)
         written = list(files)
         for name, figure in self.figures().items() if plots else ():
             names = [f"{name}.{format}" for format in self.formats]
-            add_footer(figure, self._quantized_model())
+            add_footer(figure, str(model["name"]) if model.get("weights") else "")
             write_figure(figure, *(folder / name for name in names))
             written += names
         return written
 
-    def _quantized_model(self) -> str:
-        """Return the name of the measured model if it ends with a quantization, which a figure must not hide."""
+    @property
+    def measured_model(self) -> dict[str, Any]:
+        """The description of the measured model; the name of a quantized one ends with its `weights`."""
         values = self.to_dict()
-        model = (values.get("perplexity") or values).get("model") or {}
-        return str(model["name"]) if model.get("weights") else ""
+        return (values.get("perplexity") or values).get("model") or {}
 
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)

@@ -163,14 +163,9 @@ def load_tokenizer(
         tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
         check_tokenizer(name)
-        cause = reason_of(error)
-        try:  # a file that is no JSON explains it better
-            for file in sorted(Path(name).glob("*token*.json")):
-                read_json(file, name)
-        except PosencError as damaged:
-            cause = str(damaged)
+        cause = reason_of(error).rstrip(".")
         raise PosencError(
-            f"The tokenizer of {name} cannot be loaded: {cause.rstrip('.')}. {_TOKENIZER}"
+            f"The tokenizer of {name} cannot be loaded: {cause}. {_TOKENIZER}"
         ) from error
     for text in taken:
         warnings.warn(

@@ -7,7 +7,6 @@ without `option` exist in Python only. Nothing heavy is imported here, since `--
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,6 @@ class DocumentOptions:
         column: The column of text.
         streaming: Read the dataset row by row, without downloading it.
         tokenized: The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.
-        token_dtype: Number format of a .bin file of token ids: uint16, uint32, int32, int64.
         encoding: Encoding of files of text, e.g. latin-1.
     """
 
@@ -76,7 +74,6 @@ class DocumentOptions:
     column: str = document_option("text")
     streaming: bool = document_option(True)
     tokenized: str | None = document_option()
-    token_dtype: str = document_option("uint16")
     encoding: str = document_option("utf-8")
 
 
@@ -216,11 +213,6 @@ class ProtocolOptions(ReadingOptions):
     read_last: bool | None = None
     joined: bool | None = None
     base: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.base is not None and (not 0 < self.base < math.inf or self.base == 1):
-            raise PosencError(f"base is a number above 0 and not 1, not {self.base!r}.")
 
 
 # Options of the measurements.
@@ -384,17 +376,10 @@ class SearchSettings(Checked):
     budget: int = option(400, least=8)
     search_documents: int = option(0, least=0, shown=False)
     short_texts: str = option("same", metavar="HOW", choices=("same", "native"))
-    attention_factor: float | None = option(metavar="F")
+    attention_factor: float | None = option(metavar="F", least=0)
     replace: bool = option(False)
     scaled_from: int | None = option(least=1)
     seed: int = option(0, least=0, rank=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            raise PosencError(
-                f"--attention-factor is a number above 0, not {self.attention_factor}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,10 +416,3 @@ class SelftestOptions(Checked):
     dtypes: Sequence[str] | None = None
     head_dims: Sequence[int] = (128, 64, 256)
     methods: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("dtypes", "head_dims", "methods"):
-            value = getattr(self, name)
-            if value is not None and not len(value):
-                raise PosencError(f"{name} is empty: name at least one, or None for all.")

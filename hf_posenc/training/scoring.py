@@ -203,7 +203,7 @@ class Scores:
             step: The number of optimizer steps that it was trained for.
             tokens_seen: The number of tokens that it was trained on.
             last: Whether this model is the final one, though not the latest (`load_best_model_at_end`).
-            progress: Called after every forward with the row's label, tokens done and tokens in all.
+            progress: Called after every forward with the row's label, operations done and in all.
 
         Returns:
             All rows so far, this one the last. Rows of later steps, of a training that this one replaces, are removed.

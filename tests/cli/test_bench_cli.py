@@ -30,8 +30,6 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
             "bench.csv",
             "retrieval.csv",
             "table.md",
-            "timings.json",
-            "timings_retrieval.json",
         ),
         *figures,
     }
@@ -61,27 +59,6 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
         "Wrote bench.json, bench.csv, table.md, retrieval.csv",
     ):
         assert shown in result.output
-
-
-@pytest.mark.slow
-def test_two_shares_then_the_whole(model: Path, texts: Path, tmp_path: Path) -> None:
-    common = (
-        *(model, "--text", texts / "0.txt", texts / "1.txt", texts / "2.txt"),
-        *("--patch", "none", "--patch", "yarn", "--suite", "smoke", "--lengths", "64,128"),
-        *("--rounds", 1, "--output", tmp_path, "--no-plot"),
-    )
-    first = invoke("bench", *common, "--shard", "1/2")
-    assert first.exit_code == 0, first.output
-    assert "Share 1 of 2 is done" in first.output
-    assert not (tmp_path / "bench.json").exists()
-    second = invoke("bench", *common, "--shard", "2/2")
-    assert second.exit_code == 0, second.output
-    values = json.loads((tmp_path / "bench.json").read_text())
-    assert values["kind"] == "bench"
-    assert values["perplexity"]["kind"] == "perplexity"
-    assert "--shard" not in values["perplexity"]["command"]
-    assert "3 documents are long enough; 4 were requested" in second.output
-    assert "No retrieval: No task fits into 128 tokens" in second.output
 
 
 def test_what_it_will_cost(model: Path, texts: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
@@ -25,7 +24,6 @@ import hf_posenc
 from hf_posenc.cli.app import app
 from hf_posenc.embedded import HELD_OUT, model_path
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.plots import available
 from hf_posenc.methods import METHODS, ALiBi, LogN, Method, NoPE, ReRoPE, ResonanceRoPE, YaRN
 from hf_posenc.methods.facts import composes_with, facts
 from hf_posenc.model.discovery import tables_of
@@ -61,45 +59,6 @@ def run(model: Path, texts: object, output: Path, *more: object, plot: bool = Fa
         *(more or ("--patch", "none")),
         *(() if plot else ("--no-plot",)),
     )
-
-
-@pytest.mark.slow
-def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
-    patches = ("none", "yarn", "pi:scale=2", "dynamic_ntk")
-    given = (part for patch in patches for part in ("--patch", patch))
-    result = run(model, texts, tmp_path / "out", *given, plot=True)
-    assert result.exit_code == 0, result.output
-    columns = ("prefix: the first L tokens", "tail: the same last 16 tokens")
-    labels = ("yarn (auto)", "pi (scale 2)", "Baseline: the unpatched model at 64 tokens")
-    for text in (*columns, *labels, "Protocol: ", "tokens scored", "5 documents;"):
-        assert text in result.stdout
-    values = json.loads((tmp_path / "out" / "perplexity.json").read_text())
-    assert values["model"]["class"] == "LlamaForCausalLM"
-    assert values["model"]["dtype"] == "float32"
-    assert values["model"]["attention"] == "sdpa"
-    assert values["model"]["bos"] == {"policy": "auto", "token_ids": []}
-    assert values["head_replay"] == "bit-exact"
-    assert values["source"]["paths"] == [str(texts)]
-    assert [document["tokens"] for document in values["documents"]] == [300, 301, 302, 303, 304]
-    assert len(values["summary"]) == 4 * 2 * 3
-    with (tmp_path / "out" / "perplexity.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 24
-    # the table once more from the file, by the loss of plain transformers on one of its cells
-    live = zoo.load(hf_posenc.patch_model(zoo.build("llama"), "pi", scale=2).__class__, model)
-    hf_posenc.patch_model(live, "pi", scale=2)
-    total = 0.0
-    for index in range(5):
-        ids = torch.tensor(byte_tokenizer()(prose(300 + index, index))["input_ids"])[None, :128]
-        with torch.no_grad():
-            total += float(live(ids, labels=ids).loss.double())
-    expected = math.exp(total / 5)
-    place = {"method": "pi (scale 2)", "protocol": "prefix", "length": "128"}
-    cell = next(row for row in rows if row.items() >= place.items())
-    assert float(cell["perplexity"]) == pytest.approx(expected, rel=1e-5)
-    if available():
-        assert (tmp_path / "out" / "perplexity.png").stat().st_size > 1000
-        assert (tmp_path / "out" / "perplexity.svg").stat().st_size > 1000
 
 
 def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_path: Path) -> None:

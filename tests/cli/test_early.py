@@ -56,7 +56,6 @@ WRONG = [
     ("perplexity --text rows.jsonl", "no column 'text'; its columns are a. Pass --column"),
     ("perplexity --dataset ./nowhere", "There is no folder ./nowhere."),
     ("perplexity --text . --dataset x", "--text and --dataset exclude each other"),
-    ("perplexity --text a.bin --token-dtype int9", "Unknown token type 'int9'"),
     ("perplexity --dtype float8", "Unknown value of --dtype 'float8'"),
     ("perplexity --device cudaa", "The device 'cudaa' cannot be used: PyTorch has none of"),
     ("perplexity --device meta", "The device 'meta' holds no weights"),

@@ -89,12 +89,6 @@ REFUSED: list[tuple[str, str]] = [
     # protocols and tasks
     (f"{AT_32} --protocol sliding --stride 33", "--stride 33 is more than the sh"),
     (f"{AT_32} --longppl @rerope", "--longppl @rerope: give a name or self, and a"),
-    ("retrieval {model} --decode generate --distractors 5", "--distractors 5 is for --decode tea"),
-    (
-        "retrieval {model} --samples 1000000 --lengths 256",
-        "samples is a number from 1 to 20,000, not 1,000,000.",
-    ),
-    ("sweep {model} --text {texts} --patch rerope --scales 4", "--scales 4 is for methods without"),
     # devices
     (f"{AT_32} --device cpu --device-map cpu", "--device and --device-map exclude"),
     (f"{AT_32} --device mps", f"PyTorch {torch.__version__} sees cpu and"),
@@ -213,11 +207,10 @@ CALLS: dict[str, dict[str, str]] = {
         "target_length=512.5": f"target_length: 512.5 {NO_LENGTH}",
     },
     "SelftestOptions({})": {
-        "dtypes=[]": "dtypes is empty: name at least one, or None for all.",
         "head_dims=[0]": "head_dims is a whole number of at least 1, not 0.",
     },
     "measure_retrieval(model, tok, lengths=256, {})": {
-        "tasks=['vt', 'vt']": "Give at least one of the tasks, each once, not ['vt', 'vt'].",
+        "tasks=[]": "Give at least one of the tasks.",
         "samples=None": "samples is a whole number of at least 1, not None.",
     },
     "prepare_blocks({})": {
@@ -328,29 +321,6 @@ def test_one_path_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [entry.name for entry in read_paths(Path("a.txt"))] == ["a.txt"]
 
 
-def npy(values: Any, **options: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values, **options)
-    return file.getvalue()
-
-
-def npz() -> bytes:
-    file = io.BytesIO()
-    np.savez(file, a=np.arange(3))
-    return file.getvalue()
-
-
-def damaged(data: bytes) -> bytes:
-    return data[:-8] + bytes(byte ^ 0xFF for byte in data[-8:])
-
-
-class Evil:
-    """An object that must never be unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        return os.mkdir, ("unpickled",)
-
-
 # The name of a file, its content, and a part of the reason why it is not read.
 FILES: dict[str, tuple[bytes, str]] = {
     "empty.txt": (b"", "empty"),
@@ -371,12 +341,9 @@ FILES: dict[str, tuple[bytes, str]] = {
     "no-column.jsonl": (b'{"body": "x"}\n', "no column 'text'; its columns are body. Pass --col"),
     "surrogate.jsonl": (b'{"text": "half \\ud83d of it"}\n', "half of a surrogate pair (\\ud83d)"),
     "text.parquet": (GOOD.encode(), "not a parquet file, or damaged"),
-    "object.npy": (npy(np.array([Evil()]), allow_pickle=True), "not a .npy file of numbers"),
-    "float.npy": (npy(np.ones(9)), "holds an array of float64, 1 dimension, not a list of tok"),
-    "negative.npy": (npy(np.array([1, -2, 3])), "token -2 is negative"),
-    "odd.bin": (b"\1\0\2", "3 bytes are not a whole number of uint16 ids; set --token-dtype"),
+    "array.npy": (b"\x93NUMPY\x01\x00", "an array of numpy: write token ids as rows"),
+    "odd.bin": (b"\1\0\2", "not text: a NUL byte at offset 1"),
     "text.zst": (GOOD.encode(), "not zstd data, or damaged"),
-    "outside.bin": (b"\xff\xff" * 9, "token 65,535 is outside the vocabulary of 257"),
 }
 
 
@@ -419,8 +386,7 @@ def test_bombs_take_little_memory(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "LONGEST", 1 << 20)
-    sizes = joining.Sizes(window=1 << 14, overlap=1 << 9, largest=1 << 16)
-    monkeypatch.setattr(joining, "SIZES", sizes)
+    monkeypatch.setattr(joining, "PART", 1 << 16)
     pack = gzip.compress if ending == ".gz" else zstd
     (tmp_path / f"letters.txt{ending}").write_bytes(pack(b"a" * BOMB))
     (tmp_path / f"line.jsonl{ending}").write_bytes(pack(b"a" * BOMB + b'\n{"text": "end"}'))
@@ -435,14 +401,13 @@ def test_bombs_take_little_memory(
     finally:
         tracemalloc.stop()
     reasons = {Path(entry.name).name: entry.reason for entry in skipped}
-    assert "no place to cut its text" in reasons[f"letters.txt{ending}"]
     assert reasons[f"line.jsonl{ending}:1"] == "a line of more than 1,048,576 bytes"
     assert reasons[f"zeros.txt{ending}"] == "not text: a NUL byte at offset 0"
-    assert [len(document) for document in usable] == [3, 999]
+    assert [len(document) for document in usable] == [999, 3, 999]
     assert peak < BOMB // 2
 
 
-ENDINGS = ("txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "parquet", "npy", "bin")
+ENDINGS = ("txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "parquet")
 
 
 def valid(ending: str) -> bytes:
@@ -459,13 +424,11 @@ def valid(ending: str) -> bytes:
     plain = {
         "txt": GOOD.encode(),
         "jsonl": json.dumps({"text": GOOD}).encode() + b"\n",
-        "npy": npy(np.arange(99)),
-        "bin": np.arange(99, dtype="<u2").tobytes(),
     }[kind]
     return PACK["." + packed[0]](plain) if packed else plain
 
 
-@pytest.mark.parametrize("ending", quick(ENDINGS, ("txt.zst", "jsonl.gz", "parquet", "npy")))
+@pytest.mark.parametrize("ending", quick(ENDINGS, ("txt.zst", "jsonl.gz", "parquet")))
 @given(data=st.data())
 def test_any_damage_is_a_reason_and_never_another_error(ending: str, data: st.DataObject) -> None:
     content = bytearray(valid(ending))
@@ -751,27 +714,6 @@ def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:
         known = json.loads((tmp_path / output / "perplexity.json").read_text())
         numbers.append((known["model"]["weights_sha256"], known["summary"]))
     assert numbers[0] == numbers[1]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "inspect {model} --patch rerope",
-        pytest.param("recommend {model} --target-length 1k --weights", marks=pytest.mark.slow),
-    ],
-)
-def test_commands_that_load_weights_take_missing_ones_on_demand(
-    command: str, tmp_path: Path
-) -> None:
-    model = tiny_checkpoint(tmp_path / "model")
-    _no_layer(model)
-    arguments = command.format(model=model).split()
-    refused = invoke(*arguments)
-    assert refused.exit_code == 2
-    assert "lacks 9 of the model's weights" in refused.stderr
-    loaded = invoke(*arguments, "--allow-missing-weights")
-    assert loaded.exit_code == 0, loaded.output
-    assert "They are drawn at random, from a fixed seed." in loaded.stderr
 
 
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:

@@ -63,9 +63,6 @@ def test_shares_in_several_terminals_give_what_one_process_gives(
     assert again.exit_code == 0
     assert one.read_bytes() == two.read_bytes()
     assert read(tmp_path / "one")["command"].endswith("--patch none --patch yarn")
-    timings = json.loads((tmp_path / "two" / "timings.json").read_text())["items"]
-    assert len(timings) == 20
-    assert all(entry["seconds"] > 0 and entry["forwarded"] > 0 for entry in timings)
 
 
 def test_a_finished_run_is_shown_again_without_a_forward(

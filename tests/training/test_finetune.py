@@ -499,10 +499,8 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     assert arguments.bf16
     assert not data.score
     (tmp_path / "text").write_text("a few words", encoding="utf-8")
-    for text in (
-        tmp_path / "text",
-        [str(tmp_path / "text")],
-    ):  # a string is one file, not one for each letter
+    # a string is one file, not one for each letter
+    for text in (tmp_path / "text", [str(tmp_path / "text")]):
         _, data, arguments = parsed(f"text: {text}\nreport_to: none\n")
         assert (data.text, arguments.report_to) == ([str(tmp_path / "text")], [])
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +42,9 @@ from hf_posenc.evaluation.measuring.candidates import (
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
-    collected,
-    execute,
     silent,
-    wait_for_all,
-    write_timings,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
+from hf_posenc.evaluation.measuring.store import ALONE, Shard
 from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
@@ -73,7 +70,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = 1
-MOST_ROUNDS = 1000
 GIB = 2**30
 
 _PARTS: dict[str, Any] = {
@@ -377,33 +373,25 @@ class BenchJob:
         waiting: Callable[[int], None] = silent,
     ) -> BenchResult | None:
         """Measure this process's share of what is missing, as `Measurement.run`; the last process times the prefill."""
-        with contextlib.ExitStack() as stack:
+        work = {name: part.work(shard.mine(part.items)) for name, part in self.shared.items()}
+        if self.speed is not None:
+            work["speed"] = self.speed.work(self.speed.items)
+        ends = dict(zip(work, itertools.accumulate(work.values()), strict=True))
 
-            def opened(run: Measurement[Any, Any]) -> tuple[Measurement[Any, Any], Records]:
-                if folder is None:
-                    return run, Records()
-                return run, stack.enter_context(run.open(folder, shard))
+        def report(name: str, label: str, done: int, total: int) -> None:
+            shown = f"{name}, {label}" if label else name
+            progress(shown, ends[name] - (total - done), sum(work.values()))
 
-            parts = {name: opened(run) for name, run in self.shared.items()}
-            speed = None if self.speed is None else opened(self.speed)
-            for name, part in parts.items():
-                execute(*part, shard, _named(name, progress))
-            self.missing = sum(wait_for_all(*part, shard, waiting) for part in parts.values())
-            if self.missing or (shard.launched and shard.index):
-                return None
-            if speed is not None:
-                execute(*speed, progress=_named("speed", progress))
-                parts["speed"] = speed
-            if folder is not None:
-                for name in self.shared:
-                    suffix = "" if name == "perplexity" else f"_{name}"
-                    write_timings(*parts[name], folder / f"timings{suffix}.json")
-            results: dict[str, Any] = {name: collected(*part) for name, part in parts.items()}
+        results: dict[str, Any] = {
+            name: part.run(folder, shard, partial(report, name), waiting)
+            for name, part in self.shared.items()
+        }
+        self.missing = sum(part.missing for part in self.shared.values())
+        if None in results.values():
+            return None
+        if self.speed is not None:
+            results["speed"] = self.speed.run(folder, progress=partial(report, "speed"))
         return BenchResult(**results, **self.about)
-
-
-def _named(part: str, progress: Progress) -> Progress:
-    return lambda label, done, total: progress(f"{part}, {label}" if label else part, done, total)
 
 
 def bench(
@@ -428,7 +416,7 @@ def bench(
         options: The suite, and whatever differs from it.
         output: Folder of the records: an interrupted call, made again, resumes. `BenchResult.write` writes tables and
             figures.
-        progress: Called after every forward with the part and the method, tokens done and tokens in all of this part.
+        progress: Called after every forward with the part and the method, operations done and in all.
         **fields: Fields of `BenchOptions` that replace those of `options`, such as `methods` or `suite`.
 
     Returns:
@@ -491,8 +479,6 @@ def prepare(
         except PosencError as error:
             remarks.append(f"No retrieval: {error}")
     speed = None
-    if suite.rounds > MOST_ROUNDS:
-        raise PosencError(f"rounds is at most {MOST_ROUNDS:,}, not {suite.rounds:,}.")
     if suite.rounds:
         speed = SpeedRun(
             model,

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
-from hf_posenc.attention import engine
 from hf_posenc.attention.checks.comparison import SCALE, methods
 from hf_posenc.embedded import model_path
 from hf_posenc.engines.source import empty_model
@@ -40,7 +39,7 @@ from hf_posenc.evaluation.device.result import (
 )
 from hf_posenc.evaluation.device.speed import SpeedRun
 from hf_posenc.evaluation.flags import refuse_others
-from hf_posenc.evaluation.grid import Grid, listed
+from hf_posenc.evaluation.grid import listed
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
@@ -48,7 +47,7 @@ from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
 from hf_posenc.evaluation.scoring.memory import release
-from hf_posenc.methods import Method, seam_of
+from hf_posenc.methods import seam_of
 
 LENGTHS = (32768, 131072, 8192)
 """In the order in which they are measured."""
@@ -72,7 +71,6 @@ LLAMA_8B: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 """Sizes of Llama 3 8B."""
-_SHORT = 64  # tokens of the layers that show the backends of a run
 T = TypeVar("T")
 
 
@@ -94,10 +92,6 @@ class GpuItem(Item):
     @property
     def label(self) -> str:
         return self.name
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"phase": self.phase, "name": self.name, "length": self.length}
 
 
 class GpuRun(Measurement[GpuItem, GpuResult]):
@@ -155,8 +149,6 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         self.clock = Clock(self.model)
         self._whole: Any = None
         empty, self._lengths = empty_model(config), options.lengths or LENGTHS
-        last = max(self._lengths)
-        self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
         attention = read_shape(empty).attentions[0]
         sizes = (self.dtype, attention.key_dim, (attention.heads, attention.key_heads))
         self.layers = Layers(self.device, *sizes, self.clock, self.rounds, ENOUGH)
@@ -238,20 +230,6 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             **self.metadata,
         )
 
-    def preview(self) -> Grid:
-        """Return the backends of the layers; nothing is computed."""
-
-        def chosen(phase: str, method: Method) -> str:
-            with torch.set_grad_enabled(phase == "training"):
-                call = self.layers.drawn(phase, _SHORT).call()
-                backend, shown = engine.candidate(call, self.layers.encoding(method, _SHORT))
-            return f"{backend.name}{'' if shown else '?'}"
-
-        grid = Grid.of(f"{self.total} measurements; layers by", "method", *PHASES)
-        for name, method in self.methods.items():
-            grid.row(name, *(chosen(phase, method) for phase in PHASES))
-        return grid
-
     def _drawn_model(self, length: int) -> tuple[Any, Tensor]:
         """Return the model, with random weights, and so many random tokens."""
         self._whole = self._whole or _built(self.config, self.device, self.dtype)
@@ -296,8 +274,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         timed = run.timed(candidate)
         with candidate.applied(model, length):
             cost, attention = run_cost(model, [(length, length - 1)]), backends(model)
-        sizes = {"MLPs": run.scorer.reduced["mlp"], "prefill": timed["prefill"]}
-        pieces = (f"{name} by {size:,} tokens" for name, size in sizes.items() if size)
+        pieces = [f"prefill by {size:,} tokens"] if (size := timed["prefill"]) else []
         return {
             "backend": ", ".join((*attention, *pieces)),
             "seconds": [timed["seconds"]],

@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True)
 class LongDocument:
-    """A text that is read chunk by chunk, as often as it is needed, and is never whole in memory.
+    """A text that is read chunk by chunk, as often as it is needed.
 
     `chunks` opens the text and yields its chunks in order; each of them may raise `UnreadableError`.
     """

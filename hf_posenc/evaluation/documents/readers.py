@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hf_posenc.errors import PosencError, one_line, unknown
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents.document import (
     Conversation,
     Document,
@@ -37,8 +37,6 @@ from hf_posenc.evaluation.documents.named import NAMED, is_name
 SMALL = 1 << 20  # characters, or bytes, from which on a text stays in its file
 PIECE = 1 << 16  # bytes that are read at a time
 LONGEST = 1 << 28  # bytes of the longest line of JSON that is read; a line is in memory as a whole
-TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")  # of a `.bin` file, little-endian
-MAPPED = 1 << 24  # bytes from which on a file of token ids is mapped instead of read
 _TABLES = (".json", ".csv", ".tsv")
 _COMPRESSED = {".gz": "gzip data", ".zst": "zstd data"}
 _ROWS = 8  # of a parquet file, in memory at a time
@@ -49,6 +47,7 @@ _MAGIC = {
     b"\xfd7zXZ": "xz data: decompress it first",
     b"\x1f\x8b": "gzip data: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
+    b"\x93NUMPY": "an array of numpy: write token ids as rows, and name their column by --tokenized",
 }
 _UTF_16 = dict.fromkeys(
     (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16: give --encoding utf-16"
@@ -61,7 +60,6 @@ def read_paths(
     column: str = "text",
     tokenized: str | None = None,
     split: str = "test",
-    token_dtype: str = "uint16",
     encoding: str = "utf-8",
 ) -> Iterator[Entry]:
     """Yield the documents of files, folders (all files below them except hidden ones), glob patterns and names.
@@ -69,24 +67,22 @@ def read_paths(
     The names are `books`, `code` and `prose` (`documents.named`), where there is no such file or folder.
 
     Each file is read once. Its suffix, without `.gz` or `.zst`, selects the format: `.jsonl`, `.ndjson` and `.parquet`
-    contain rows; `.npy` contains token ids, as does a `.bin` file that is named and not just found in a folder;
-    everything else is one text, except a `.json`, `.csv` or `.tsv` file that is named.
-    A folder that `save_to_disk` of the datasets library wrote is that dataset.
+    contain rows; everything else is one text, except a `.json`, `.csv` or `.tsv` file that is named. A folder that
+    `save_to_disk` of the datasets library wrote is that dataset.
 
     Args:
         paths: Files, folders, patterns.
         column: The column of rows that contains their text.
         tokenized: The column of rows that contains token ids, read instead of a text.
         split: The split of a saved `DatasetDict`.
-        token_dtype: Type of the ids in a `.bin` file: `uint16`, as LongLoRA's, or another of `TOKEN_DTYPES`.
         encoding: Encoding of files of text, as Python names it.
 
     Yields:
         A document for each usable file or row, and an entry with the reason for each other one.
 
     Raises:
-        PosencError: There is no such `token_dtype` or `encoding`, a saved dataset cannot be read, or the documents of a
-            name have not been fetched.
+        PosencError: There is no such `encoding`, a saved dataset cannot be read, or the documents of a name have not
+            been fetched.
 
     Examples:
         >>> from pathlib import Path
@@ -96,8 +92,6 @@ def read_paths(
         >>> [entry.name for entry in read_paths("book.txt")]
         ['book.txt']
     """
-    if token_dtype not in TOKEN_DTYPES:
-        raise unknown("token type", token_dtype, TOKEN_DTYPES)
     try:
         "".encode(encoding)
     except LookupError as error:
@@ -120,8 +114,7 @@ def read_paths(
                 status = _status(file)
                 first = seen.setdefault((status.st_dev, status.st_ino), file)
                 if first is file:
-                    dtype = None if folder else token_dtype
-                    yield from _read_file(file, status.st_size, rows, dtype, encoding)
+                    yield from _read_file(file, status.st_size, rows, not folder, encoding)
                 elif os.path.abspath(first) != os.path.abspath(file):  # noqa: PTH100 (links stay)
                     yield Skipped(printable(file), f"the same file as {printable(first)}")
             except UnreadableError as error:
@@ -171,26 +164,20 @@ def _below(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path | Skipped]:
 
 
 def _read_file(
-    path: Path, size: int, column: Column, token_dtype: str | None, encoding: str
+    path: Path, size: int, column: Column, named: bool, encoding: str
 ) -> Iterator[Entry]:
-    """Yield the documents of a file, in the format of its suffix; a `.bin` file needs the type of its ids."""
+    """Yield the documents of a file, in the format of its suffix; it is `named`, or found in a folder."""
     compressed = path.suffix.lower() in _COMPRESSED
     suffix = Path(path.stem if compressed else path).suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
         yield from _read_jsonl(path, column)
-    elif suffix in (".parquet", ".npy", ".bin") and compressed:
-        raise UnreadableError(f"{suffix} files need random access: decompress it first")
+    elif suffix == ".parquet" and compressed:
+        raise UnreadableError(".parquet files need random access: decompress it first")
     elif suffix == ".parquet":
         yield from _read_parquet(path, column)
-    elif suffix == ".npy":
-        yield from _read_npy(path, size)
-    elif suffix == ".bin":
-        if token_dtype is None:
-            raise UnreadableError("may be token ids or anything else: name the file to read it")
-        yield _read_bin(path, size, token_dtype)
     elif column.tokens is not None:
         raise UnreadableError("text without columns, and --tokenized names one: leave it out")
-    elif suffix in _TABLES and token_dtype is not None:
+    elif suffix in _TABLES and named:
         raise UnreadableError(
             f"a {suffix} file, whose syntax would be part of the text: write JSON lines (.jsonl) or parquet, or rename "
             "it to .txt to read it as it is"
@@ -209,7 +196,7 @@ def _readable(kind: str) -> Iterator[None]:
         yield
     except UnreadableError:
         raise
-    except Exception as error:  # those of numpy, Arrow and zlib have many types
+    except Exception as error:  # those of Arrow and zlib have many types
         if isinstance(error, OSError) and error.errno is not None:
             raise UnreadableError(_system_reason(error)) from error
         raise UnreadableError(f"not {kind}, or damaged ({one_line(error)})") from error
@@ -410,11 +397,8 @@ def _read_parquet(path: Path, column: Column) -> Iterator[Entry]:
             yield Skipped(name, "a parquet file without rows")
 
 
-# Token ids: `.npy`, and the bare arrays of `.bin` that LongLoRA, nanoGPT and others write.
-
-
 def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
-    """Return a document of token ids, a list or an array of shape (n,); a memory-mapped array stays mapped."""
+    """Return a document of token ids, a list or an array of shape (n,)."""
     import numpy as np
     import torch
 
@@ -432,37 +416,6 @@ def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
     if not ids.dtype.isnative:
         ids = ids.astype(ids.dtype.newbyteorder("="))
     return TokenizedDocument(name, torch.from_numpy(ids), None, None)
-
-
-def _read_npy(path: Path, size: int) -> Iterator[Entry]:
-    """Yield one document, or a document per row of a matrix."""
-    import numpy as np
-
-    name = printable(path)
-    with _readable("a .npy file of numbers"):
-        values = np.load(path, mmap_mode="c" if size >= MAPPED else None, allow_pickle=False)
-    if not isinstance(values, np.ndarray):  # an archive of several arrays under this name
-        values.close()
-        raise UnreadableError("not a .npy file but a .npz archive")
-    if values.ndim == 2 and values.size:
-        for index, row in enumerate(values):
-            yield document_of_ids(f"{name}#{index}", row)
-    else:
-        yield document_of_ids(name, values)
-
-
-def _read_bin(path: Path, size: int, dtype: str) -> Entry:
-    """Return one document: the whole file."""
-    import numpy as np
-
-    kind = np.dtype(dtype).newbyteorder("<")
-    if size % kind.itemsize:
-        raise UnreadableError(
-            f"{size:,} bytes are not a whole number of {kind.name} ids; set --token-dtype to their type"
-        )
-    with _readable("a file"):
-        values = np.memmap(path, kind, "c") if size >= MAPPED else np.fromfile(path, kind)
-    return document_of_ids(printable(path), values)
 
 
 # Rows of the `datasets` library: a hub name, a folder that it can load, or one that `save_to_disk` wrote.

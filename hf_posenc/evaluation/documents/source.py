@@ -113,7 +113,7 @@ def source_of(options: DocumentOptions) -> Source:
                 raise PosencError(
                     f"--text {path} is a model's folder. MODEL goes in front of the options."
                 )
-        reading |= {"token_dtype": options.token_dtype, "encoding": options.encoding}
+        reading["encoding"] = options.encoding
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
         if any(map(is_name, paths)):
             about["transformers"] = metadata.version("transformers")  # `code` is a part of it
@@ -142,7 +142,6 @@ def refuse_ignored(options: DocumentOptions) -> None:
         "split": ("a --dataset", [rows]),
         "streaming": ("a --dataset on the hub", [on_hub]),
         "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
-        "token_dtype": ("a .bin file in --text", (str(path).endswith(".bin") for path in paths)),
         "encoding": ("files in --text", (not is_name(str(path)) for path in paths)),
     }
     for name, (user, uses) in users.items():
@@ -190,7 +189,7 @@ def load_documents(
         min_tokens: Tokens that the longest length requires; the same documents serve every length.
         max_tokens: Documents are cut to so many tokens; a file is read no further than that takes.
         limit: Number of usable documents after which reading stops.
-        seen: Called with each document's name, for progress, and again while a long one is read.
+        seen: Called with each document's name, for progress.
 
     Returns:
         The usable documents and the skipped ones, in the order of the source, no two of the same name. A copy is
@@ -223,7 +222,7 @@ def load_documents(
             if isinstance(entry, TokenizedDocument):
                 document = vocabulary().usable(entry, max_tokens)
             else:
-                document = tokenize(entry, tokenizer, max_tokens, seen=seen)
+                document = tokenize(entry, tokenizer, max_tokens)
             longest = max(longest, len(document))
             if len(document) < min_tokens:
                 raise UnreadableError(
@@ -248,22 +247,14 @@ def load_documents(
 
 
 def tokenize(
-    document: Document | LongDocument,
-    tokenizer: Any,
-    max_tokens: int | None = None,
-    *,
-    seen: Callable[[str], None] = lambda name: None,
+    document: Document | LongDocument, tokenizer: Any, max_tokens: int | None = None
 ) -> TokenizedDocument:
     """Convert a text to tokens, without special tokens, the first `max_tokens` of them.
 
-    A text of more than a quarter of a million characters is tokenized window by window (see `tokens.joined`); the
-    tokens are those of the whole text.
-
     Args:
-        document: The text.
+        document: The text. One of more than four million characters is tokenized part by part, cut at line ends.
         tokenizer: A tokenizer of transformers.
         max_tokens: Number of tokens to keep; `None`: all.
-        seen: Called with the name and the number of tokens so far while a long text is read.
 
     Returns:
         The token ids with the document's name, hashes and sizes.
@@ -278,45 +269,37 @@ def tokenize(
     """
     import torch
 
-    from hf_posenc.evaluation.documents.tokens import IN_MEMORY, joined, stored
+    from hf_posenc.evaluation.documents.tokens import IN_MEMORY, numbers, parts, stored
 
-    digest, ends, size, hashed, blank = hashlib.sha256(), ["", ""], 0, None, True
+    digest, ends, hashed, blank = hashlib.sha256(), ["", ""], None, True
 
-    def note(chunk: str) -> None:
-        nonlocal size, blank
-        try:
-            data = chunk.encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
-            raise UnreadableError(
-                f"holds half of a surrogate pair ({half}), which is not a character"
-            ) from error
-        digest.update(data)
-        size, blank = size + len(data), blank and not chunk.strip()
-        ends[:] = ends[0] or chunk[:1], chunk[-1:] or ends[1]
+    def rows() -> Iterator[Numbers]:
+        nonlocal hashed, blank
+        size = words = count = 0
+        for text in parts(document.chunks()):
+            if count == max_tokens:  # and there is more text
+                hashed = size
+                return
+            try:
+                data = text.encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+                raise UnreadableError(
+                    f"holds half of a surrogate pair ({half}), which is not a character"
+                ) from error
+            digest.update(data)
+            blank = blank and not text.strip()
+            ends[:] = ends[0] or text[0], text[-1]
+            own = numbers(text, tokenizer, (size, words))
+            own = own[: None if max_tokens is None else max_tokens - count]
+            size, words, count = size + len(data), words + len(text.split()), count + len(own)
+            yield own
 
-    def parts() -> Iterator[Numbers]:
-        nonlocal hashed
-        count = 0
-        for piece in joined(document.chunks(), tokenizer, max_tokens):
-            if not hashed_first:
-                note(piece.text)
-                hashed = size if piece.stopped else None
-            count += len(piece.tokens)
-            if isinstance(document, LongDocument):
-                seen(f"{document.name}: {count:,} tokens")
-            yield piece.tokens
-
-    # A text in memory is hashed as a whole and first; any other while it is tokenized, which reads it once and no
-    # further than needed.
-    if hashed_first := isinstance(document, Document):
-        for chunk in document.chunks():
-            note(chunk)
-    rows = stored(parts())
+    table = stored(rows())
     if blank:
         raise UnreadableError("empty")
-    columns = torch.from_numpy(rows).T
-    ids, *counts = columns if len(rows) > IN_MEMORY else columns.contiguous()
+    columns = torch.from_numpy(table).T
+    ids, *counts = columns if len(table) > IN_MEMORY else columns.contiguous()
     byte_ends, word_ends = counts or (None, None)
     white_ends = sum(end.isspace() for end in ends)
     about = (digest.hexdigest(), word_ends, hashed, white_ends)

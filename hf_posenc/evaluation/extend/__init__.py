@@ -33,8 +33,6 @@ from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
-from hf_posenc.evaluation.retrieval.prompts import Kit, lay_out
-from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
 from hf_posenc.evaluation.tuning.results import recipe
@@ -57,8 +55,6 @@ SAMPLES = (3, 5, 10)
 """Numbers of passkeys at every depth. Of 12 far ones, 6 that the winner alone finds are significant."""
 ANSWERS = 1.25
 """Tokens of a passkey prompt are multiplied by this: eleven answers are read behind it."""
-TRAINING_TEXT, SCORED_TEXT = "YOUR_TRAINING_TEXT", "OTHER_TEXT"
-"""Texts that the command for fine-tuning lacks: what is trained on, and what is held out."""
 
 
 @dataclass(frozen=True)
@@ -320,8 +316,8 @@ class ExtendJob(Rung[ExtendResult]):
         source = self.whole.metadata["source"]
         default = Source().about["kind"]  # held out from the training's default text
         if source["kind"] != default:
-            command += ["--text", TRAINING_TEXT, "--score_text"]
-            command += source.get("paths") or [SCORED_TEXT]
+            command += ["--text", "YOUR_TRAINING_TEXT", "--score_text"]
+            command += source.get("paths") or ["OTHER_TEXT"]
         return shlex.join(command)
 
 
@@ -376,7 +372,7 @@ def extend(
         options: Target length, budget, accepted regression and how documents are read.
         output: Folder of the records and, where the verdict is to extend, of the saved model. An interrupted call, made
             again, resumes.
-        progress: Called after every forward with the method's label, tokens done and tokens in all.
+        progress: Called after every forward with the method's label, operations done and in all.
         **fields: Fields of `ExtendOptions` that replace those of `options`, such as `budget="30m"`.
 
     Returns:
@@ -441,33 +437,9 @@ def prepare(
             f"two to judge it, and with {2 * FEW_DOCUMENTS} differences can be told from chance. One document is not "
             "split: its halves are not independent. Give more --text, or a shorter --target-length."
         )
-    _check_needles(tokenizer, whole.special.tolist(), original, target)
     labels = (candidate.label for candidate in candidates[len(controls) :])
     named = dict(zip(labels, kinds.values(), strict=True))
     return ExtendJob(whole=whole, tokenizer=tokenizer, options=options, name=name, kinds=named)
-
-
-def _check_needles(tokenizer: Any, special: Sequence[int], original: int, target: int) -> None:
-    """Raise if texts of the target length have too few passkeys farther back than the original length."""
-    kit, task, needed = Kit(tokenizer, 0, None), get_task("passkey"), DEPTHS // 2 * SAMPLES[0]
-
-    def far(length: int) -> int:
-        settings = RetrievalSettings((length,), (task.name,), depths(original, length), SAMPLES[0])
-        try:
-            samples = settings.samples_of(task.name, length)
-            prompts = [lay_out(task.scene(each, kit), length, special, 0) for each in samples]
-        except PosencError:  # not even the prompt
-            return 0
-        return sum((prompt.distance or 0) > original for prompt in prompts)
-
-    enough = target
-    while far(enough) < needed:
-        enough += max(1, original // 8)
-    if enough > target:
-        raise PosencError(
-            f"--target-length {target:,}: fewer than {needed} passkeys lie beyond the original length of "
-            f"{original:,} tokens, and so many are asked for. Give at least {enough:,}."
-        )
 
 
 def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:

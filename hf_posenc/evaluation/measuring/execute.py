@@ -23,18 +23,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.estimate import forward_flops, read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.evaluation.scoring.positions import position_limit
-from hf_posenc.files import to_json, write_atomically
 from hf_posenc.model.weights import execution_device
 
 Progress = Callable[[str, int, int], None]
-"""Called with the candidate's label, the tokens read so far and those of this process's share."""
+"""Called with the candidate's label, the operations done so far and those of this process's share."""
 Cell = tuple[str | int, ...]
 """One number of a candidate's results, such as `("tail", 4096)`."""
 Value = Mapping[str, Any]
@@ -44,7 +45,6 @@ POLL = 0.2
 """Seconds between two looks at the records of other processes."""
 PATIENCE = 60.0
 """Seconds after which a waiting process reports that it waits."""
-TIMINGS = ("forwarded", "seconds", "peak_bytes", "at_once")
 
 
 def silent(*_: Any) -> None:
@@ -78,11 +78,6 @@ class Item:
     def label(self) -> str:
         """The candidate's label."""
         return "" if self.candidate is None else self.candidate.label
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """Return what identifies the item in `timings.json`, beside its method."""
-        return {"length": self.length}
 
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -120,6 +115,16 @@ class Measurement(Generic[ItemT, ResultT]):
     def forwarded(self) -> int:
         """Tokens that the model reads in the whole run."""
         return sum(item.cost for item in self.items)
+
+    def work(self, items: Iterable[Item]) -> int:
+        """Return the operations of items; their tokens where the model's sizes cannot be read."""
+        try:
+            shape = read_shape(self.model)
+        except (PosencError, AttributeError, TypeError):
+            return sum(item.cost for item in items)
+        return sum(
+            round(item.cost / item.length * forward_flops(shape, item.length, 1)) for item in items
+        )
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -161,8 +166,6 @@ class Measurement(Generic[ItemT, ResultT]):
             self.missing = wait_for_all(self, store, shard, waiting)
             if (shard.launched and shard.index) or (self.missing and self.until is None):
                 return None  # the first one returns the result
-            if folder:
-                write_timings(self, store, folder / "timings.json")
             return collected(self, store)
 
 
@@ -321,13 +324,13 @@ def execute(
     failures, mine = Failures.of(measurement.items, store.get), shard.mine(measurement.items)
     todo = [item for item in mine if store.get(item.key) is None]
     RESUMED.get()(len(mine) - len(todo), len(todo))
-    total, done = sum(item.cost for item in todo), 0
+    total, done = measurement.work(todo), 0
     if scorer is not None:
         scorer.patient = not strict
     on_cpu = bool(todo) and execution_device(model).type == "cpu"
 
-    def report(label: str, before: int, tokens: int) -> None:
-        progress(label, before + tokens, total)
+    def report(item: Item, before: int, work: int, tokens: int) -> None:
+        progress(item.label, before + work * tokens // max(1, item.cost), total)
 
     with _threads(store.threads if on_cpu else None), evaluation_mode(model):
         measurement.prepare(store, todo)
@@ -344,7 +347,8 @@ def execute(
                 for item in items:
                     if measurement.until is not None and time.monotonic() >= measurement.until:
                         return
-                    attempt = Attempt(item, failures, partial(report, item.label, done), strict)
+                    work = measurement.work([item])
+                    attempt = Attempt(item, failures, partial(report, item, done, work), strict)
                     if item.cells and all(map(attempt.is_lost, item.cells)):
                         value: Value = {"skipped": True}
                     elif refusal is not None:
@@ -356,7 +360,7 @@ def execute(
                     failures.note(item, store.get(item.key))
                     if attempt.advanced != item.cost:
                         attempt.advance(item.cost)
-                    done += item.cost
+                    done += work
 
 
 @contextlib.contextmanager
@@ -429,13 +433,3 @@ def collected(measurement: Measurement[ItemT, ResultT], store: Records) -> Resul
     if None in values.values() and measurement.until is None:
         return None
     return measurement.collect({key: x for key, x in values.items() if x is not None})
-
-
-def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path: Path) -> None:
-    """Write tokens, seconds and peak memory of every item: what differs from one run to the next."""
-    rows = []
-    for item in measurement.items:
-        value = store.get(item.key) or {}
-        timings = {name: value.get(name) for name in TIMINGS}
-        rows.append({"method": item.label, **item.about, **timings})
-    write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))

@@ -1,135 +1,17 @@
-"""Results of one model on the same texts, joined into one, whose own tables, notes and figures then show all of them.
-
-The verdicts on them: the best method against the control, and whether the difference is significant.
-"""
+"""Verdicts on a result: the best method against the control, and whether the difference is significant."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring import statistics
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.measuring.result import MethodEntry
-from hf_posenc.evaluation.page.collect import Source
-from hf_posenc.evaluation.perplexity.protocols import READERS
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar
-
-# Settings that select numbers, or how they are computed; they do not change the texts that a number is of.
-_FREE = (
-    *("lengths", "protocols", "tasks", "buckets", "min_tokens"),
-    *("chunk", "prefill", "batch", "preset"),
-)
-# Settings that matter to some protocols only.
-_OF_PROTOCOL = {**READERS, "read_last": ("tail",), "evaluator": ("longppl",)}
-# What identifies a model: a ratio between two would not be a method's.
-_OF_MODEL = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
-
-
-@dataclass
-class Group:
-    """Runs of one model on the same texts, and their joined result, whose labels end with the numbers of the runs."""
-
-    runs: list[Source]
-    result: Any
-
-
-@dataclass
-class Line:
-    """One method of some runs with the same numbers of it: its records and failures, and its curve by position."""
-
-    entry: MethodEntry
-    measured: list[Any]
-    curve: Any
-    runs: list[int] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        """The method's label with its runs in brackets."""
-        return f"{self.entry.label} [{', '.join(map(str, self.runs))}]"
-
-
-def groups(sources: Sequence[Source], kind: str) -> list[Group]:
-    """Join the results of a kind whose numbers have one meaning, in the order of their first appearance."""
-    found: dict[str, list[Source]] = {}
-    for source in (source for source in sources if source.kind == kind):
-        found.setdefault(_meaning(source.result), []).append(source)
-    return [Group(runs, _joined(runs) if runs[1:] else runs[0].result) for runs in found.values()]
-
-
-def _meaning(result: Any) -> str:
-    """Return what gives the numbers of a result their meaning: its model, its texts, and the settings that matter."""
-    settings, model = dataclasses.asdict(result.settings), result.model
-    protocols = settings.get("protocols", ())
-    kept = {
-        name: value
-        for name, value in settings.items()
-        if name not in _FREE
-        if name not in _OF_PROTOCOL or set(protocols) & set(_OF_PROTOCOL[name])
-    }
-    if kept.get("windows_per_document") not in (None, 1):  # spread over the rest of the longest
-        kept["longest length"] = settings["lengths"][-1]
-    texts = [document.get("tokens_sha256") for document in getattr(result, "documents", ())]
-    tokens = model.get("tokenizer", {}).get("sha256"), model.get("bos", {}).get("token_ids")
-    identity = [model.get(name) for name in _OF_MODEL]
-    identity.append(None if model.get("weights_sha256") else model.get("name"))
-    haystack = getattr(result, "haystack", None)
-    return json.dumps([kept, sorted(protocols), texts, haystack, *tokens, *identity])
-
-
-def _joined(runs: list[Source]) -> Any:
-    """Return one result with the methods of all runs, the model as loaded first.
-
-    A method with the same numbers in several runs is one row. Documents are named by their numbers, whatever their
-    folders.
-    """
-    found: dict[tuple[str, str], Line] = {}
-    for run in runs:
-        documents = getattr(run.result, "documents", ())
-        numbers = {document["name"]: str(number) for number, document in enumerate(documents)}
-        measured: dict[str, list[Any]] = {entry.label: [] for entry in run.result.candidates}
-        for each in (*run.result.records, *run.result.failures):
-            if hasattr(each, "document"):
-                each = dataclasses.replace(each, document=numbers[each.document])
-            measured[each.method].append(each)
-        curves = getattr(run.result, "curves", {})
-        for entry in run.result.candidates:
-            own = Line(entry, measured[entry.label], curves.get(entry.label))
-            found.setdefault((entry.label, repr(own.measured)), own).runs.append(run.number)
-    lines = sorted(found.values(), key=lambda line: line.entry.method is not None)
-    results = [run.result for run in runs]
-    first, originals = results[0], {result.original for result in results}
-    entries = [dataclasses.replace(e, method=line.label) for line in lines for e in line.measured]
-    settings: dict[str, Any] = {
-        "lengths": tuple(sorted({length for r in results for length in r.settings.lengths})),
-        f"{first.condition}s": tuple(dict.fromkeys(c for r in results for c in r.conditions)),
-    }
-    details: dict[str, Any] = {}
-    if isinstance(first, PerplexityResult):
-        settings["min_tokens"] = None  # another longest length may be above it
-        buckets = {(result.settings.lengths[-1], result.settings.buckets) for result in results}
-        same = lines if len(buckets) == 1 else []
-        details["curves"] = {line.label: line.curve for line in same if line.curve}
-    else:
-        details["left_out"] = list(dict.fromkeys(entry for r in results for entry in r.left_out))
-    return dataclasses.replace(
-        first,
-        settings=dataclasses.replace(first.settings, **settings),
-        candidates=[dataclasses.replace(line.entry, label=line.label) for line in lines],
-        records=[each for each in entries if not hasattr(each, "reason")],
-        failures=[each for each in entries if hasattr(each, "reason")],
-        original=originals.pop() if len(originals) == 1 else None,
-        **details,
-    )
-
-
-# Verdicts.
 
 
 def against(
@@ -208,14 +90,12 @@ def perplexity_verdict(result: PerplexityResult, protocol: str) -> str:
     )
 
 
-def retrieval_verdict(group: Group) -> str:
-    """Compare the method that finds most to the control, at the longest common length, by McNemar's exact test.
+def retrieval_verdict(result: RetrievalResult) -> str:
+    """Compare the method that finds most to the control, at the longest length, by McNemar's exact test.
 
     Its p is multiplied by the number of methods of which it is the best (Bonferroni).
     """
-    result: RetrievalResult = group.result
-    lengths = [set(run.result.settings.lengths) for run in group.runs]
-    length = max(set.intersection(*lengths) or set.union(*lengths))
+    length = result.settings.lengths[-1]
     answers: dict[str, dict[Any, Record]] = {}
     for record in (record for record in result.records if record.length == length):
         prompt = record.task, record.depth, record.sample

@@ -22,8 +22,8 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-JOINED = ("perplexity", "retrieval")
-"""Kinds whose results of one model on the same texts share a section."""
+ORDER = ("extend", "perplexity", "retrieval")
+"""Kinds that come first on the page."""
 _MAP = "by depth of the needle in the prompt, from its front to its end, and by the tokens of the prompt."
 CAPTIONS = {
     "retrieval": f"Answers right, {_MAP}",
@@ -57,24 +57,16 @@ class Section:
 
 
 def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
-    """Return the sections: extensions first, then runs of one model on the same texts, then the other runs."""
-    found: list[Section] = []
-    single = [source for source in sources if source.kind not in JOINED]
-    for kind in JOINED:
-        joined = compare.groups(sources, kind)
-        for index, group in enumerate(joined, 1):
-            found.append(_section(group, kind, index if len(joined) > 1 else 0, figures))
-    return [
-        *(_single(source, figures) for source in single if source.kind == "extend"),
-        *found,
-        *(_single(source, figures) for source in single if source.kind != "extend"),
-    ]
+    """Return a section for each result: extensions first, then perplexity and retrieval, then the others."""
+    place = {kind: index for index, kind in enumerate(ORDER)}
+    ordered = sorted(sources, key=lambda source: place.get(source.kind, len(ORDER)))
+    return [_section(source, figures) for source in ordered]
 
 
-def _single(source: Source, figures: bool) -> Section:
-    """Return the section of a run that is compared with no other."""
-    result, kind = source.result, source.kind
+def _section(source: Source, figures: bool) -> Section:
+    result, kind, key = source.result, source.kind, f"{source.kind}-{source.number}"
     title, verdicts, notes = kind.capitalize(), list[str](), list(result.notes())
+    parts = [] if kind == "perplexity" else [_own(result, key, figures)]
     if kind == "extend":
         title = f"Extending {source.data['model']['name']} to {result.lengths[1]:,} tokens"
         verdicts = result.lines()
@@ -83,6 +75,15 @@ def _single(source: Source, figures: bool) -> Section:
             for demand in result.demands
         ]
         notes = [*demands, *(note for note in notes if note not in verdicts)]
+    elif kind == "perplexity":
+        verdicts = [compare.perplexity_verdict(result, name) for name in result.conditions]
+        for name, grid in zip(result.conditions, result.tables(), strict=True):
+            drawn = list(_figures(result, name, f"{key}-{name}")) if figures else []
+            parts.append(Part([grid, *_ratios(result, name)], drawn, name))
+        notes += result.guide()
+    elif kind == "retrieval":
+        verdicts = [compare.retrieval_verdict(result)]
+        notes += result.guide()
     elif kind == "bench":
         title = f"Benchmark, suite {result.suite}"
     elif kind == "gpu":
@@ -92,47 +93,22 @@ def _single(source: Source, figures: bool) -> Section:
         notes, verdicts = notes[:1], [" ".join(notes[1:])]
     recipe = getattr(result, "recipe", None)
     return Section(
-        f"{kind}-{source.number}",
+        key,
         f"{title} (run {source.number})",
         verdicts,
         notes,
-        [_own(result, str(source.number), figures)],
+        parts,
         recipe=json.dumps(recipe, indent=2) if recipe else "",
     )
 
 
-def _own(result: Any, number: str, figures: bool) -> Part:
+def _own(result: Any, key: str, figures: bool) -> Part:
     """Return a result's own tables, and those of its figures that have a caption."""
     drawn = result.figures() if figures and CAPTIONS.keys() & {result.kind} else {}
     return Part(
         result.tables(),
-        [_drawn(figure, f"{name}-{number}", CAPTIONS[name]) for name, figure in drawn.items()],
+        [_drawn(figure, f"{key}-{name}", CAPTIONS[name]) for name, figure in drawn.items()],
     )
-
-
-def _section(group: compare.Group, kind: str, number: int, figures: bool) -> Section:
-    """Return the section of some runs of one model on the same texts; numbered if there are several of its kind."""
-    result, id = group.result, f"{kind}-{number or 1}"
-    if kind == "retrieval":
-        verdicts, parts = [compare.retrieval_verdict(group)], [_own(result, id, figures)]
-    else:
-        verdicts = [compare.perplexity_verdict(result, name) for name in result.conditions]
-        parts = []
-        for name, grid in zip(result.conditions, result.tables(), strict=True):
-            drawn = list(_figures(result, name, f"{id}-{name}")) if figures else []
-            parts.append(Part([grid, *_ratios(result, name)], drawn, name))
-    runs = ", ".join(str(run.number) for run in group.runs)
-    notes = [f"Run {runs}.", *result.notes(), *result.guide()]
-    if len(group.runs) > 1:
-        notes[0] = f"Runs {runs}; the numbers of its runs follow the name of a method."
-    title = kind.capitalize()
-    if number:
-        title += f" {number}"
-        notes.append(
-            f"{result.model.get('name')}. The sections of a kind differ in model, texts or settings, and only numbers "
-            "of one section are comparable."
-        )
-    return Section(id, title, verdicts, notes, parts)
 
 
 # Perplexity.

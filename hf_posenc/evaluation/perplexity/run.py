@@ -47,10 +47,6 @@ class Item(machine.Item):
     document: str
     windows: tuple[Window, ...]
 
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"lengths": list(self.lengths), "document": self.document}
-
 
 NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)
 """Nats, tokens, bytes, words, weighted loss and weight of no token: the last fields of a `Record`."""
@@ -313,7 +309,7 @@ def measure_perplexity(
         documents: Texts, or the entries of a reader of `hf_posenc.evaluation.documents`.
         options: Methods, lengths, protocols and their numbers.
         output: Folder of the records: an interrupted call, made again, resumes.
-        progress: Called after every forward with the method's label, tokens done and tokens in all.
+        progress: Called after every forward with the method's label, operations done and in all.
         **fields: Fields of `PerplexityOptions` that replace those of `options`, such as `methods` or `tail_tokens`.
 
     Returns:

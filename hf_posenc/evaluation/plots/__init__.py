@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.files import replace_atomically
@@ -62,13 +62,9 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Raise an error if matplotlib is not installed, or refuses its environment (MPLBACKEND)."""
+    """Raise an error if matplotlib is not installed."""
     if not available():
         raise PosencError("The plot needs matplotlib: pip install 'hf-posenc[plot]'.")
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ValueError as error:
-        raise PosencError(f"The plot needs matplotlib, which fails: {one_line(error)}") from error
 
 
 def looks(candidates: Sequence[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -48,8 +48,6 @@ __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommen
 _PROBE_TOKENS = 4
 SHOWN = 3
 """Methods of one kind that the table shows in a class; the notes name the others."""
-LONGEST = 2**25
-"""The longest target, in tokens: the distances of all keys are listed."""
 
 
 @dataclass(frozen=True)
@@ -210,13 +208,7 @@ def recommend(
         True
     """
     target_length = read_length(target_length, "target_length")
-    if target_length > LONGEST:
-        raise PosencError(
-            f"target_length={target_length:,}: advice is for at most {LONGEST:,} tokens."
-        )
     original = None if original is None else read_length(original, "original")
-    if not isinstance(dtype, torch.dtype):
-        raise PosencError(f"dtype is one of torch, such as torch.bfloat16, not {dtype!r}.")
     inner: Any = unwrap(model)
     if get_patch(inner) is not None:
         raise PosencError(

@@ -44,11 +44,6 @@ class Item(machine.Item):
 
     sample: Sample
 
-    @property
-    def about(self) -> dict[str, Any]:
-        s = self.sample
-        return {"task": s.task, "length": s.length, "depth": s.depth, "sample": s.number}
-
 
 class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
     """The retrieval of every candidate, each `checked` against the model, on every task, length, depth and sample.
@@ -179,7 +174,7 @@ def measure_retrieval(
         options: Methods, lengths, tasks and their numbers.
         haystack: Text that replaces the noise sentences.
         output: Folder of the records: an interrupted call, made again, resumes.
-        progress: Called after every sample with the method's label, tokens done and tokens in all.
+        progress: Called after every sample with the method's label, operations done and in all.
         **fields: Fields of `RetrievalOptions` that replace those of `options`, such as `methods` or `samples`.
 
     Returns:

@@ -1,14 +1,10 @@
-"""Decoder inside a causal language model: which module it is, its output in slices, and whether it is causal; its MLPs.
-
-An MLP computes every token by itself, so the intermediate features of a long text need not exist at once. They are the
-widest tensors of most decoders; unlike a prefill in pieces, slices of them need no cache and no mask.
-"""
+"""Decoder inside a causal language model: which module it is, its output in slices, and whether it is causal."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -162,68 +158,3 @@ def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[
                 "those behind it, so that a perplexity would be meaningless. Load a causal language model; BERT and "
                 "similar encoders are causal with is_decoder=True in their config."
             )
-
-
-# MLPs of its layers, over a slice of the tokens after another.
-
-_PROBE, _PART = 8, 3
-_NEAR = 1e-2
-"""Largest difference of a slice, relative to the largest value: rounding of half precision, not another function."""
-
-
-def linear_features(module: nn.Module) -> tuple[int, int] | None:
-    """Return the features in and out of a linear layer, quantized (its weight is packed) and GPT-2's included."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
-        sizes = [getattr(module, name, None) for name in names]
-        if all(type(size) is int for size in sizes):
-            return sizes[0], sizes[1]  # type: ignore[return-value]
-    return None
-
-
-@torch.no_grad()
-def tokenwise_mlps(model: nn.Module) -> list[nn.Module]:
-    """Return the MLPs of a model that compute tokens one by one, as a probe of random features shows.
-
-    A candidate has linear layers from the hidden size, and one back to it from a larger size.
-    """
-    found = []
-    for module in model.modules():
-        linear = [size for child in module.children() if (size := linear_features(child))]
-        hidden = linear[0][0] if linear else 0
-        if any(wide > hidden == out for wide, out in linear) and _is_tokenwise(module, hidden):
-            found.append(module)
-    return found
-
-
-@contextlib.contextmanager
-def in_slices(modules: Iterable[nn.Module], tokens: int) -> Iterator[None]:
-    """Run each of these MLPs over so many tokens at a time inside a `with` block."""
-
-    def in_parts(forward: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if args or kwargs or hidden.dim() < 2 or hidden.shape[-2] <= tokens:
-                return forward(hidden, *args, **kwargs)
-            out = torch.empty_like(hidden)
-            for part, rows in zip(out.split(tokens, -2), hidden.split(tokens, -2), strict=True):
-                part.copy_(forward(rows))
-            return out
-
-        return run
-
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(replaced(module, "forward", in_parts(module.forward)))
-        yield
-
-
-def _is_tokenwise(module: nn.Module, features: int) -> bool:
-    weight = next(module.parameters())
-    dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _PROBE, features, generator=draw).to(weight.device, dtype)
-    try:
-        whole = module(hidden)
-        off = (torch.cat([module(part) for part in hidden.split(_PART, 1)], 1) - whole).abs().max()
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
-        return False  # it reads more than the hidden states, or returns more
-    return whole.shape == hidden.shape and bool(off <= _NEAR * whole.abs().max())

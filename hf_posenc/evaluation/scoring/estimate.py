@@ -31,7 +31,7 @@ from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import duration
-from hf_posenc.evaluation.scoring.decoder import linear_features, sizes_alone
+from hf_posenc.evaluation.scoring.decoder import sizes_alone
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.model.attention import native_implementation
 from hf_posenc.model.discovery import layer_type
@@ -379,8 +379,8 @@ def _weights(
             continue
         each = chosen if id(module) in in_lists else 1
         share = chosen / experts if id(module) in in_lists else 1.0
-        if (sizes := linear_features(module)) is not None:
-            inner = (linear_features(part) for part in module.modules() if part is not module)
+        if (sizes := _linear_features(module)) is not None:
+            inner = (_linear_features(part) for part in module.modules() if part is not module)
             if not any(inner):  # a wrapper's features are those of its parts
                 met += share * sizes[0] * sizes[1]
                 width = max(width, each * sizes[0])
@@ -392,6 +392,15 @@ def _weights(
             elif weight.dim() >= 2:
                 met += share * weight.numel()
     return met, width
+
+
+def _linear_features(module: nn.Module) -> tuple[int, int] | None:
+    """Return the features in and out of a linear layer, quantized (its weight is packed) and GPT-2's included."""
+    for names in (("in_features", "out_features"), ("nx", "nf")):
+        sizes = [getattr(module, name, None) for name in names]
+        if all(type(size) is int for size in sizes):
+            return sizes[0], sizes[1]  # type: ignore[return-value]
+    return None
 
 
 def _attentions(layer: nn.Module, config: Any) -> list[Attention]:

@@ -12,7 +12,6 @@ buffers) could then not be written to.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -26,13 +25,11 @@ from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
-    in_slices,
     input_device,
     input_embeddings,
     replaced,
     sizes_alone,
     sliced,
-    tokenwise_mlps,
     without_cache,
 )
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
@@ -45,7 +42,7 @@ logger = logging.getLogger(__name__)
 LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
 
-LEAST_CHUNK, LEAST_MLP, LEAST_PREFILL, SHRINK = 64, 512, 512, 4
+LEAST_CHUNK, LEAST_PREFILL, SHRINK = 64, 512, 4
 """Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
 
 T = TypeVar("T")
@@ -63,8 +60,7 @@ class TokenScorer:
     before it is used (`prefill.Prefill`): if it changes the numbers, a warning reports that texts are run whole.
 
     Whenever memory runs out, less is run at a time from then on: fewer windows first, then fewer logits if the head ran
-    out of memory, otherwise the MLPs in slices, then the prefill in pieces. Once nothing is left to reduce, the
-    platform's error is raised.
+    out of memory, otherwise the prefill in pieces. Once nothing is left to reduce, the platform's error is raised.
 
     Args:
         model: A causal language model, patched or not; the caller sets its evaluation mode.
@@ -74,8 +70,6 @@ class TokenScorer:
             whole tiles of 64 rows.
         prefill: Tokens that the decoder runs at a time, 2 or more, with the keys and values of those before in a cache;
             by default all. It bounds the activations of a layer, so that only the cache grows with the text.
-        mlp: Tokens that the MLP of a layer runs at a time; by default all. It bounds the activations of MLPs, and needs
-            no cache.
         batch: Windows that are run at a time; by default all that are given.
 
     Attributes:
@@ -86,7 +80,7 @@ class TokenScorer:
             Two tokens in front of every forward reset it.
         patient: Whether less is run at a time when memory runs out; otherwise the error is raised.
 
-    `batch`, `chunk`, `prefill` and `mlp` may be changed between calls.
+    `batch`, `chunk` and `prefill` may be changed between calls.
 
     Raises:
         PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead.
@@ -108,10 +102,9 @@ class TokenScorer:
         *,
         chunk: int | None = None,
         prefill: int | None = None,
-        mlp: int | None = None,
         batch: int | None = None,
     ) -> None:
-        sizes = {"chunk": chunk, "prefill": prefill, "mlp": mlp, "batch": batch}
+        sizes = {"chunk": chunk, "prefill": prefill, "batch": batch}
         for name, size in sizes.items():
             if size is not None:
                 read_whole(size, name, LEAST if name == "prefill" else 1)
@@ -120,11 +113,7 @@ class TokenScorer:
                 f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."
             )
         probe_ids = token_ids(probe_ids, model)
-        if probe_ids.dim() != 1 or len(probe_ids) < 2:
-            raise PosencError(
-                f"The probe is a list of at least 2 token ids, not one of shape {tuple(probe_ids.shape)}."
-            )
-        self.model, self.batch, self.mlp = model, batch, mlp
+        self.model, self.batch = model, batch
         self.prefill: int | None = None
         self.pieces, self.stateful, self.patient = True, False, True
         self._in_head = False  # the last computation was one of logits, rather than of the decoder
@@ -164,12 +153,7 @@ class TokenScorer:
     def reduced(self) -> dict[str, int | None]:
         """Windows and tokens that are run at a time, after any reduction."""
         prefill = self.prefill if self.refused is None else None
-        return {"batch": self.batch, "chunk": self.chunk, "mlp": self.mlp, "prefill": prefill}
-
-    @functools.cached_property
-    def mlps(self) -> list[nn.Module]:
-        """The MLPs that can be run over slices of the tokens."""
-        return tokenwise_mlps(self.model)
+        return {"batch": self.batch, "chunk": self.chunk, "prefill": prefill}
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
@@ -229,8 +213,7 @@ class TokenScorer:
             chunks = self._replay(read, *positions, pieces)
         else:
             self._in_head = False
-            with self._sliced():
-                whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
+            whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
@@ -262,15 +245,12 @@ class TokenScorer:
         """Run less at a time from now on; return False if nothing can be reduced."""
         count, tokens = windows.shape
         prefill = min(self.prefill or tokens, tokens)
-        mlp = min(self.mlp or prefill, prefill)
         if count > 1:
             self.batch = count // 2
         elif self._in_head:
             if self.chunk <= LEAST_CHUNK or scored <= LEAST_CHUNK:
                 return False
             self.chunk = max(LEAST_CHUNK, min(self.chunk, tokens) // SHRINK)
-        elif mlp > LEAST_MLP and self.mlps:
-            self.mlp = max(LEAST_MLP, mlp // SHRINK)
         # Refused pieces are run whole all the same.
         elif prefill > LEAST_PREFILL and self.pieces and self.replays and self.refused is None:
             self.prefill = max(LEAST_PREFILL, prefill // SHRINK)
@@ -323,7 +303,6 @@ class TokenScorer:
             output, self._in_head = None, False
             with (
                 replaced(decoder, "forward", run),
-                self._sliced(),
                 contextlib.nullcontext() if pieces is None else pieces.attention(),
             ):
                 try:
@@ -334,9 +313,6 @@ class TokenScorer:
                         raise
             self._in_head = True
             yield begin, end, output
-
-    def _sliced(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.mlp is None else in_slices(self.mlps, self.mlp)
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
         """Return the losses of a text run in these pieces, shape (n - 1,)."""
@@ -370,14 +346,8 @@ class TokenScorer:
 
 def token_ids(ids: Any, model: nn.Module) -> Tensor:
     """Return the ids of one text or several, int64; raise for what is none, or for ids without an embedding."""
-    try:
-        tensor = torch.as_tensor(ids)
-        whole = (
-            not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.bool
-        )
-    except (TypeError, ValueError, RuntimeError):
-        whole = False
-    if not whole or tensor.dim() not in (1, 2) or not tensor.numel():
+    tensor = torch.as_tensor(ids)
+    if tensor.is_floating_point() or tensor.dim() not in (1, 2) or not tensor.numel():
         raise PosencError(
             f"Token ids are whole numbers of shape (n,) or (windows, n), not {' '.join(repr(ids).split())[:80]}."
         )

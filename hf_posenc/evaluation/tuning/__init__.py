@@ -79,12 +79,13 @@ class Course(contextlib.ExitStack):
         new = {item.key: item.cost for item in run.items if item.key not in self._costs}
         mine = [item.key for item in self.shard.mine(run.items) if item.key in new]
         found = sum(new[key] for key in mine if store.get(key) is not None)
+        left = sum(new[key] for key in mine) - found
         before = sum(self._costs.values())
         total = max(self.total, before + sum(new.values()))
 
-        def report(label: str, tokens: int, _: int = 0) -> None:
+        def report(label: str, work: int, whole: int = 1) -> None:
             # the other processes do as much meanwhile
-            done = before + (found + tokens) * self.shard.count
+            done = before + (found + left * work // max(1, whole)) * self.shard.count
             self._progress(label, min(done, total), total)
 
         report("", 0)

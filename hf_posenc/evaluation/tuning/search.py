@@ -105,9 +105,6 @@ class SearchResult(TuningResult):
     judged: list[Row] = field(init=False)
     best: Step | None = field(init=False)
 
-    def __repr__(self) -> str:
-        return f"SearchResult({len(self.steps)} evaluations, {len(self.documents)} documents)"
-
     def _compare(self) -> dict[str, Sequence[str]]:
         self.held_out = [n for n in range(len(self.documents)) if n not in self.searched]
         self.best = best_of(self.steps)

@@ -92,10 +92,6 @@ class SweepResult(TuningResult):
 
     rungs: list[Round] = field(init=False)
 
-    def __repr__(self) -> str:
-        count = len(self.candidates), len(self.documents)
-        return f"SweepResult({count[0]} methods, {count[1]} documents; best: {self.winner})"
-
     def _compare(self) -> dict[str, Sequence[str]]:
         board, names = self.board, [document["name"] for document in self.documents]
         racers = [each.label for each in self.candidates if each.label not in self.controls]

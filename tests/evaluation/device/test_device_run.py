@@ -172,46 +172,6 @@ def test_docs_gpu_shows_what_was_sent(
     assert "| `rerope`, window 4,096 | 64 | 2 | 1.50 | 2.50 |" in gpu_table.measured()
 
 
-def test_a_dry_run_names_the_backends_and_measures_nothing(
-    command: tuple[Path, Callable[..., Any]], tmp_path: Path
-) -> None:
-    result = command[1]("--dry-run", "--json", output=tmp_path / "none")
-    assert result.exit_code == 0, result.output
-    values = json.loads(result.stdout)
-    assert values["measurements"] == ROWS
-    assert values["layers"] == [
-        {"method": "rerope", "prefill": "prefill", "step": "few", "training": "prefill"},
-        {"method": "alibi", "prefill": "prefill", "step": "few", "training": "prefill"},
-    ]
-    assert values["flops"] > 0
-    assert not (tmp_path / "none").exists()
-    assert f"{ROWS} measurements" in command[1]("--dry-run").stdout
-
-
-# in the whole model, among the layers
-@pytest.mark.parametrize("after", [pytest.param(3, marks=pytest.mark.slow), 10])
-def test_a_killed_run_repeats_only_what_was_in_flight(
-    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released, calls = gpu._released, 0
-
-    def counted(work: Callable[[], Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == after:
-            raise KeyboardInterrupt
-        return released(work)
-
-    monkeypatch.setattr(gpu, "_released", counted)
-    few: dict[str, Any] = {"methods": ("rerope",), "lengths": (16,)}
-    with pytest.raises(KeyboardInterrupt):
-        work(**few).run(tmp_path)
-    result = measured(work(**few), tmp_path)
-    assert len(result.records) == 3 * len(PHASES) + 4
-    assert calls == len(result.records) + 1
-    assert not list(result.problems())
-
-
 def lack(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.")
 

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,7 +25,6 @@ from hf_posenc.evaluation.documents import (
     read_dataset,
     read_paths,
 )
-from hf_posenc.evaluation.documents import readers as token_files
 from hf_posenc.evaluation.documents.named import is_name
 from hf_posenc.evaluation.documents.source import Source, refuse_ignored, source_of
 from hf_posenc.evaluation.measuring.candidates import Candidate
@@ -203,47 +201,6 @@ def test_rows_of_a_dataset(data: Path, streaming: bool, monkeypatch: pytest.Monk
     ]
 
 
-def test_token_files(tmp_path: Path) -> None:
-    values = np.array([1, 65535, 3, 7], dtype="<u2")
-    (tmp_path / "a.bin").write_bytes(values.tobytes())
-    np.save(tmp_path / "b.npy", np.arange(6, dtype=np.int32).reshape(2, 3))
-    np.save(tmp_path / "c.npy", np.arange(4, dtype=">i8"))
-    given = [str(tmp_path / name) for name in ("a.bin", "b.npy", "c.npy")]
-    assert ids(read_paths(given)) == [[1, 65535, 3, 7], [0, 1, 2], [3, 4, 5], [0, 1, 2, 3]]
-    wide = read_paths(given[:1], token_dtype="uint32")
-    assert ids(wide) == [values.view("<u4").tolist()]
-    with pytest.raises(PosencError, match="Unknown token type 'float32'"):
-        list(read_paths(given, token_dtype="float32"))
-    # a .bin file found in a folder may contain anything
-    reasons = {type(entry).__name__ for entry in read_paths([str(tmp_path)])}
-    assert reasons == {"Skipped", "TokenizedDocument"}
-
-
-def test_large_token_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[type] = []
-    document_of_ids = token_files.document_of_ids
-
-    def spy(name: str, values: Any) -> TokenizedDocument | Skipped:
-        kinds.append(type(values))
-        return document_of_ids(name, values)
-
-    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
-    (tmp_path / "b.bin").write_bytes(np.arange(1, 100, dtype="<u4").tobytes())
-    given = [str(tmp_path / "a.npy"), str(tmp_path / "b.bin")]
-    monkeypatch.setattr(token_files, "document_of_ids", spy)
-    for size, kind in ((1 << 24, np.ndarray), (8, np.memmap)):
-        monkeypatch.setattr(token_files, "MAPPED", size)
-        entries = list(read_paths(given, token_dtype="uint32"))
-        assert kinds == [kind] * 2
-        kinds.clear()
-        for entry in entries:
-            assert isinstance(entry, TokenizedDocument)
-            assert entry.largest() == 99
-            assert entry.tokens(90, 93).dtype == torch.int64
-        usable, _ = load_documents(entries, byte_tokenizer(), min_tokens=5, max_tokens=10)
-        assert ids(usable) == [list(range(10)), list(range(1, 11))]
-
-
 def test_token_documents_lose_their_special_tokens_and_know_no_text() -> None:
     def entry() -> list[Entry]:
         ready = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
@@ -268,7 +225,6 @@ def test_what_the_command_line_asks_for(data: Path) -> None:
     about = source.about
     assert ids(source.read()) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
     assert (about["kind"], about["tokenized"]) == ("text", "input_ids")
-    assert about["token_dtype"] == "uint16"
     source = source_of(DocumentOptions(dataset=str(data / "saved"), tokenized="input_ids"))
     about = source.about
     assert ids(source.read())[0] == [5, 6, 7]

@@ -12,7 +12,6 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -195,7 +194,6 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-NEEDLES = "fewer than 12 passkeys lie beyond the original length of 64 tokens"
 
 
 @pytest.mark.parametrize(
@@ -206,9 +204,6 @@ NEEDLES = "fewer than 12 passkeys lie beyond the original length of 64 tokens"
         (TARGET, YARN, "is scaled already, by rope_type yarn from 64 to 128 tokens. Extend the ch"),
         (TARGET, LINEAR, "scaled already, by rope_type linear from 64 to 128 or from 32 to 64 to"),
         (700, None, "No document can be used"),
-        # else the verdict would be known, and only after hours of measuring: no passkey, and two of them
-        (160, None, f"--target-length 160: {NEEDLES}"),
-        (260, None, f"--target-length 260: {NEEDLES}"),
     ],
 )
 @pytest.mark.usefixtures("advised")
@@ -606,15 +601,13 @@ def test_in_python_the_files_are_written_with_the_verdict_first(
     assert values["verdict"] == "do not extend"
     page = (tmp_path / "report.html").read_text()
     main = page[page.index('<h2 id="verdict">') :]
-    assert main.index("Do not extend to 512 tokens") < main.index("Perplexity</a>")
+    assert main.index("Do not extend to 512 tokens") < main.index("Perplexity (run 1)</a>")
     assert "Not met: needles beyond 64 tokens" in page
     assert get_patch(model) is None
 
 
 @pytest.mark.usefixtures("advised")
-def test_the_command_ends_with_the_verdict_and_status_0(
-    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_path: Path) -> None:
     planted.finds = nobody
     folder = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1)
     for number, text in enumerate(TEXTS):
@@ -622,35 +615,13 @@ def test_the_command_ends_with_the_verdict_and_status_0(
     out = tmp_path / "out"
     given = [str(folder), "--text", str(tmp_path), "--target-length", "512"]
     given += ["--budget", f"{LEAST}s"]
-    ran = CliRunner().invoke(app, ["extend", *given, "--train", "--no-plot", "--output", str(out)])
+    ran = CliRunner().invoke(app, ["extend", *given, "--no-plot", "--output", str(out)])
     assert ran.exit_code == 0, ran.output
     text = " ".join(ran.output.split())
     assert "Do not extend to 512 tokens: " in text
-    assert (
-        "Not trained: it needs text that is not measured on (--train-text). hf-posenc finetune"
-        in text
-    )
-    assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
+    assert "or fine-tune: hf-posenc finetune" in text
+    assert f"--model {folder} --text YOUR_TRAINING_TEXT --score_text {tmp_path}" in text
     assert (out / "report.html").is_file()
-    alone = CliRunner().invoke(app, ["extend", *given, "--train-text", "own"])
-    assert alone.exit_code == 2
-    assert "add --train" in alone.output
-    started: list[list[str]] = []
-
-    def run(words: list[str], **_: Any) -> CompletedProcess[str]:
-        started.append(words)
-        return CompletedProcess(words, 0)
-
-    monkeypatch.setattr("subprocess.run", run)
-    train = ["--train", "--train-text", "own", "--train-text", "more"]
-    ran = CliRunner().invoke(app, ["extend", *given, *train, "--no-plot", "--output", str(out)])
-    assert ran.exit_code == 0, ran.output
-    (words,) = started
-    assert words[1:3] == ["-m", "hf_posenc.training"]
-    assert words[words.index("--text") :] == [
-        *("--text", "own", "more", "--score_text", str(tmp_path)),
-        *("--output_dir", str(out / "trained")),
-    ]
     refused = CliRunner().invoke(app, ["extend", str(folder), "--target-length", "32"])
     assert refused.exit_code == 2
     dry = CliRunner().invoke(app, ["extend", *given, "--dry-run"])

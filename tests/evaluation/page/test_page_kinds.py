@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,19 +75,6 @@ def test_retrieval_has_its_table_and_its_heat_maps(tmp_path: Path) -> None:
     assert "out of memory" in made.root.text
 
 
-def test_other_prompts_are_another_section(tmp_path: Path) -> None:
-    one = write(tmp_path / "a", retrieval({"none": (0.0, 0.5, 1.0)}), "retrieval")
-    two = write(tmp_path / "b", retrieval({"none": (0.0, 0.5, 1.0)}, samples=8), "retrieval")
-    three = write(tmp_path / "c", retrieval({"rerope": (1.0, 0.5, 1.0)}), "retrieval")
-    text = json.dumps(retrieval({"none": (0.0, 0.5, 1.0)}, samples=8))
-    other = json.loads(text.replace('"passkey"', '"niah_single_1"'))
-    four = write(tmp_path / "d", other, "retrieval")  # shares its prompts with the second
-    made = page(one, two, three, four)
-    heads = [h.text for h in made.root.all("h2") if h.text.startswith("Retrieval")]
-    assert heads == ["Retrieval 1", "Retrieval 2"]
-    assert {name for name, _ in made.table("Retrieval, passkey")} == {"none [1]", "rerope [3]"}
-
-
 def bench(**more: Any) -> dict[str, Any]:
     made = BenchResult(
         perplexity=PerplexityResult.from_dict(result({"none": CURVES["none"]})),
@@ -150,7 +136,7 @@ def test_the_page_opens_with_the_best_method_against_the_control(tmp_path: Path)
     )
     (said,) = verdicts(made)
     assert said.startswith(
-        "Perplexity: tail, 1,024 tokens, truncation as the control, 6 documents: yarn has "
+        "Perplexity (run 1): tail, 1,024 tokens, truncation as the control, 6 documents: yarn has "
         f"{yarn['perplexity'] / control['perplexity']:.3g} ("
     )
     assert said.endswith("significantly better; significantly better too: pi.")
@@ -195,16 +181,3 @@ def test_retrieval_is_judged_by_the_same_prompts(tmp_path: Path) -> None:
     assert said.endswith(
         "not significantly different (exact McNemar test, times 2 methods, p = 0.062)."
     )
-
-
-def test_runs_of_other_lengths_are_judged_at_the_longest_that_all_have(tmp_path: Path) -> None:
-    first = retrieval({"truncation": (0.0, 0.0, 0.0), "pi": (0.0, 0.0, 0.0)})
-    longer = retrieval({"none": (0.0, 0.0, 0.0)})
-    longer["model"] = first["model"]
-    first["settings"]["lengths"] = [256, 512]
-    folders = [
-        write(tmp_path / name, data, "retrieval") for name, data in (("a", first), ("b", longer))
-    ]
-    (said,) = verdicts(page(*folders))
-    assert "512 tokens, truncation" in said
-    assert "p = 1)" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -13,78 +12,18 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli import measure
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.page import collect, render
-from hf_posenc.evaluation.page.compare import ratio_text
-from tests.support.page_results import CURVES, LENGTHS, Page, exact, page, result, write
-from tests.support.selection import late
+from tests.support.page_results import CURVES, Page, page, result, write
 
 
-def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
+def test_every_run_has_a_section_of_its_own(tmp_path: Path) -> None:
     first = result({name: CURVES[name] for name in ("none", "yarn")})
-    second = result({"truncation": CURVES["truncation"], "yarn": (15.6, 14.8, 14.3, 15.7)})
-    for index, document in enumerate(second["documents"]):  # another machine has them elsewhere
-        document["name"] = f"/elsewhere/{index}.txt"
-    for record in second["records"]:
-        record["document"] = f"/elsewhere/{record['document'].removeprefix('doc ')}.txt"
+    second = result({name: CURVES[name] for name in ("none", "truncation")})
     made = page(write(tmp_path / "a", first), write(tmp_path / "b", second))
-    assert len([h for h in made.root.all("h2") if h.text.startswith("Perplexity")]) == 1
-    cells, ratios = made.table("Perplexity, tail"), made.table("Ratios, tail")
-    row = "truncation [2]"
-    assert {name for name, _ in cells} == {"none [1]", "yarn [1]", row, "yarn [2]"}
-    for length in LENGTHS:
-        numbers = next(
-            c
-            for c in second["summary"]
-            if (c["method"], c["protocol"], c["length"]) == ("truncation", "tail", length)
-        )
-        assert exact(cells[row, f"{length:,}x{length / 256:.3g}"]) == [numbers["perplexity"]]
-        records = [
-            Record(**{**r, "document": r["document"].removesuffix(".txt")[-1], "method": f"{k}"})
-            for k, d in enumerate((first, second))
-            for r in d["records"]
-            if (r["protocol"], r["length"]) == ("tail", length)
-            and r["method"] == ("none", "truncation")[k]
-        ]
-        expected = summarize(records, comparisons=3)[-1]  # of four rows
-        shown = ratios[row, f"{length:,}to the baseline"]
-        assert exact(shown) == [expected.ratio]
-        low, high = expected.ratio_interval or (0.0, 0.0)
-        assert f"{ratio_text(low)}-{ratio_text(high)}" in shown.text
-
-
-def _set(data: dict[str, Any], path: str, value: Any) -> None:
-    *above, last = path.split(".")
-    for name in above:
-        data = data[int(name) if isinstance(data, list) else name]
-    data[last] = value
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "apart"),
-    [
-        ("documents.0.tokens_sha256", "c" * 64, True),
-        ("model.tokenizer.sha256", "c" * 64, True),
-        ("model.weights_sha256", "ee" * 32, True),
-        ("settings.tail_tokens", 32, True),
-        *late(["model.bos.token_ids"], [[1]], [True]),
-        *late(["settings.windows_per_document"], [3], [True]),
-        ("settings.chunk", 64, False),
-        ("settings.stride", 64, False),  # of a protocol that neither has
-    ],
-)
-def test_numbers_of_another_meaning_are_another_section(
-    tmp_path: Path, path: str, value: Any, apart: bool
-) -> None:
-    other = result()
-    _set(other, path, value)
-    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
     heads = [h.text for h in made.root.all("h2") if h.text.startswith("Perplexity")]
-    assert heads == (["Perplexity 1", "Perplexity 2"] if apart else ["Perplexity"])
-    assert ("only numbers of one section" in made.root.text) == apart
-    for place in range(len(heads)):  # the same numbers are one row
-        names = {name for name, _ in made.table("Perplexity, tail", place)}
-        assert names == (set(CURVES) if apart else {f"{name} [1, 2]" for name in CURVES})
+    assert heads == ["Perplexity (run 1)", "Perplexity (run 2)"]
+    for place, names in enumerate(({"none", "yarn"}, {"none", "truncation"})):
+        assert {name for name, _ in made.table("Perplexity, tail", place)} == names
 
 
 def test_settings_say_where_runs_differ(tmp_path: Path) -> None:

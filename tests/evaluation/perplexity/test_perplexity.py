@@ -287,7 +287,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
         ({"rope_parameters": DYNAMIC}, ["none"], ["none"]),  # more than one forward for all lengths
     ],
 )
-def test_progress_counts_the_tokens_of_the_run(
+def test_progress_counts_the_operations_of_the_run(
     more: dict[str, Any], specs: list[str], labels: list[str]
 ) -> None:
     calls: list[tuple[str, int, int]] = []

@@ -281,7 +281,7 @@ def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> 
     assert str(tmp_path / "a") not in values["command"]
     assert len(values["records"]) == 2 * 2 * 3
     names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert {"retrieval.json", "retrieval.csv", "timings.json", "records"} <= names
+    assert {"retrieval.json", "retrieval.csv", "records"} <= names
     if plot and available():
         assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
     first = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2")

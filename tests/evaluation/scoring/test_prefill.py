@@ -305,19 +305,15 @@ def test_less_at_a_time_gives_the_same_numbers() -> None:
             assert (record.method, record.tokens) == (other.method, other.tokens)
 
 
-@pytest.mark.parametrize("part", ["mlp", "prefill"])
-def test_mlps_are_run_in_slices_and_texts_in_pieces(part: str) -> None:
+def test_texts_are_run_in_pieces() -> None:
     ids = torch.arange(2400) % VOCABULARY
     model = tiny()
     expected = TokenScorer(model, ids)(ids)
-    mlp = model.model.layers[0].mlp
-    limited = limit(mlp.down_proj if part == "mlp" else mlp, 700)
+    limited = limit(model.model.layers[0].mlp, 700)
     scorer = TokenScorer(model, ids[:16])
     losses = scorer(ids)
     assert limited.largest == 600
-    assert (scorer.reduced["mlp"], scorer.reduced["prefill"]) == (
-        (600, None) if part == "mlp" else (512, 600)
-    )
+    assert scorer.reduced["prefill"] == 600
     check(losses, expected, 1e-5)
 
 

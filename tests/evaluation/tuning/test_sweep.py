@@ -21,7 +21,6 @@ from hf_posenc.evaluation.measuring.execute import Attempt
 from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.options import SweepOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.tuning import tried
 from hf_posenc.evaluation.tuning.sweep import (
@@ -33,18 +32,11 @@ from hf_posenc.evaluation.tuning.sweep import (
 )
 from hf_posenc.methods import LogN, YaRN
 from tests.support import zoo
-from tests.support.sweep_cases import SETTINGS, finished, planted, reference, sweep_of, texts, tiny
+from tests.support.sweep_cases import finished, planted, reference, sweep_of, texts, tiny
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 PATCHES = ("yarn", "pi", "ntk:scale=3", "dynamic_yarn", "yarn+log_n")
 NAN = math.nan
-
-
-def run(
-    model: Any, count: int = 6, settings: Settings = SETTINGS, folder: Path | None = None
-) -> SweepResult:
-    candidates = tried(model, crossed(PATCHES, (2.0, 4.0)))
-    return finished(sweep_of(model, count, candidates, settings), folder)
 
 
 # What is compared
@@ -157,35 +149,9 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `swept`."""
-    return tmp_path_factory.mktemp("swept")
-
-
-@pytest.fixture(scope="module")
-def swept(kept: Path) -> SweepResult:
-    return run(tiny(), folder=kept)
-
-
-def test_every_number_is_what_full_logits_give(swept: SweepResult) -> None:
-    documents = {document.name: document for document in texts(6)}
-    assert len(swept.records) > 40
-    for label in {record.method for record in swept.records}:
-        model = tiny()
-        with Candidate.parse(swept.entry(label).spec).applied(model, 160):
-            for record in (record for record in swept.records if record.method == label):
-                most = min(record.length, 64) if label == "truncation" else record.length
-                assert record.tokens == 32
-                expected = reference(model, documents[record.document], most, 32)
-                assert record.nats == pytest.approx(expected, rel=2e-6)
-    row = swept.row("pi (scale 4)")
-    names = list(documents)[: row.documents]
-    long, short, plain = (
-        math.fsum(record.nats for record in swept.board.records_of(label, length, names))
-        for label, length in ((row.label, 160), (row.label, 64), ("none", 64))
-    )
-    assert row.perplexity == pytest.approx(math.exp(long / 32 / row.documents))
-    assert row.short == pytest.approx(math.exp((short - plain) / 32 / row.documents))
+def swept() -> SweepResult:
+    candidates = tried(model := tiny(), crossed(PATCHES, (2.0, 4.0)))
+    return finished(sweep_of(model, 6, candidates))
 
 
 def test_the_recipe_loads_and_gives_the_measured_perplexity(
@@ -414,13 +380,6 @@ def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
 
 
 # Again, together, and as a file
-
-
-def test_nothing_is_measured_twice(
-    swept: SweepResult, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PerplexityRun, "measure", None)  # anything measured now fails
-    assert run(tiny(), folder=kept).to_dict() == swept.to_dict()
 
 
 def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
