@@ -63,7 +63,7 @@ STEP = {
 FLASH = EmulatedFlash.name
 TURNED, CUDNN = f"{FLASH}, triton", "emulated cudnn, triton"
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 _DispatchMode: Any = TorchDispatchMode
 
