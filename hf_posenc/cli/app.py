@@ -100,8 +100,6 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
         message = f"No such option: {given}. It is called {elsewhere[given]} here."
     elif close:
         message = f"No such option: {given}. Did you mean {elsewhere.get(close[0], close[0])}?"
-    elif given and context.info_name == "inspect":
-        message += " Flags of another engine come after --."
     print_error(f"{message} Try: {path} --help")
 
 

@@ -19,7 +19,6 @@ from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, parse_dtype, plain_option
 from hf_posenc.evaluation.loading import (
-    build_empty,
     embedded_model,
     live_model,
     load_config,
@@ -30,7 +29,6 @@ from hf_posenc.lengths import read_length
 
 if TYPE_CHECKING:
     from hf_posenc.engines.in_force import Scaling
-    from hf_posenc.engines.reading import Reading
     from hf_posenc.evaluation.grid import Grid
     from hf_posenc.methods import RotaryBands
     from hf_posenc.patch.report import EffectiveTable
@@ -197,12 +195,12 @@ def doctor() -> None:
 _OF_MAINTAINERS = {"dev", "docs", "mutation", "all"}
 
 
-def _read_config(name: str, revision: str | None = None, trust: bool = False) -> Any:
+def _read_config(name: str) -> Any:
     """Return the config of a model without the patch that it was saved with."""
-    name = check_checkpoint(name, revision)
+    name = check_checkpoint(name)
     from hf_posenc.saving import take_patch
 
-    config = load_config(name, revision=revision, trust_remote_code=trust)
+    config = load_config(name)
     if take_patch(config, name) is not None:
         raise PosencError(
             f"{name} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {name} prints it."
@@ -237,13 +235,10 @@ class InspectOptions:
     """Options of `hf-posenc inspect` beside those of the checkpoint.
 
     Attributes:
-        flags: The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: show the scaling
-            that they put in force.
         patch: Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n.
         no_weights: Read the config alone: the rotary tables, and no other source.
     """
 
-    flags: Sequence[str] | None = plain_option(metavar="[-- FLAGS]...", argument=True)
     patch: str | None = plain_option()
     no_weights: bool = plain_option(False)
 
@@ -254,18 +249,9 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
     config is named as a patch, and one that does nothing is named with the reason.
     """
-    from hf_posenc.engines.reading import engine_of, read_flags
-
-    flags, no_weights = options.flags or (), options.no_weights
-    if checkpoint.model is not None and checkpoint.model.startswith("-"):  # flags alone
-        flags, checkpoint = [checkpoint.model, *flags], dataclasses.replace(checkpoint, model=None)
-    revision, trust = checkpoint.revision, checkpoint.trust_remote_code
+    revision, no_weights = checkpoint.revision, options.no_weights
     name = check_checkpoint(checkpoint.model or embedded_model(), revision)
     candidate = None if options.patch is None else parse_patch(options.patch)
-    if flags:
-        if candidate is not None:
-            raise PosencError("Flags of another engine and --patch exclude each other: give one.")
-        engine_of(flags)
     # what needs no torch was checked before it is imported
     from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.methods import RotaryBands
@@ -274,13 +260,9 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
     from hf_posenc.patch.report import EffectiveTables
 
-    reading, gguf = None, find_gguf(name)
-    if flags:
-        reading, no_weights = read_flags(_read_config(name, revision, trust), flags), True
-        live = build_empty(f"{name} with these flags", reading.config, causal=False)
-    else:
-        on_weights = candidate is not None and candidate.changes_attention
-        live = live_model(checkpoint, whole=on_weights or not no_weights)
+    gguf = find_gguf(name)
+    on_weights = candidate is not None and candidate.changes_attention
+    live = live_model(checkpoint, whole=on_weights or not no_weights)
     length = None if get_patch(live) else length_of(live)
     if candidate is not None:
         method, knobs = candidate.arguments()
@@ -294,7 +276,7 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
         rotary = EffectiveTables()
     scaling = None
     if candidate is None and rotary:
-        scaling = _scaling_of(live, name, revision, reading)
+        scaling = _scaling_of(live, name, revision)
     header = None if gguf is None else read_header(gguf)
     about = {
         "model": type(live).__name__,
@@ -364,9 +346,7 @@ def _print_table(table: EffectiveTable) -> None:
     print_items(*([table.difference] if table.difference else []), grid)
 
 
-def _scaling_of(
-    live: Any, name: str, revision: str | None, reading: Reading | None
-) -> dict[str, Any] | None:
+def _scaling_of(live: Any, name: str, revision: str | None) -> dict[str, Any] | None:
     """Return the scaling of a model's config, with lines to print.
 
     It is `None` where a patch names it, and for custom code, of which no second model can be built.
@@ -381,27 +361,22 @@ def _scaling_of(
     built = (AutoModel._model_mapping, AutoModelForCausalLM._model_mapping)
     if get_patch(live) is not None or not any(type(config) in mapping for mapping in built):
         return None
-    if reading is None:
-        file: dict[str, Any] = {}
-        if find_gguf(name) is None:
-            with contextlib.suppress(OSError):  # an adapter has none
-                file, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-        scaling = scaling_of(config, values=file)
-    else:
-        scaling = scaling_of(config, reading.base, length=reading.length)
-    notes = [*(() if reading is None else reading.notes), *scaling.notes]
-    notes += moving_notes(live)
-    with_flags = "" if reading is None else f"With these flags of {reading.engine}: "
+    file: dict[str, Any] = {}
+    if find_gguf(name) is None:
+        with contextlib.suppress(OSError):  # an adapter has none
+            file, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    scaling = scaling_of(config, file)
+    notes = [*scaling.notes, *moving_notes(live)]
     lines = []
     if scaling.patch is not None:
         same = f"--patch {scaling.option}" if scaling.option else str(scaling.patch)
         original = scaling.patch.original_max_position_embeddings
         start = f" with an original length of {original:,}" if original else ""
-        lines.append(f"{with_flags}the same as {same} on the unscaled model{start}.")
+        lines.append(f"the same as {same} on the unscaled model{start}.")
     elif scaling.scaled:
-        lines.append(f"{with_flags}scaled, by no method of hf_posenc.")
-    elif reading is not None or notes:
-        lines.append(f"{with_flags}no scaling is in force.")
+        lines.append("scaled, by no method of hf_posenc.")
+    elif notes:
+        lines.append("no scaling is in force.")
     if not scaling.scaled:
         lines += _advice_on(config, scaling)
     patch = None if scaling.patch is None else scaling.patch.to_dict()

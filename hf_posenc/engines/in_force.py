@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hf_posenc.diagnosis import taken_warnings
-from hf_posenc.engines.reading import BLOCKS, OWN_KEYS
 from hf_posenc.engines.source import SourceTable, empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LengthDependent, Method, RopeScaling
@@ -21,6 +20,13 @@ from hf_posenc.patch.export import config_parts
 from hf_posenc.patch.patching import inspect_rope, patch_model
 from hf_posenc.patch.scaled import entry_knobs
 
+BLOCKS = ("rope_parameters", "rope_scaling")
+"""The names under which a config has its rotary parameters."""
+OWN_KEYS = (
+    *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "xdrope_section"),
+    "llama_4_scaling_beta",
+)
+"""Keys of `rope_parameters` that belong to the model and not to a scaling."""
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTH = "max_position_embeddings"
 
@@ -68,15 +74,15 @@ def unscaled(config: Any) -> Any:
     return copied
 
 
-def as_patch(config: Any, base: Any) -> PatchConfig | None:
-    """Return the patch by which a model of the config `base` gets the tables of `config`; `None` if none is known.
+def as_patch(config: Any) -> PatchConfig | None:
+    """Return the patch by which an unscaled model gets the tables of a config; `None` if none is known.
 
     It is returned only if it was tried, and the tables are the same.
     """
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     entry = rope.get("full_attention", rope)
-    plain = unscaled(base)
+    plain = unscaled(config)
     wanted = tables_in_force(config)
     for kind in METHODS:
         if not issubclass(kind, RopeScaling) or not kind.for_rotary:
@@ -102,9 +108,6 @@ def _with_values_of(
     kind: type[Method], entry: Mapping[str, Any], config: Any
 ) -> PatchConfig | None:
     """Return a method with the values of an entry of `rope_parameters` of its own `rope_type`; `None` for others."""
-    same = {"proportional": "clip", "default": "abf"}.get(entry.get("rope_type", ""))
-    if same == kind.name:
-        entry = {**entry, "rope_type": same, "share": entry.get("partial_rotary_factor")}
     found = entry_knobs(kind, {"rope_type": "default", **entry}, config)
     if not found:
         return None
@@ -149,7 +152,7 @@ class Scaling:
     Attributes:
         scaled: True if a table differs from the plain one of the same base.
         patch: The patch with the same tables on the unscaled model; `None` if none is known, or none is needed.
-        notes: Blocks of the file that change no table, and lengths that need none.
+        notes: Blocks of the file that change no table.
     """
 
     scaled: bool
@@ -173,33 +176,17 @@ def _short(value: Any) -> str:
     return str(int(value) if whole else value)
 
 
-def scaling_of(
-    config: Any,
-    base: Any = None,
-    values: Mapping[str, Any] | None = None,
-    length: int | None = None,
-) -> Scaling:
+def scaling_of(config: Any, values: Mapping[str, Any] | None = None) -> Scaling:
     """Return the scaling that a config puts in force.
 
     Args:
         config: The config in force.
-        base: The config of the model's folder, where flags changed it.
         values: The content of the folder's `config.json`, whose blocks are tried.
-        length: The longest text to serve, in tokens.
     """
-    base = config if base is None else base
-    notes = [] if values is None else idle_blocks(values)
-    if same_tables(config, unscaled(base)):
-        return Scaling(False, None, tuple(notes))
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    original = rope.get("full_attention", rope).get(_ORIGINAL)
-    if original and length and length <= original:
-        notes.append(
-            f"Texts of up to {length:,} tokens need no scaling: the model has {original:,} without it. In force all "
-            "the same, it can make short texts worse."
-        )
-    return Scaling(True, as_patch(config, base), tuple(notes))
+    notes = () if values is None else tuple(idle_blocks(values))
+    if same_tables(config, unscaled(config)):
+        return Scaling(False, None, notes)
+    return Scaling(True, as_patch(config), notes)
 
 
 def idle_blocks(values: Mapping[str, Any]) -> list[str]:

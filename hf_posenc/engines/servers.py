@@ -59,11 +59,6 @@ class Transformers5(Engine):
         theta, dim = float(rope["rope_theta"]), setup.table.dim
         return formulas.of_transformers(rope, setup.config, theta, dim, setup.length)
 
-    def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-        """Return axolotl's option; it would replace the whole config of a text model inside another."""
-        changed = {} if source.text_path else _changed(config, source)
-        return ("overrides_of_model_config:", json.dumps(changed)) if changed else ()
-
 
 class Transformers4(Engine):
     """transformers 4.57: the keys that it reads, and tokenizer files that name a class of its own."""
@@ -84,8 +79,7 @@ class Transformers4(Engine):
             if not legacy.expresses(rope_parameters):
                 continue
             values = {**source.lengths(), "rope_parameters": rope_parameters}
-            notes = _llamafactory(rope_parameters, source)
-            yield Draft(form, {**values, **legacy.values(rope_parameters)}, notes=notes)
+            yield Draft(form, {**values, **legacy.values(rope_parameters)})
             # A model type that takes no factor beside its lists makes one of two lengths: 1 where they are one.
             if form == "longrope" and _ORIGINAL in values:
                 values[_ORIGINAL] = source.reach
@@ -232,21 +226,6 @@ class VLLM(Engine):
             return str(error).rstrip(".")
         own = int(source.config.get_text_config(decoder=True).max_position_embeddings)
         return () if reach is None else (self.length_flag, str(max(own, reach)))
-
-
-def _llamafactory(rope: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-    """Return LLaMA-Factory's options for a table: its factor is whole, and it has no other knob."""
-    kind, factor = rope.get("rope_type"), float(rope.get("factor") or 0)
-    own: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-    own |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    own |= {"rope_type": kind, "factor": factor, _ORIGINAL: getattr(source.text_config, _LENGTH)}
-    own["rope_theta"] = (source.text_config.rope_parameters or {}).get("rope_theta")
-    if kind not in ("linear", "yarn", "llama3") or not factor.is_integer():
-        return ()
-    if any(own.get(key) != value for key, value in rope.items()):
-        return ()
-    line = f"rope_scaling: {kind}, cutoff_len: {int(factor * own[_ORIGINAL])}"
-    return (f"LLaMA-Factory, on the original folder and transformers below 5: {line}",)
 
 
 def _changed(config: Mapping[str, Any], source: Source) -> dict[str, Any]:

@@ -83,11 +83,6 @@ class MethodParameters(nn.Module):
     def keys(self) -> list[str]:
         return list(self)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        state_dict.update(with_axes(own))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
         def moved(tensor: Tensor) -> Tensor:
             target: Tensor = fn(tensor)
@@ -132,11 +127,6 @@ def parameters_in_force(attention: nn.Module) -> MethodParameters | None:
         return held
     active: MethodParameters = held(None)
     return active
-
-
-def with_axes(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored parameters with an axis for single numbers, which earlier versions stored without one."""
-    return {name: value if value.dim() else value[None] for name, value in stored.items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,7 +17,6 @@ from hf_posenc.methods import available_methods
 from hf_posenc.model.parameters import (
     PARAMETER_FILE,
     trained_parameters,
-    with_axes,
     write_parameters,
 )
 from hf_posenc.model.unwrapping import unwrap
@@ -173,7 +172,6 @@ def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False
 
 def fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: str | Path) -> None:
     """Give parameters their stored values; raise for others than those of the model."""
-    loaded = with_axes(loaded)
     stored, own = ({k: tuple(v.shape) for k, v in each.items()} for each in (loaded, trained))
     if wrong := sorted(k for k in {*stored, *own} if stored.get(k) != own.get(k)):
         name = wrong[0]

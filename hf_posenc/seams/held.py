@@ -181,8 +181,10 @@ class Replaced:
     @property
     def __signature__(self) -> inspect.Signature:
         """The arguments of the forward from before."""
-        native = types.MethodType(type(self.module).forward, self.module)
-        return inspect.signature(native if self.earlier is None else self.earlier)
+        if self.earlier is not None:
+            return inspect.signature(self.earlier)
+        signature = inspect.signature(type(self.module).forward)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
 
     def install(self) -> Replaced:
         """Replace the forward, until `remove`; return the new one."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PosencError, one_line, unknown
-from hf_posenc.evaluation.scoring.decoder import linear_features
+from hf_posenc.evaluation.scoring.estimate import linear_features
 from hf_posenc.methods import available_methods, get_method
 from hf_posenc.model.discovery import NoRotaryError, SinCosTable, tables_of
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters

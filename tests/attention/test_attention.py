@@ -202,17 +202,6 @@ def test_a_later_token_changes_nothing_before_it(name: str, path: str) -> None:
     assert_close(zoo.logits(model, ids[:, :21]), full[:, :21])
 
 
-def test_rows_of_several_lengths_beyond_the_original(model: PreTrainedModel, path: str) -> None:
-    """With `update="request"` each row of a batch has frequencies of its own length."""
-    patch_model(model, "dynamic_ntk", update="request", original_max_position_embeddings=ORIGINAL)
-    ids, mask = zoo.tokens(150, batch=2), torch.ones(2, 150, dtype=torch.int64)
-    mask[1, :40] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    got = zoo.logits(model, ids, attention_mask=mask, position_ids=positions)
-    assert_close(got[:1], zoo.logits(model, ids[:1]))
-    assert_close(got[1:, 40:], zoo.logits(model, ids[1:, 40:]))
-
-
 LISTS = {name: CASES["longrope_row"].options[name] for name in ("short_factor", "long_factor")}
 
 

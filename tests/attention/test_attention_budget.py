@@ -25,14 +25,10 @@ from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import Method, get_method
 from hf_posenc.rope import RopeSpec
 from scripts.gpu_table import PHASES, backends
+from tests.support.elsewhere import VIEWS
 from tests.support.emulated import EmulatedFlash
 
 HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 640
-VIEWS = {
-    *("view", "_unsafe_view", "transpose", "t", "expand", "slice", "select", "unsqueeze"),
-    *("squeeze", "permute", "as_strided", "alias", "detach", "split", "narrow", "unbind"),
-    *("_reshape_alias", "unflatten", "empty", "new_empty", "empty_like", "empty_strided"),
-}
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh"}
 ORIGINAL = 128
 SPEC = RopeSpec(FEATURES, 10_000.0, ORIGINAL)
@@ -67,7 +63,7 @@ STEP = {
 FLASH = EmulatedFlash.name
 TURNED, CUDNN = f"{FLASH}, triton", "emulated cudnn, triton"
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 _DispatchMode: Any = TorchDispatchMode
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import METHODS, DistanceBias, LogN, Method, RotaryBands, get_method
+from hf_posenc.methods import METHODS, LogN, get_method
 from tests.support import attention_references as naive
 from tests.support.attention_methods import (
     BANDS,
@@ -22,8 +20,6 @@ from tests.support.attention_methods import (
     SEAMS,
     assert_same,
     bands,
-    naive_plain,
-    position_map,
 )
 from tests.support.pictures import assert_same_picture
 
@@ -159,31 +155,6 @@ def test_the_shortest_longest_distance_of_t5_is_taken() -> None:
     assert get_method("t5").from_options(max_distance=17).options() == {"max_distance": 17}
 
 
-def test_a_method_of_ones_own_from_the_page() -> None:
-    """The classes of the page's section on attention work as they stand there."""
-    page = (Path(__file__).parents[2] / "docs" / "writing_a_method.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Attention: rotary bands and biases\n")[2]
-    code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
-    names: dict[str, Any] = {"dataclass": dataclass, "register_method": lambda method: method}
-    exec(compile(code, "docs/writing_a_method.md", "exec"), names)
-    own = [
-        value
-        for value in names.values()
-        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == "builtins"
-    ]
-    assert {base.__bases__[0] for base in own} == {RotaryBands, DistanceBias}
-    for method in own:
-        built = method()
-        assert built.summary
-        if isinstance(built, RotaryBands):
-            relative = position_map(built, 60, 16)
-            assert torch.equal(relative.diagonal(), torch.zeros(60).double())
-            assert not torch.equal(relative.nan_to_num(-1), naive_plain(60).nan_to_num(-1))
-        elif isinstance(built, DistanceBias):
-            bias = built.bias(torch.arange(9.0), 4, built.initial(4, 16))
-            assert bias.shape == (4, 9)
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -203,14 +174,3 @@ def test_pictures_are_drawn_from_the_methods(tmp_path: Path, names: list[str] | 
         assert_same_picture(path, FOLDER / path.name)
     drawn = position_map(bands("self_extend", window=32, group=4))
     assert_same(drawn, naive.position_map("self_extend", len(drawn), window=32, group=4))
-
-
-def test_bases_say_what_is_missing() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Unfinished(RotaryBands):
-        name: ClassVar[str] = "unfinished"
-        summary: ClassVar[str] = "nothing yet"
-        source: ClassVar[str] = "this test"
-
-    with pytest.raises(NotImplementedError):
-        position_map(Unfinished(), 9, 4)

@@ -109,19 +109,11 @@ def test_what_it_needs() -> None:
     with pytest.raises(PosencError, match="jet_long: window=1000 leaves no trained positions"):
         patch_model(build(), "jet_long", window=1000)
     with pytest.raises(PosencError, match="reads the text in both directions"):
-        patched(zoo_encoder())
-
-
-def zoo_encoder() -> Any:
-    from tests.support.families import build_text_model
-
-    return build_text_model("eurobert")
+        patched(build_text_model("eurobert"))
 
 
 # DPE, whose positions differ by pair: with equal group sizes it is SelfExtend, in every layout of the pairs
 
-
-IDS = zoo.tokens(50)
 LAYOUTS = ("llama", "cohere", "glm", "deepseek_v3", "gptj", "eurobert")
 MORE = ("gpt_neox", "gemma3_text", "roformer", "falcon", "hunyuan_v1_dense")
 

@@ -345,22 +345,17 @@ def test_inspect_says_what_a_table_that_moves_gets_wrong(tmp_path: Path) -> None
     assert "their own step" not in invoke("inspect", folder, "--patch", "dynamic_ntk").stdout
 
 
-def test_inspect_reads_flags_and_names_what_does_nothing(model: Path, tmp_path: Path) -> None:
+def test_inspect_names_the_patch_of_a_scaling_and_what_does_nothing(
+    model: Path, tmp_path: Path
+) -> None:
     block = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     block |= {"original_max_position_embeddings": 256}
-    flags = ("--hf-overrides", json.dumps({"rope_parameters": block}))
-    result = invoke("inspect", model, "--", "vllm", "serve", "X", "--port", "80", *flags)
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.stdout.split())
-    assert "With these flags of vLLM: the same as --patch yarn:scale=4" in text
+    scaled = tiny_checkpoint(tmp_path / "scaled", "llama", rope_parameters=block)
+    text = " ".join(invoke("inspect", scaled).stdout.split())
+    assert "the same as --patch yarn:scale=4 on the unscaled model" in text
     assert f"cos and sin x {0.1 * math.log(4) + 1:.6g}" in text
-    found = json.loads(invoke("inspect", "--json", model, "--", *flags).stdout)["scaling"]
-    assert found["option"] == "yarn:scale=4"
-    assert found["patch"]["method"] == "yarn"
-    assert "exclude each other" in refused("inspect", model, "--patch", "ntk:scale=2", "--", *flags)
-    assert "Flags of another engine come after --." in refused("inspect", model, *flags)
-    of_embedded = invoke("inspect", "--json", "--", "--rope-scale", "4", "-c", "1024").stdout
-    assert json.loads(of_embedded)["scaling"]["option"] == "pi:scale=4"
+    found = json.loads(invoke("inspect", "--json", scaled).stdout)["scaling"]
+    assert (found["option"], found["patch"]["method"]) == ("yarn:scale=4", "yarn")
     assert "No such option: --patsh" in refused("inspect", model, "--patsh", "yarn")
     folder = tiny_checkpoint(tmp_path / "idle")
     config = json.loads((folder / "config.json").read_text())

@@ -114,7 +114,6 @@ WRONG = [
     ("inspect ./nowhere", "There is no model folder ./nowhere"),
     ("inspect --patch yarm", "Unknown method 'yarm'"),
     ("inspect --patch yarn", "yarn needs scale="),
-    ("inspect -- --rope-foo 3", "--rope-foo is not a flag that is read"),
     ("recommend --target-length 4x", "--target-length 4x: '4x' is no length"),
     ("recommend ./nowhere --target-length 4k", "There is no model folder ./nowhere"),
     ("recommend --target-length 4k --dtype int8", "Unknown value of --dtype 'int8'"),

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -280,26 +277,6 @@ def test_more_scale_lowers_more(name: str) -> None:
     assert (much / little).min() < 0.5
 
 
-def test_what_each_family_keeps() -> None:
-    """The defining property of each static method at its two ends."""
-    rope = RopeSpec(128, 1e4, 4096)
-    unscaled = rope.default_inv_freq()
-    ratio = {
-        name: example(name, 128).inv_freq(rope) / unscaled
-        for name in ("pi", "ntk", "partial_ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed")
-    }
-    assert ratio["pi"].min() == ratio["pi"].max()
-    for name in ("ntk", "partial_ntk", "ntk_by_parts", "yarn", "llama3"):
-        assert ratio[name][0] == 1  # the fastest pair is left alone
-    for name in ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed"):
-        assert ratio[name][-1].item() == pytest.approx(1 / 8)  # the slowest is divided by s
-    assert torch.equal(ratio["yarn"], ratio["ntk_by_parts"])
-    for scale in (1.5, 8.0):
-        factor = example("yarn", scale=scale).cos_sin_factor(rope)
-        assert factor == pytest.approx(1 + 0.1 * math.log(scale))
-    assert example("ntk_by_parts").cos_sin_factor(rope) == 1
-
-
 def test_the_radix_family_divides_by_powers_of_the_scale() -> None:
     """`f_i / s^e_i`: the e_i on the page of mrrope; only yarn's and partial_ntk's depend on s."""
     rope, pairs = RopeSpec(128, 1e4, 4096), torch.arange(64, dtype=torch.float64)
@@ -385,36 +362,6 @@ def test_a_method_is_registered_by_its_definition() -> None:
     assert all(getattr(methods, cls) is get_method(name) for cls, name in defined)
     with pytest.raises(ImportError, match="NoSuchMethod"):
         exec("from hf_posenc.methods import NoSuchMethod")
-
-
-def test_a_new_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the package with one file more: the method has its name, its place and its import."""
-    package = Path(methods.__file__).parents[1]
-    shutil.copytree(
-        package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.safetensors")
-    )
-    (tmp_path / package.name / "methods" / "halving.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from hf_posenc.methods.base import RopeScaling\n"
-        "@dataclass(frozen=True, kw_only=True)\n"
-        "class Halving(RopeScaling):\n"
-        "    name, summary, source, needs = 'halving', 'half of it', 'this test', 'nothing'\n"
-        "    aliases = ('half',)\n"
-    )
-    code = (
-        "from hf_posenc import available_methods, get_method\n"
-        "from hf_posenc.methods import METHODS, Halving\n"
-        "assert get_method('half') is Halving\n"
-        "kinds = [method.kind for method in METHODS]\n"
-        "last = len(kinds) - 1 - kinds[::-1].index('frequencies')\n"
-        "assert METHODS.index(get_method('nope')) < METHODS.index(Halving) <= last\n"
-        "print(*available_methods())\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert [n for n in ran.stdout.split() if n != "halving"] == list(available_methods())
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

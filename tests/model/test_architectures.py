@@ -471,11 +471,6 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
 # Refusals
 
 
-WITHOUT_ROPE = (
-    *("gpt2", "opt", "gpt_neo", "bert", "whisper"),  # a table of absolute positions
-    *("bloom", "mpt", "t5", "xlnet"),  # a bias on distance
-    *("mamba", "jamba"),  # no positions at all
-)
 OTHER_TOWERS = {
     "inkling2": "image",  # a bias in the text decoder, and RoPE in its vision tower
     "pixtral": "image",
@@ -484,18 +479,6 @@ OTHER_TOWERS = {
     "wav2vec2-conformer": "audio",
 }
 """Types whose rotary modules are those of other towers, with what they rotate."""
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    quick([t for t in WITHOUT_ROPE if t in CONFIG_MAPPING], ("gpt2", "bloom", "mamba")),
-)
-def test_models_without_rope_are_refused_by_name(model: PreTrainedModel, model_type: str) -> None:
-    config = copy.deepcopy(model.config.to_dict())
-    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} has no rotary"):
-        patch_model(model, "yarn", scale=4.0)
-    assert model.config.to_dict() == config
-    assert get_patch(model) is None
 
 
 @pytest.mark.parametrize("model_type", [t for t in OTHER_TOWERS if t in CONFIG_MAPPING])

@@ -29,9 +29,9 @@ from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.attention_native import KEEPING, RULES, reference
+from tests.support.attention_ways import Way, in_batch, in_steps, left_masked, left_padded, natively
 from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
-from tests.support.zoo_registry import quiet
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
 OTHERS = [name for name in DECODERS if name not in zoo.representative()]
@@ -75,79 +75,22 @@ def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return model
 
 
-@torch.no_grad()
-def hidden(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Logits or hidden states in float64, and the cache."""
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        out = model(**zoo._required_inputs(model.config, ids), **kwargs)
-    values = getattr(out, "logits", None)
-    return (out[0] if values is None else values).double(), out.past_key_values
-
-
-def cached(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The text as a prefill, single steps and chunks."""
-    parts, cache, start = [], None, 0
-    for size in (11, 1, 1, 4, ids.shape[1] - 17):
-        more: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-        if attention_mask is not None:
-            more["attention_mask"] = attention_mask[:, : start + size]
-        part, cache = hidden(model, ids[:, start : start + size], use_cache=True, **more)
-        parts.append(part)
-        start += size
-    return torch.cat(parts, 1)
+    return in_steps(model, ids, [11, 1, 1, 4, ids.shape[1] - 17])
 
 
-def padded_batch(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The text with 5 others before it, and after 5 pads; and its mask."""
-    rows = torch.cat((zoo.tokens(5, batch=2, seed=4), ids.expand(2, -1)), 1)
-    mask = torch.ones_like(rows)
-    mask[1, :5] = 0
-    return rows, mask
-
-
-def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    rows, mask = padded_batch(ids)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return zoo.logits(model, rows, attention_mask=mask, position_ids=positions)[1:, 5:]
-
-
-def left_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    rows, mask = padded_batch(ids)
-    return zoo.logits(model, rows, attention_mask=mask)[1:, 5:]
-
-
-def left_masked_cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    rows, mask = padded_batch(ids)
-    return cached(model, rows, attention_mask=mask)[1:, 5:]
-
-
-WAYS = {
-    "cached": cached,
-    "left-padded": left_padded,
-    "left-padded, without positions": left_masked,
-    "left-padded, without positions, cached": left_masked_cached,
-}
-
-
+left_masked_cached = in_batch("left_masked_cached", 6, 0, 9, cached="dynamic", positions=False)
+WAYS = (cached, left_padded, left_masked, left_masked_cached)
 COUNTS_PADDING = ("roformer",)
 """Types that take no positions; patched, they refuse padding before a text (`tests/seams/test_scores.py`)."""
 
 
-def native_error(model: PreTrainedModel, way: str, ids: Tensor, full: Tensor) -> float | None:
-    """Return the error of the unpatched model; `None` if it cannot run a text this way."""
-    try:
-        return zoo.relative_difference(WAYS[way](model, ids), full)
-    except Exception:
-        return None
-
-
-def compared(model_type: str) -> dict[str, float]:
+def compared(model_type: str) -> dict[Way, float]:
     """The ways to run a text that the unpatched model has, and how far it is off in each."""
     model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
-    full = zoo.logits(model, ids)
-    ways = [way for way in WAYS if model_type not in COUNTS_PADDING or "padded" not in way]
-    errors = {way: native_error(model, way, ids, full) for way in ways}
+    ways = WAYS[:1] if model_type in COUNTS_PADDING else WAYS
+    errors = {way: natively(model, way, ids) for way in ways}
     return {way: error for way, error in errors.items() if error is not None and error < 0.01}
 
 
@@ -162,16 +105,16 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
     for name in names:
         try:
             patch(model, name)
-        except UnsupportedModelError as error:
-            found[name] = str(error)
+        except UnsupportedModelError as refusal:
+            found[name] = str(refusal)
         else:
             found[name] = ""
             full = zoo.logits(model, ids)
             acted = zoo.relative_difference(full, before)
             assert acted > 10 * noise + 1e-5, f"{name}: nothing happened ({acted:.1e})"
-            for way, natively in native.items():
-                off = zoo.relative_difference(WAYS[way](model, ids), full)
-                assert off < max(1e-4, 10 * natively), f"{name}, {way}: {off:.1e}"
+            for way, error in native.items():
+                off = zoo.relative_difference(way(model, ids), full)
+                assert off < max(1e-4, 10 * error), f"{name}, {way.__name__}: {off:.1e}"
             unpatch_model(model)
         assert zoo.relative_difference(zoo.logits(model, ids), before) <= noise, name
         assert model.config.to_dict() == config, name

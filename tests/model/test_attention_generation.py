@@ -137,15 +137,6 @@ QUANTISED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", FEWER)
-def test_beam_search(name: str) -> None:
-    model = patched_by(name)
-    kwargs = {**prompts(), "num_beams": 3, "num_return_sequences": 2, "output_scores": True}
-    cached, plain = generate(model, **kwargs), generate(model, **kwargs, use_cache=False)
-    assert torch.equal(cached.sequences, plain.sequences)
-    torch.testing.assert_close(cached.sequences_scores, plain.sequences_scores)
-
-
 @pytest.mark.parametrize(
     ("model_type", "name"),
     covering(("gemma3_text", "mistral"), ("rerope", "alibi", "dynamic_ntk_row")),
@@ -256,21 +247,6 @@ def test_compiled_to_machine_code(layer: PreTrainedModel, name: str) -> None:
     ids = zoo.tokens(40)
     assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids), name)
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
-
-
-@pytest.mark.slow
-def test_compiled_before_the_patch(layer: PreTrainedModel) -> None:
-    model = layer
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    ids = zoo.tokens(40)
-    before = zoo.logits(compiled, ids)
-    for window in (8, 20):
-        with patched(compiled, "rerope", window=window):
-            expected = zoo.logits(model, ids)
-            assert zoo.relative_difference(expected, before) > 1e-2
-            assert_close(zoo.logits(compiled, ids), expected)
-    assert torch.equal(zoo.logits(compiled, ids), before)
 
 
 # Attention weights, and the implementation the user had chosen

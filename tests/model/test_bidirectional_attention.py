@@ -5,8 +5,6 @@ The references are float64, pair by pair.
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_posenc import (
     PosencError,
-    from_pretrained,
     inspect_rope,
     patch_model,
     unpatch_model,
@@ -349,20 +346,6 @@ def test_a_cache_gives_what_one_forward_gives(name: str, model_type: str) -> Non
     assert close(model, in_steps(model, ids, [7, 1, 1, 5, 6]), full)
 
 
-@pytest.mark.parametrize("model_type", ["t5gemma2", *late(["t5gemma"])])
-def test_generation_chooses_the_tokens_of_whole_forwards(model_type: str) -> None:
-    model, ids = zoo.build(model_type), zoo.tokens(11)
-    patch(model, "self_extend")
-    text = torch.tensor([[1]])
-    for _ in range(6):
-        logits = zoo.logits(model, ids, decoder_input_ids=text)
-        text = torch.cat((text, logits[:, -1:].argmax(-1)), 1)
-    with quiet():
-        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        got = model.generate(ids, max_new_tokens=6, decoder_start_token_id=1, **options)  # type: ignore[operator]
-    assert torch.equal(got, text)
-
-
 @pytest.mark.parametrize(
     ("model_type", "name", "dense"),
     [
@@ -421,20 +404,3 @@ def test_a_text_longer_than_written_masks() -> None:
     before = zoo.logits(model, ids, decoder_input_ids=short)
     patch_model(model, "rerope", window=10_000, layers="all")
     assert close(model, zoo.logits(model, ids, decoder_input_ids=short), before)
-
-
-@pytest.mark.parametrize("model_type", ["t5gemma", *late(["t5gemma2"])])
-def test_copies_and_saved_models(model_type: str, tmp_path: Path) -> None:
-    model, ids = zoo.build(model_type), zoo.tokens(TOKENS)
-    before, config = zoo.logits(model, ids), model.config.to_dict()
-    unpatch_model(patch(model, "self_extend"))
-    assert model.config.to_dict() == config
-    patch(model, "self_extend")
-    want = zoo.logits(model, ids)
-    assert torch.equal(zoo.logits(copy.deepcopy(model), ids), want)
-    assert torch.equal(zoo.logits(pickle.loads(pickle.dumps(model)), ids), want)
-    model.save_pretrained(tmp_path)
-    loaded = from_pretrained(tmp_path)
-    assert close(model, zoo.logits(loaded, ids), want)
-    assert close(model, zoo.logits(unpatch_model(loaded), ids), before)
-    assert torch.equal(zoo.logits(unpatch_model(model), ids), before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
@@ -20,8 +19,6 @@ from hf_posenc.methods import LogN, YaRN
 from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
-from tests.support.families import text_types
-from tests.support.selection import late
 from tests.support.ways_to_run import Kind, at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -56,11 +53,6 @@ PATCHES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     },
 }
 CASES = [(kind, *patch) for kind, patches in PATCHES.items() for patch in patches]
-# Every other type, whichever of these patches it takes.
-OTHERS = [
-    pytest.param(kind, "", {}, marks=pytest.mark.slow)
-    for kind in sorted({*zoo.decoder_types(), *text_types()} - {*PATCHES})
-]
 # Where another patch or type takes the same way: a method that is alike, or a table of positions that is learned.
 ALIKE = {("llama", "log_n"), ("gptj", "alibi"), ("roformer", "alibi"), ("gpt2", "nope")} | {
     (kind, "alibi")
@@ -75,15 +67,12 @@ def every(turn: int) -> list[Any]:
     one = [case for case in CASES if case[:2] not in ALIKE | ALWAYS]
     fast = [*(case for case in CASES if case[:2] in ALWAYS), *one[turn::3]]
     return [
-        *(
-            pytest.param(
-                *case,
-                id="-".join(map(str, (*case[:2], *case[2].values()))),
-                marks=() if case in fast else pytest.mark.slow,
-            )
-            for case in CASES
-        ),
-        *OTHERS,
+        pytest.param(
+            *case,
+            id="-".join(map(str, (*case[:2], *case[2].values()))),
+            marks=() if case in fast else pytest.mark.slow,
+        )
+        for case in CASES
     ]
 
 
@@ -92,7 +81,7 @@ AGAIN = [
     pytest.param(
         *case.values,
         reentrant,
-        id=f"{case.id or case.values[0]}-{reentrant}",
+        id=f"{case.id}-{reentrant}",
         marks=case.marks if turn % 2 == reentrant else pytest.mark.slow,
     )
     for turn, case in enumerate(every(2))
@@ -103,28 +92,11 @@ _PATCHED: dict[str, PreTrainedModel] = {}
 
 
 def built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
-    """Return a copy of a patched model without dropout; without a name, of the first patch that it takes."""
+    """Return a copy of a patched model without dropout."""
     key = f"{kind} {name} {options}"
     if key not in _PATCHED:
-        _PATCHED[key] = _built(kind, name, options)
+        _PATCHED[key] = patch_model(Kind(kind, name, options, "").build(), name, **options)
     return copy.deepcopy(_PATCHED[key])
-
-
-def _built(kind: str, name: str, options: dict[str, Any]) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = Kind(kind, name, options, "").build()
-    except Exception as error:  # it needs another library, or sizes that no rule finds
-        if name:
-            raise
-        pytest.skip(f"{kind} is not built: {error}")
-    if name:
-        return patch_model(model, name, **options)
-    scaled = {"scale": 2}
-    others: dict[str, Any] = {"rerope": {}, "alibi": {}, "nope": {}, "t5": scaled, "yarn": scaled}
-    for name, options in others.items():
-        with contextlib.suppress(PosencError):
-            return patch_model(model, name, **options)
-    pytest.skip(f"{kind} takes no patch")
 
 
 def arguments(model: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -264,29 +236,6 @@ def test_threads_get_positions_of_their_own(kind: str, name: str, options: dict[
         assert max(zoo.relative_difference(got.double(), want.double()) for got in results) < 1e-6
 
 
-@pytest.mark.parametrize("update", ["sequence", *late(["row", "request"])])
-def test_generations_in_threads_are_those_of_one_thread(update: str) -> None:
-    options = {"update": update, "original_max_position_embeddings": 16}
-    model: Any = built("llama", "dynamic_ntk", options)
-    texts = [zoo.tokens(length, seed=length) for length in (33, 50)]
-
-    def generated(ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            step = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
-            outs = [step.logits[:, -1:]]
-            for token in range(12):
-                ids = torch.tensor([[token]])
-                step = model(input_ids=ids, past_key_values=step.past_key_values)
-                outs.append(step.logits)
-        return torch.cat(outs, 1)
-
-    alone = [generated(ids) for ids in texts]
-    for _ in range(3):
-        together = at_once([functools.partial(generated, ids) for ids in texts])
-        for want, got in zip(alone, together, strict=True):
-            assert zoo.relative_difference(got.double(), want.double()) < 1e-6
-
-
 # Gradient checkpointing
 
 
@@ -346,7 +295,7 @@ def test_a_layer_that_is_computed_again_has_its_own_forward(
 
 @torch.no_grad()
 def test_a_long_mask_that_a_module_changes_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built("doge", "", {})
+    model = built("doge", "rerope", {})
     given = padded(arguments(model, LENGTHS[0]))
     want = output(model, given)
     monkeypatch.setattr(masks, "DENSE", 0)

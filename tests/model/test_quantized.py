@@ -26,7 +26,7 @@ from hf_posenc.model.weights import damaged_weights, is_quantized, plain_parts
 from hf_posenc.verification import verify_export
 from tests.support import zoo
 from tests.support.selection import covering, quick
-from tests.support.ways_to_run import offloaded, on_disk
+from tests.support.ways_to_run import offloaded, on_disk, sharded
 
 METHODS: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 16}, "fire": {}}
 IDS = zoo.tokens(40)
@@ -145,15 +145,6 @@ def dispatched(*on_disk: str) -> Change:
 
 def dynamic(model: Any, folder: Path) -> Any:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
-def sharded(model: Any, folder: Path) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 CHANGED: dict[str, Change] = {

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 import hf_posenc
 from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.attention import engine
-from hf_posenc.methods import LogN, ReRoPE, Temperature, YaRN
+from hf_posenc.methods import LogN, ReRoPE, YaRN
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, reference
@@ -111,22 +111,6 @@ def test_another_method_in_attention_needs_the_engine(spy: tuple[str, Spy]) -> N
     patch_model(model, [YaRN(scale=4), LogN()], original_max_position_embeddings=ORIGINAL)
     zoo.logits(model, IDS)
     assert len(spy[1].queries) > calls
-
-
-def test_chosen_layers() -> None:
-    """The others keep their queries."""
-    model, calls = build(), Spy()
-    AttentionInterface.register("spy", calls)
-    choose(model, "spy")
-    patch_model(model, "log_n", layers=[1], original_max_position_embeddings=ORIGINAL)
-    other = copy.deepcopy(model)
-    unpatch_model(model)
-    calls.queries.clear()
-    zoo.logits(model, IDS)
-    zoo.logits(other, IDS)
-    assert torch.equal(calls.queries[0], calls.queries[2])
-    assert not torch.equal(calls.queries[1], calls.queries[3])
-    AttentionInterface._global_mapping.pop("spy")
 
 
 NOPE: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -251,21 +235,6 @@ def test_the_factor_of_ministral_can_be_put_in_and_taken_out(tmp_path: Path) -> 
 @pytest.mark.parametrize("model_type", ["llama", "hunyuan_v1_dense", "gemma3"])
 def test_models_that_do_not_scale_their_queries_are_not_taken_for_such(model_type: str) -> None:
     patch_model(zoo.build(model_type), "log_n", original_max_position_embeddings=ORIGINAL)
-
-
-def test_a_scale_alone_chooses_yarn() -> None:
-    assert Temperature().law_in_force == "log_n"
-    assert Temperature(scale=4).law_in_force == "yarn"
-    factor = Temperature(scale=4).query_factor(torch.arange(3), 16)
-    assert factor.tolist() == pytest.approx([0.1 * math.log(4) + 1] * 3)
-
-
-def test_ssmax_starts_at_a_mean_factor_of_one() -> None:
-    """As in the paper, whose 1,024 tokens give 0.168."""
-    start = Temperature(law="ssmax").parameters_for(2, 2, 8, 1024)["query_scale"]
-    mean = sum(math.log(n) for n in range(1, 1025)) / 1024
-    assert start.tolist() == pytest.approx([1 / mean] * 2)
-    assert round(float(start[0]), 3) == 0.168
 
 
 def test_a_layer_with_a_rotary_of_its_own_is_chosen_by_it() -> None:

@@ -40,6 +40,7 @@ from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
 from tests.support.attention_ways import WAYS, in_steps
+from tests.support.families import build_text_model
 from tests.support.selection import covering, late, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
@@ -268,13 +269,7 @@ def test_numbers_of_a_dictionary() -> None:
         with pytest.raises(PosencError, match="belongs into it"):
             patch_model(build(), {0: "yarn", 1: "nope"}, scale=4, **wrong)
     with pytest.raises(PosencError, match="gives methods to layers that rotate"):
-        patch_model(zoo_table_model(), {0: "alibi"})
-
-
-def zoo_table_model() -> Any:
-    from tests.support.families import build_text_model
-
-    return build_text_model("gpt2")
+        patch_model(build_text_model("gpt2"), {0: "alibi"})
 
 
 # Their full layers do not rotate, and the config does not say so.

@@ -110,20 +110,6 @@ def test_a_prompt_past_the_original_length_is_read_as_trained(case: str) -> None
     assert off(by_steps(model, IDS[:, :90], 80)[:, :80], native) < CLOSE
 
 
-@pytest.mark.parametrize("case", ["phi3", "llama-longrope"])
-def test_generation_across_the_original_length_is_that_without_a_cache(case: str) -> None:
-    model, method = build(case)
-    patch_model(model, method)
-    generate: Any = model.generate
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
-    found = generate(IDS[:, :10], **options)
-    text: Tensor = found.sequences
-    assert text.shape[1] == 22
-    without = run(model, text, use_cache=False).logits[:, 9:-1]
-    assert off(torch.stack(found.logits, 1), without) < CLOSE
-
-
 def test_phimoe_reads_its_long_list() -> None:
     """The long list has a reference of its own: transformers 5 reads the short one at every length."""
     model = zoo.build("phimoe", rope_parameters={**LONGROPE, **MSCALES})

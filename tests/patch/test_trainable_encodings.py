@@ -18,9 +18,7 @@ from hf_posenc import (
     available_methods,
     from_pretrained,
     get_method,
-    load_patch,
     patch_model,
-    save_patch,
 )
 from hf_posenc.errors import PosencError
 from hf_posenc.model.parameters import trained_parameters
@@ -180,23 +178,3 @@ def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> 
         assert torch.equal(loaded(input_ids=fresh).logits, model(input_ids=fresh).logits)
         alone = LlamaForCausalLM.from_pretrained(tmp_path, config=reader().config).eval()
         assert float(loss_of(alone, fresh, delay)) > 2 * after  # it was the encoding
-
-
-def test_numbers_that_older_files_store_without_an_axis_are_loaded(tmp_path: Path) -> None:
-    model = patch_model(reader(), "fire", c=0.5)
-    mine: dict[str, Any] = trained_parameters(model)
-    model.save_pretrained(tmp_path)
-    save_patch(model, tmp_path / "patch")
-    for path in (tmp_path / "model.safetensors", tmp_path / "patch" / "posenc.safetensors"):
-        stored = {
-            name: value[0] if name.endswith((".c", ".multiplier")) else value
-            for name, value in load_file(path).items()
-        }
-        assert any(not value.dim() for value in stored.values())
-        save_file(stored, path, {"format": "pt"})
-    fresh = patch_model(reader(), "fire")
-    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    for loaded in (from_pretrained(tmp_path), load_patch(reader(), tmp_path / "patch"), fresh):
-        found = trained_parameters(loaded)
-        assert found.keys() == mine.keys()
-        assert all(torch.equal(found[name], value) for name, value in mine.items())

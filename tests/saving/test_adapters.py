@@ -121,12 +121,6 @@ class TestCarriesItsPatch:
         assert not done.value.code
         assert "yarn" in capsys.readouterr().out
 
-    def test_an_unmerged_model_is_unpatched_with_its_adapter_on(self, base: Path) -> None:
-        model = trained(base, PATCHES["yarn"])
-        unpatch_model(model)
-        assert get_patch(model) is None
-        assert model.peft_config
-
     def test_trained_further_and_saved_again(self, base: Path, tmp_path: Path) -> None:
         first = saved(trained(base, PATCHES["kerple"]), tmp_path / "first")
         model = from_pretrained(first, is_trainable=True)

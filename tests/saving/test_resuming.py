@@ -105,31 +105,6 @@ def test_bare_loop(method: str, tmp_path: Path) -> None:
     assert equal(resumed, whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", STATIC)
-def test_sft_trainer(method: str, tmp_path: Path) -> None:
-    datasets: Any = pytest.importorskip("datasets")
-    trl: Any = pytest.importorskip("trl")
-    from transformers import AutoTokenizer
-
-    from hf_posenc.embedded import model_path
-
-    rows = datasets.Dataset.from_dict({"input_ids": zoo.tokens(80, batch=4).tolist()})
-
-    def train(folder: str | None = None) -> Any:
-        trainer = trl.SFTTrainer(
-            model=patched(method),
-            args=settings(tmp_path, trl.SFTConfig, max_length=80, bf16=False),
-            train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(model_path()),
-        )
-        trainer.train(resume_from_checkpoint=folder)
-        return trainer.model
-
-    whole = train()
-    assert equal(train(str(tmp_path / f"checkpoint-{STEPS // 2}")), whole)
-
-
 def test_the_keys_of_transformers_4_are_in_every_other_folder(tmp_path: Path) -> None:
     model = patched("yarn")
     scaling = {}

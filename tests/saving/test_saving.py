@@ -50,17 +50,6 @@ from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late, quick
 from tests.support.zoo_registry import quiet
 
-STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
-
-# One of each rope_type of transformers, and no rotation at all.
-DIFFERENT = ("pi", "abf", "yarn", "llama3", "longrope", "dynamic_ntk", "nope")
-
-# Only in hf_posenc: their tables follow the length, or they compute attention.
-NOT_NATIVE = (
-    *("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "dynamic_ntk"),
-    *("alibi", "rerope", "self_extend", "log_n", "xpos"),
-)
-
 ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
 TEXT = {*text_types()} - {*ROTARY, *zoo.seq2seq_types(), *zoo.NOT_BUILT}
 # transformers does not load what the class of this small model saves, patched or not.
@@ -162,21 +151,6 @@ def test_parameters_of_another_model_leave_it_as_it_was(
 
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
-
-    @pytest.mark.parametrize("method", quick(NOT_NATIVE, ("dynamic_ntk", "alibi", "rerope")))
-    def test_a_method(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:
-        patch_model(model, method)
-        patch = zoo.in_force(model)
-        assert patch.export is None
-        assert "hf_posenc.from_pretrained only" in str(patch)
-        saved(model, tmp_path)
-        refused(model, tmp_path, method)
-        for loaded in (
-            AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True),
-            from_pretrained(tmp_path),
-        ):
-            assert torch.equal(logits(loaded), logits(model))
-            assert loaded.config.architectures == ["LlamaForCausalLM"]
 
     @pytest.mark.parametrize(
         ("family", "method"),
@@ -336,22 +310,6 @@ def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
             type(model).from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("method", quick(zoo.frequency_methods(), DIFFERENT))
-def test_what_save_pretrained_wrote_loads_in_plain_transformers_and_with_its_undo(
-    model: PreTrainedModel, method: str, tmp_path: Path
-) -> None:
-    before = logits(model)
-    patch_model(model, method, **OPTIONS[method])
-    saved(model, tmp_path)
-    if method in (*STATIC, "longrope", "dynamic_ntk"):
-        assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
-    loaded = from_pretrained(tmp_path)
-    assert zoo.in_force(model).config == zoo.in_force(loaded).config
-    assert torch.equal(logits(loaded), logits(model))
-    assert torch.equal(logits(unpatch_model(loaded)), before)
-    assert loaded.config.rope_parameters == unpatch_model(model).config.rope_parameters
-
-
 class TestOverrides:
     """`from_pretrained` takes what transformers takes beside the path: attributes of the config."""
 
@@ -474,14 +432,6 @@ def decoded(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class TestPatchFiles:
-    def test_round_trip(self, model: PreTrainedModel, tmp_path: Path) -> None:
-        patch_model(model, "yarn", scale=4, beta_fast=16)
-        expected = logits(model)
-        assert save_patch(model, tmp_path / "new" / "folder").name == "posenc_config.json"
-        other = zoo.build("llama")
-        assert load_patch(other, tmp_path / "new" / "folder") is other
-        assert torch.equal(logits(other), expected)
-
     def test_beside_a_checkpoint(self, model: PreTrainedModel, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         patch_model(model, "dynamic_yarn", update="sequence")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
-from hf_posenc.errors import UntrainedWarning
+from hf_posenc import UnsupportedModelError, patch_model, patched, unpatch_model
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.model.sampled import sample_of
 from hf_posenc.seams import hidden, probes
@@ -188,15 +187,6 @@ def test_a_hidden_source_is_refused_by_every_method(source: str, method: str) ->
     message = f"more than its rotary embedding: .*{re.escape(words)}.*hf-posenc inspect MODEL"
     zoo.refused(model, message, method, **METHODS[method])
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_clean_model_is_taken(method: str) -> None:
-    model = _llama()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntrainedWarning)
-        patch_model(model, method, **METHODS[method])
-    assert get_patch(model) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

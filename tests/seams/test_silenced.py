@@ -208,14 +208,6 @@ def test_gradients_reach_the_trained_bias_and_the_weights() -> None:
     assert grads["transformer.wpe.weight"] is None  # its rows are not read
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "bart"])
-def test_a_text_longer_than_the_silenced_table_is_refused(model_type: str) -> None:
-    model = patch_model(build_text_model(model_type), "nope")
-    assert torch.isfinite(_run(model, tokens(64))).all()
-    with pytest.raises(PosencError, match=r"65 tokens: .* target_length of at least 65"):
-        _run(model, tokens(65))
-
-
 @pytest.mark.parametrize(
     ("model_type", "method", "words"),
     [

@@ -14,19 +14,19 @@ from tests.support import zoo
 Way = Callable[[PreTrainedModel, Tensor], Tensor]
 
 
-@torch.no_grad()
 def in_steps(
     model: PreTrainedModel, ids: Tensor, sizes: list[int], cache: Any = None, **more: Any
 ) -> Tensor:
     """Logits of a text that is run piece by piece with a cache; `more` is per token."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
     parts, start = [], 0
     for size in sizes:
         piece = slice(start, start + size)
         now = {k: v[:, : piece.stop] if "mask" in k else v[:, piece] for k, v in more.items()}
-        parts.append(model(input_ids=ids[:, piece], past_key_values=cache, **now).logits)
+        given = now if cache is None else {**now, "past_key_values": cache}
+        part, cache = zoo.run(model, ids[:, piece], use_cache=True, **given)
+        parts.append(part)
         start = piece.stop
-    return torch.cat(parts, 1).double()
+    return torch.cat(parts, 1)
 
 
 def stepwise(total: int, *first: int) -> list[int]:
@@ -164,3 +164,11 @@ WAYS: tuple[Way, ...] = (
     in_batch("both_masked_in_steps", 4, 5, cached="dynamic", positions=False),
     *(right_padded, cropped, packed, interleaved, static_again, chosen_rows),
 )
+
+
+def natively(model: PreTrainedModel, way: Way, ids: Tensor) -> float | None:
+    """Return how far an unpatched model is off in a way to run a text; `None` if it cannot run so."""
+    try:
+        return zoo.relative_difference(way(model, ids), zoo.logits(model, ids))
+    except Exception:
+        return None

@@ -309,16 +309,22 @@ def in_force(model: torch.nn.Module) -> Patch:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
-    """Logits of ``model`` in float64, or its last hidden state if it has no head. No cache."""
+def run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Logits of ``model`` in float64, or its last hidden state if it has no head; and its cache."""
     kwargs = _required_inputs(model.config, input_ids) | kwargs
-    with quiet(), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         # DiffusionGemma starts from noise. torch.manual_seed would also note the stack for every kind of GPU: 2 ms.
         torch.default_generator.manual_seed(0)
-        out = model(use_cache=False, **kwargs)
+        out = model(**kwargs)
     values = getattr(out, "logits", None)
     final: Tensor = out.last_hidden_state if values is None else values
-    return final.double()
+    return final.double(), getattr(out, "past_key_values", None)
+
+
+def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """As `run`, quietly and without a cache."""
+    with quiet():
+        return run(model, input_ids, use_cache=False, **kwargs)[0]
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, Any]:

@@ -379,8 +379,8 @@ def _weights(
             continue
         each = chosen if id(module) in in_lists else 1
         share = chosen / experts if id(module) in in_lists else 1.0
-        if (sizes := _linear_features(module)) is not None:
-            inner = (_linear_features(part) for part in module.modules() if part is not module)
+        if (sizes := linear_features(module)) is not None:
+            inner = (linear_features(part) for part in module.modules() if part is not module)
             if not any(inner):  # a wrapper's features are those of its parts
                 met += share * sizes[0] * sizes[1]
                 width = max(width, each * sizes[0])
@@ -394,7 +394,7 @@ def _weights(
     return met, width
 
 
-def _linear_features(module: nn.Module) -> tuple[int, int] | None:
+def linear_features(module: nn.Module) -> tuple[int, int] | None:
     """Return the features in and out of a linear layer, quantized (its weight is packed) and GPT-2's included."""
     for names in (("in_features", "out_features"), ("nx", "nf")):
         sizes = [getattr(module, name, None) for name in names]

@@ -24,6 +24,7 @@ from hf_posenc.attention.kernels import biased, decode
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import get_method
+from tests.support.elsewhere import VIEWS
 from tests.support.kernel_cases import Case, Written
 from tests.support.selection import late
 
@@ -36,10 +37,6 @@ LAUNCHES = {
     "hf_posenc::decode": decode.LAUNCHES,
     "hf_posenc::biased": biased.LAUNCHES,
     "hf_posenc::biased_backward": biased.BACKWARD_LAUNCHES,
-}
-VIEWS = {
-    *("view", "expand", "slice", "transpose", "t", "permute", "unsqueeze", "select", "alias"),
-    *("detach", "unbind", "empty", "new_empty", "empty_like", "as_strided"),
 }
 
 
