@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PosencError, one_line, unknown
-from hf_posenc.evaluation.scoring.decoder import linear_features
 from hf_posenc.methods import available_methods, get_method
 from hf_posenc.model.discovery import NoRotaryError, SinCosTable, tables_of
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
@@ -316,6 +315,8 @@ def _shared(decoder: nn.Module) -> set[int]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return (
-        linear_features(module) is not None and "Grouped" not in type(module).__name__
-    )  # DeepSeek V4's
+    """Include quantized layers, whose weight is packed, and GPT-2's transposed one; not DeepSeek V4's grouped one."""
+    if "Grouped" in type(module).__name__:
+        return False
+    sizes = (("in_features", "out_features"), ("nx", "nf"))
+    return any(all(isinstance(getattr(module, n, None), int) for n in names) for names in sizes)
