@@ -7,7 +7,6 @@ window, and keeps the tokens in memory or in a temporary file.
 
 from __future__ import annotations
 
-from hf_posenc.evaluation.documents.document import Conversation as Conversation
 from hf_posenc.evaluation.documents.document import Document as Document
 from hf_posenc.evaluation.documents.document import Entry as Entry
 from hf_posenc.evaluation.documents.document import LongDocument as LongDocument

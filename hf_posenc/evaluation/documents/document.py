@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,14 +47,6 @@ class LongDocument:
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages with a role and a content, which a chat template turns into a text."""
-
-    name: str
-    messages: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
 class Skipped:
     """A document that could not be used, and the reason."""
 
@@ -78,7 +70,6 @@ class TokenizedDocument:
         hashed_bytes: UTF-8 bytes that the hash covers, up to the end of the last token, if reading stopped early.
             `None`: the hash covers the whole text, before any cut.
         white_ends: Number of ends of the text, front and back, that are white space.
-        trained: For each token, True if it counts in the loss of a training, shape (n,), bool. `None`: all do.
     """
 
     name: str
@@ -88,7 +79,6 @@ class TokenizedDocument:
     word_ends: Tensor | None = None
     hashed_bytes: int | None = None
     white_ends: int = 0
-    trained: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -145,7 +135,7 @@ def _between(ends: Tensor | None, first: int, stop: int) -> int | None:
     return int(ends[stop - 1]) - (int(ends[first - 1]) if first else 0)
 
 
-Entry: TypeAlias = Document | LongDocument | Conversation | TokenizedDocument | Skipped
+Entry: TypeAlias = Document | LongDocument | TokenizedDocument | Skipped
 """The output of a reader, one for each file, row or line of its input."""
 
 

@@ -23,7 +23,6 @@ from typing import IO, Any
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents.document import (
-    Conversation,
     Document,
     Entry,
     LongDocument,
@@ -330,7 +329,7 @@ class Column:
         if isinstance(value, str):
             return Document(label, value)
         if isinstance(value, list) and value and all(map(_is_message, value)):
-            return Conversation(label, value)
+            return Skipped(label, "a conversation, which TRL trains on (docs/trainers.md)")
         kind = "null" if value is None else type(value).__name__
         return Skipped(label, f"column {self.name!r} holds {kind}, not text")
 

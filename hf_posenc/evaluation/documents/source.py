@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import (
-    Conversation,
     Document,
     Entry,
     LongDocument,
@@ -217,8 +216,6 @@ def load_documents(
             skipped.append(entry)
             continue
         try:
-            if isinstance(entry, Conversation):
-                raise UnreadableError("a conversation, which hf-posenc finetune trains on alone")
             if isinstance(entry, TokenizedDocument):
                 document = vocabulary().usable(entry, max_tokens)
             else:
@@ -350,8 +347,7 @@ class Vocabulary:
         prefix = self._prefix
         first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
         stop = None if max_tokens is None else first + max_tokens
-        trained = None if document.trained is None else document.trained[first:stop]
-        cut = dataclasses.replace(document, ids=document.ids[first:stop], trained=trained)
+        cut = dataclasses.replace(document, ids=document.ids[first:stop])
         for block in cut.blocks():
             least, largest = int(block.min()), int(block.max())
             if least < 0:

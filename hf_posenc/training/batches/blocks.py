@@ -21,7 +21,6 @@ from filelock import FileLock
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import (
-    Conversation,
     Document,
     Entry,
     Skipped,
@@ -344,8 +343,6 @@ class Writer:
         """Return a document's tokens, or raise `UnreadableError` with the reason why it is skipped."""
         if isinstance(entry, Skipped):
             raise UnreadableError(entry.reason)
-        if isinstance(entry, Conversation):
-            raise UnreadableError("a conversation, which TRL trains on (docs/trainers.md)")
         if isinstance(entry, Document) and not entry.text.strip():
             raise UnreadableError("empty")
         if isinstance(entry, TokenizedDocument):

@@ -128,7 +128,7 @@ def _parted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, bool]]:
 
 
 def _cut(document: Entry) -> Iterator[Entry]:
-    """Yield a document without its last tenth, and that tenth; a conversation as it is."""
+    """Yield a document without its last tenth, and that tenth; what is skipped as it is."""
     end = f"{document.name}, last tenth"
     if isinstance(document, TokenizedDocument):
         start = len(document) * 9 // 10

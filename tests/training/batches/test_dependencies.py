@@ -68,6 +68,8 @@ def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "positions"), covering(MODELS, POSITIONS), ids=str)
 def test_architectures(model: tuple[str, str], positions: str) -> None:
+    if (model[0], positions) == ("gptj", "random_float"):
+        pytest.skip("takes whole positions only, and is refused below")
     assert torch.equal(by_change(tiny(*model), batch_of(positions)), expected(positions))
     check(tiny(*model), positions)
 

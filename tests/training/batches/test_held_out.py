@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_posenc.evaluation.documents import (
-    Conversation,
     Document,
     Entry,
     LongDocument,
@@ -65,6 +64,6 @@ def test_the_last_tenth_of_single_token_ids_is_held_out() -> None:
 def test_what_cannot_be_held_out_is_given_with_its_reason() -> None:
     entries: list[Entry] = [
         Skipped("a", "damaged"),
-        Conversation("b", [{"role": "user", "content": "hi"}]),
+        Skipped("b", "a conversation"),
     ]
     assert list(candidates(entries)) == entries
