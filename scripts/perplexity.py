@@ -6,8 +6,6 @@
 Under `accelerate launch` or `torchrun`, every process takes its share of the documents.
 """
 
-from __future__ import annotations
-
 import sys
 
 from hf_posenc.cli import main
