@@ -366,6 +366,9 @@ def report(
     Needs no model and no network. The page loads nothing and opens from a file. Every result has a section of its own.
     Unfinished runs are named.
     """
+    absent = next((path for path in runs if not path.exists()), None)
+    if absent is not None:
+        raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(
             f"--output {output} cannot be written: give a file in a folder that exists."
