@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hf_posenc
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid
+from hf_posenc.evaluation.measuring.identity import version_of
 from hf_posenc.evaluation.page.collect import Collection, Source, collect
 from hf_posenc.evaluation.page.sections import sections
 from hf_posenc.evaluation.plots import available
@@ -53,7 +53,7 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
     problems = ((s.number, problem) for s in sources for problem in s.result.problems())
     return environment.get_template("page.html").render(
         title=title,
-        version=hf_posenc.__version__,
+        version=version_of("hf-posenc"),
         colours=_COLOURS,
         collection=collection,
         sections=sections(sources, figures=figures and available()),
