@@ -124,7 +124,9 @@ def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
     assert "| transformers4 (4.57.1) | yes, weights and config as they are |" in text
     plain, ours = AutoModelForCausalLM.from_pretrained(folder), from_pretrained(folder)
     ids = zoo.tokens(100)
-    torch.testing.assert_close(plain(input_ids=ids).logits, ours(input_ids=ids).logits)
+    torch.testing.assert_close(
+        plain(input_ids=ids).logits, ours(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+    )
     unpatched = unpatch_model(ours)(input_ids=ids).logits
     assert not torch.allclose(plain(input_ids=ids).logits, unpatched, atol=1e-2)
 
