@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hf_posenc.cli import console
-from hf_posenc.cli.console import print_error, print_items, print_json, print_note
+from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
 from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
@@ -73,6 +73,10 @@ def export(options: ExportOptions) -> None:
         _check_file(options, name, patch)
         return
     exported = engines.export(name, to, **patch)
+    if to in ("vllm", "sglang") and Path(name).is_dir() and not [*Path(name).glob("tokenizer*")]:
+        print_warning(
+            f"{name} has no tokenizer files, which {to} needs: tokenizer.save_pretrained({str(name)!r})"
+        )
     if not exported.possible or options.dry_run:
         print_json(_about(exported))
         _show(exported)

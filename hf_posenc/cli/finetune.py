@@ -24,8 +24,8 @@ EPILOG = (
 def finetune(context: typer.Context, **_: Any) -> None:
     """Fine-tune a model for a longer context, and measure it before and after.
 
-    Without arguments: the embedded model, from 256 to 1,024 tokens, in about three minutes. The same command resumes an
-    interrupted run. For several processes: accelerate launch -m hf_posenc.training, with the same options.
+    Without arguments: the embedded model, from 256 to 1,024 tokens, in one to three minutes. The same command
+    resumes an interrupted run. For several processes: accelerate launch -m hf_posenc.training, with the same options.
     """
     given = options.read(context.args)
     if given.patch is not None and given.patch.strip().lower() != UNPATCHED:

@@ -278,7 +278,12 @@ class PerplexityResult(MethodsResult[Cell]):
         cell = self.cell(self._baseline, protocol, length)
         value = f" ({number(cell.perplexity)})" if cell else ""
         trained = ", the length it was trained at" if length == self.original else ""
-        baseline = "the unpatched model" if self._baseline == UNPATCHED else self._baseline
+        saved = (
+            "the model as saved, with its patch"
+            if self.model.get("patch")
+            else "the unpatched model"
+        )
+        baseline = saved if self._baseline == UNPATCHED else self._baseline
         yield (
             f"Baseline: {baseline} at {length:,} tokens{trained}{value}. A method holds where its perplexity "
             f"({protocol}) stays at or below that as the context grows."

@@ -1,6 +1,6 @@
 """Fine-tune a patched model for a longer context: the command.
 
-    hf-posenc finetune                                          # the embedded Llama, three minutes of CPU
+    hf-posenc finetune                                          # the embedded Llama, minutes on a CPU
     hf-posenc finetune --model MODEL --patch yarn:scale=16 --text books --score_text held_out
     accelerate launch --config_file scripts/configs/fsdp2.yaml -m hf_posenc.training ...
 

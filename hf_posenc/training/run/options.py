@@ -311,7 +311,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
 
 def _no_such(given: str, parser: argparse.ArgumentParser) -> str:
     if not given.startswith("--"):
-        return f"{given!r} belongs to no option."
+        return f"{given!r} belongs to no option. A model is given as --model NAME."
     names = {name: name for name in (action.dest for action in parser._actions)} | _ELSEWHERE
     close = difflib.get_close_matches(given[2:].replace("-", "_"), names, n=1)
     return f"No such option: {given}." + "".join(
