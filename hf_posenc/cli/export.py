@@ -16,7 +16,7 @@ from hf_posenc.cli.early import check_checkpoint
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, output_option, plain_option
-from hf_posenc.evaluation.loading import parse_patch, quiet_transformers
+from hf_posenc.evaluation.loading import has_tokenizer, parse_patch, quiet_transformers
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def export(options: ExportOptions) -> None:
         _check_file(options, name, patch)
         return
     exported = engines.export(name, to, **patch)
-    if to in ("vllm", "sglang") and Path(name).is_dir() and not [*Path(name).glob("tokenizer*")]:
+    if to in ("vllm", "sglang") and not has_tokenizer(name):
         print_warning(
-            f"{name} has no tokenizer files, which {to} needs: tokenizer.save_pretrained({str(name)!r})"
+            f"{name} has no tokenizer files, which {to} needs: tokenizer.save_pretrained({name!r})"
         )
     if not exported.possible or options.dry_run:
         print_json(_about(exported))

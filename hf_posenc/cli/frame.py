@@ -181,10 +181,9 @@ class Frame:
             task = bars.add_task("starting", total=None)
 
             def report(label: str, done: int, total: int) -> None:
-                shown = escape(label) or None
-                if bars.tasks[0].total is None:  # what is in the records took no time
-                    bars.reset(task, total=total, completed=done, description=shown)
-                bars.update(task, total=total, completed=done, description=shown)
+                # what is in the records took no time
+                show = bars.reset if bars.tasks[0].total is None else bars.update
+                show(task, total=total, completed=done, description=escape(label) or None)
 
             yield report
 

@@ -103,7 +103,12 @@ def retrieval(
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
     early.check(options, model, None, run)
-    settings_of(options, options.lengths or EMBEDDED_LENGTHS)  # refuse before loading
+    settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
+    if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
+        raise PosencError(
+            f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
+            "leave it out."
+        )
     text = _read(haystack, encoding) if haystack else None
     frame = Frame(context, run, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
@@ -219,6 +224,12 @@ def sweep(
     early.check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
+    if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
+        scales = ",".join(f"{scale:g}" for scale in options.scales)
+        raise PosencError(
+            f"--scales {scales} is for methods without a scale of their own, and no --patch here takes one: leave it "
+            "out."
+        )
     frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 

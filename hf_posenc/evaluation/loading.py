@@ -177,10 +177,15 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_tokenizer(name: str) -> None:
-    """Raise for a folder that has no files of a tokenizer, and is neither a GGUF model nor an adapter."""
+def has_tokenizer(name: str) -> bool:
+    """Return False for a folder that has no files of a tokenizer, and is neither a GGUF model nor an adapter."""
     folder, kinds = Path(name).expanduser(), ("*token*", "*vocab*", "*.model", "*.gguf", ADAPTER)
-    if folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind)):
+    return not folder.is_dir() or any(path for kind in kinds for path in folder.glob(kind))
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise for a folder without a tokenizer."""
+    if not has_tokenizer(name):
         raise PosencError(f"{name} has no tokenizer files. {_TOKENIZER}")
 
 

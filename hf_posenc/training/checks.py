@@ -18,6 +18,8 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import Growing
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
+from hf_posenc.training.chunked_loss import ChunkedLoss
+from hf_posenc.training.ranks import gather
 
 _CONFIGS = "scripts/configs/"
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
@@ -142,9 +144,13 @@ def _check_deepspeed(arguments: TrainingArguments | None) -> None:
             "ZeRO-3 without stage3_gather_16bit_weights_on_model_save would write no model that can be loaded. Set it "
             f"to true, or zero3_save_16bit_model in a launch file, as {_CONFIGS}zero3.yaml does."
         )
-    if arguments is None and not plugin.deepspeed_config.get("gradient_clipping"):
-        raise PosencError(  # the Trainer compares it with max_grad_norm
-            "DeepSpeed clips gradients itself, and its gradient_clipping is not set. Give a number, or 'auto'."
+    clipping = plugin.deepspeed_config.get("gradient_clipping")
+    norm = None if arguments is None else arguments.max_grad_norm
+    if clipping != "auto" and (not clipping if norm is None else (clipping or 0.0) != norm):
+        raise PosencError(
+            f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipping}"
+            + ("" if norm is None else f" while max_grad_norm is {norm:g}")
+            + ". Set both to the same number."
         )
 
 
@@ -186,6 +192,7 @@ def check_run(
             "FSDP and DeepSpeed convert a model's floating-point inputs to the dtype they compute in, and "
             "positions='random_float' would be rounded to it. Use positions='random', or train without sharding."
         )
+    _check_equal_weights(model)
     if arguments is None:
         return
     liger = arguments.liger_kernel_config or {}
@@ -199,6 +206,13 @@ def check_run(
         raise PosencError(
             "remove_unused_columns=True removes document_lengths from the data, and packed documents would attend to "
             "each other. Set it to False."
+        )
+    if arguments.label_smoothing_factor and any(
+        isinstance(value, ChunkedLoss) for part in model.modules() for value in vars(part).values()
+    ):
+        raise PosencError(
+            "With label_smoothing_factor the Trainer computes another loss, from the logits of the whole batch: the "
+            "loss in chunks would not be used. Leave it, or --loss_chunk, at 0."
         )
 
 
@@ -270,3 +284,19 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
             f"The weights are {dtype}, and for {1 - moved / seen:.0%} of them a step of the learning rate, "
             f"{arguments.learning_rate:g}, is lost in rounding. Load them in float32 (--dtype float32), with --bf16."
         )
+
+
+def _check_equal_weights(model: nn.Module) -> None:
+    """Check that all processes start from the same model: FSDP2 takes a shard from each without comparing."""
+    values = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+    with contextlib.suppress(UnsupportedModelError):
+        values |= {table.modules[0]: table.inv_freq for table in inspect_rope(model)}  # type: ignore[misc]
+    parts = {n: value.detach().flatten()[:64] for n, value in values.items() if not value.is_meta}
+    begin = {name: part.float().tolist() for name, part in parts.items()}
+    for process, other in enumerate(gather(begin)):
+        if other != begin:
+            name = next((n for n in begin if other.get(n) != begin[n]), "set of parameters")
+            raise PosencError(
+                f"Process {process} starts from another {name} than this one. Set the same seed in all processes "
+                "before the model is patched: transformers.set_seed(0)."
+            )

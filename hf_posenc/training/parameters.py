@@ -316,6 +316,5 @@ def _shared(decoder: nn.Module) -> set[int]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return (
-        linear_features(module) is not None and "Grouped" not in type(module).__name__
-    )  # DeepSeek V4's
+    # grouped layers multiply each part of the features by a matrix of its own
+    return linear_features(module) is not None and "Grouped" not in type(module).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ def test_writes_a_folder_and_says_what_is_left_to_do(
     assert rope["factor"] == 4.0
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_folder_without_a_tokenizer_is_warned_of_where_a_server_loads_it(
+    model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*token*"))
+    given = "--patch", "yarn:scale=4", "--dry-run"
+    for folder, engine, warned in (
+        *((bare, "vllm", True), (bare, "sglang", True)),
+        *((bare, "transformers5", False), (model, "vllm", False)),
+    ):
+        result = invoke("export", folder, "--to", engine, *given)
+        assert result.exit_code == 0, result.output
+        assert ("has no tokenizer files" in " ".join(result.stderr.split())) == warned
 
 
 def test_the_default_folder_is_named_after_both(

@@ -89,6 +89,8 @@ REFUSED: list[tuple[str, str]] = [
     # protocols and tasks
     (f"{AT_32} --protocol sliding --stride 33", "--stride 33 is more than the sh"),
     (f"{AT_32} --longppl @rerope", "--longppl @rerope: give a name or self, and a"),
+    ("retrieval {model} --decode generate --distractors 5", "--distractors 5 is for --decode tea"),
+    ("sweep {model} --text {texts} --patch rerope --scales 4", "--scales 4 is for methods without"),
     # devices
     (f"{AT_32} --device cpu --device-map cpu", "--device and --device-map exclude"),
     (f"{AT_32} --device mps", f"PyTorch {torch.__version__} sees cpu and"),

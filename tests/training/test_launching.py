@@ -98,19 +98,21 @@ def test_fsdp_that_leaves_no_model_or_no_checkpoint() -> None:
         check(True)
 
 
-def test_deepspeed_that_leaves_no_model_or_does_not_clip(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(zero: dict[str, Any], clipping: Any = None, *, trainer: bool = True) -> None:
+def test_deepspeed_that_leaves_no_model_or_does_not_clip() -> None:
+    def check(zero: dict[str, Any], clipping: Any) -> None:
         config = {"zero_optimization": zero, "gradient_clipping": clipping}
-        state: Any = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
-        monkeypatch.setattr(launching, "AcceleratorState", lambda: state)
-        launching._check_deepspeed(state if trainer else None)
+        plugin = SimpleNamespace(deepspeed_config=config)
+        launching._check_deepspeed(SimpleNamespace(deepspeed_plugin=plugin, max_grad_norm=1.0))  # type: ignore[arg-type]
 
-    check({"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
-    check({"stage": 2}, 1.0, trainer=False)
+    saved = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    check(saved, 1.0)
+    check(saved, "auto")
+    check({"stage": 2}, 1.0)
     with pytest.raises(PosencError, match="would write no model"):
-        check({"stage": 3})
-    with pytest.raises(PosencError, match="clips gradients itself"):
-        check({"stage": 2}, trainer=False)
+        check({"stage": 3}, 1.0)
+    for clipping in (None, 0.5):
+        with pytest.raises(PosencError, match="clips gradients itself"):
+            check(saved, clipping)
 
 
 def test_a_launcher_without_a_gpu_is_told_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from transformers import TrainingArguments
 
 from hf_posenc import PosencError, patch_model
 from hf_posenc.methods import DynamicNTK, LongRoPE
-from hf_posenc.training import checks
+from hf_posenc.training import checks, chunk_loss
 from hf_posenc.training.checks import check_run
+from hf_posenc.training.chunked_loss import ChunkedLoss
 from tests.support import zoo
 from tests.support.selection import covering
 
@@ -165,10 +166,25 @@ def test_what_the_refusal_of_half_precision_says_is_what_adam_does() -> None:
     assert moved < seen / 2
 
 
-def test_columns_that_packing_needs(tmp_path: Path) -> None:
+def test_columns_that_packing_needs_and_a_loss_outside_the_model(tmp_path: Path) -> None:
+    model = patched("yarn", scale=2)
     dropping = arguments(tmp_path, remove_unused_columns=True)
-    check_run(PLAIN, positions="contiguous", arguments=dropping)
-    refused(PLAIN, dropping, "document_lengths", "packed")
+    check_run(model, positions="contiguous", arguments=dropping)
+    refused(model, dropping, "document_lengths", "packed")
+    smoothed = arguments(tmp_path, label_smoothing_factor=0.1)
+    check_run(model, positions="contiguous", arguments=smoothed)
+    assert isinstance(chunk_loss(model), ChunkedLoss)
+    refused(model, smoothed, "loss in chunks would not be used")
+
+
+def test_processes_that_start_from_different_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given, norm = patched("yarn", scale=2), arguments(tmp_path), "model.norm.weight"
+    monkeypatch.setattr(checks, "gather", lambda value: [value, value])
+    check_run(model, positions="contiguous", arguments=given)
+    monkeypatch.setattr(checks, "gather", lambda value: [value, {**value, norm: "0"}])
+    refused(model, given, f"Process 1 starts from another {norm} .* same seed")
 
 
 def test_positions_between_whole_numbers_are_refused_under_sharding(

@@ -373,9 +373,10 @@ class BenchJob:
         waiting: Callable[[int], None] = silent,
     ) -> BenchResult | None:
         """Measure this process's share of what is missing, as `Measurement.run`; the last process times the prefill."""
-        work = {name: part.work(shard.mine(part.items)) for name, part in self.shared.items()}
+        counted = {name: part.work(shard.mine(part.items)) for name, part in self.shared.items()}
         if self.speed is not None:
-            work["speed"] = self.speed.work(self.speed.items)
+            counted["speed"] = self.speed.work(self.speed.items)
+        work = {name: sum(each.values()) for name, each in counted.items()}
         ends = dict(zip(work, itertools.accumulate(work.values()), strict=True))
 
         def report(name: str, label: str, done: int, total: int) -> None:

@@ -116,15 +116,16 @@ class Measurement(Generic[ItemT, ResultT]):
         """Tokens that the model reads in the whole run."""
         return sum(item.cost for item in self.items)
 
-    def work(self, items: Iterable[Item]) -> int:
-        """Return the operations of items; their tokens where the model's sizes cannot be read."""
+    def work(self, items: Iterable[Item]) -> dict[Key, int]:
+        """Return the operations of each item; its tokens where the model's sizes cannot be read."""
         try:
             shape = read_shape(self.model)
         except (PosencError, AttributeError, TypeError):
-            return sum(item.cost for item in items)
-        return sum(
-            round(item.cost / item.length * forward_flops(shape, item.length, 1)) for item in items
-        )
+            return {item.key: item.cost for item in items}
+        return {
+            item.key: round(item.cost / item.length * forward_flops(shape, item.length, 1))
+            for item in items
+        }
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -324,13 +325,14 @@ def execute(
     failures, mine = Failures.of(measurement.items, store.get), shard.mine(measurement.items)
     todo = [item for item in mine if store.get(item.key) is None]
     RESUMED.get()(len(mine) - len(todo), len(todo))
-    total, done = measurement.work(todo), 0
+    work, done = measurement.work(todo), 0
+    total = sum(work.values())
     if scorer is not None:
         scorer.patient = not strict
     on_cpu = bool(todo) and execution_device(model).type == "cpu"
 
-    def report(item: Item, before: int, work: int, tokens: int) -> None:
-        progress(item.label, before + work * tokens // max(1, item.cost), total)
+    def report(item: Item, before: int, tokens: int) -> None:
+        progress(item.label, before + work[item.key] * tokens // max(1, item.cost), total)
 
     with _threads(store.threads if on_cpu else None), evaluation_mode(model):
         measurement.prepare(store, todo)
@@ -347,8 +349,7 @@ def execute(
                 for item in items:
                     if measurement.until is not None and time.monotonic() >= measurement.until:
                         return
-                    work = measurement.work([item])
-                    attempt = Attempt(item, failures, partial(report, item, done, work), strict)
+                    attempt = Attempt(item, failures, partial(report, item, done), strict)
                     if item.cells and all(map(attempt.is_lost, item.cells)):
                         value: Value = {"skipped": True}
                     elif refusal is not None:
@@ -360,7 +361,7 @@ def execute(
                     failures.note(item, store.get(item.key))
                     if attempt.advanced != item.cost:
                         attempt.advance(item.cost)
-                    done += work
+                    done += work[item.key]
 
 
 @contextlib.contextmanager

@@ -212,6 +212,13 @@ class PerplexityResult(MethodsResult[Cell]):
                 "column hold together in 95 % of samples: Bonferroni); no arrow: the difference may be chance."
             )
         yield from self.sample_sizes()
+        special = len(self.model.get("bos", {}).get("token_ids", ()))
+        short = [length for length in settings.lengths if length - special < settings.stride]
+        if "stream" in settings.protocols and short:
+            yield (
+                f"Windows of {listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, "
+                "and all that is in them is scored; --stride sets another distance."
+            )
         if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in self.cells):
             yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
         yield from self._short_texts()
@@ -279,7 +286,7 @@ class PerplexityResult(MethodsResult[Cell]):
         value = f" ({number(cell.perplexity)})" if cell else ""
         trained = ", the length it was trained at" if length == self.original else ""
         saved = (
-            "the model as saved, with its patch"
+            "the model as saved, with its patch,"
             if self.model.get("patch")
             else "the unpatched model"
         )

@@ -81,9 +81,8 @@ class Cutter:
     def cut(self, document: TokenizedDocument) -> Iterator[Block]:
         """Yield the blocks that a document fills; if packed, its last tokens may wait for the next document."""
         tokens = document.tokens(0, len(document)).numpy()
-        if tokens[len(tokens) - len(self.suffix) :].tolist() != [
-            *self.suffix
-        ]:  # may be there already
+        end = tokens[len(tokens) - len(self.suffix) :].tolist()
+        if end != [*self.suffix]:  # it may be there already
             tokens = np.concatenate([tokens, np.asarray(self.suffix, dtype=np.int64)])
         self.tokens += len(tokens)
         while len(tokens):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.documents.source import check_readable, source_of
+from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
 from hf_posenc.evaluation.flags import Flag, help_texts, option
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import DocumentOptions
@@ -292,6 +292,12 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     _check_numbers(vars(values))
     _check(values)
     data: DataArguments = pick(DataArguments, vars(values))
+    texts = [*(data.text or ()), *(data.score_text or ())]
+    every = data.source(texts, data.dataset or data.score_dataset, data.split)
+    for name in ("split", "streaming"):  # whose defaults are others here
+        if getattr(every, name) == getattr(DataArguments, name):
+            every = dataclasses.replace(every, **{name: getattr(DocumentOptions, name)})
+    refuse_ignored(every)
     for text in filter(None, (data.text, data.score_text)):
         check_readable(source_of(data.source(text, None, data.split)), text)
     return values
@@ -413,6 +419,8 @@ def _check(given: argparse.Namespace) -> None:
         (kind == "short" and unpatched.lower() == UNPATCHED,
          "--distill short: without a patch, the model would be its own teacher"),
         (given.output_dir == "", "--output_dir is empty: give a folder"),
+        ("checkpoint" in str(given.hub_strategy),
+         "--hub_strategy with checkpoints: only the result is pushed. Leave it out, and push one by hf upload"),
     )  # fmt: skip
     for wrong, problem in problems:
         if wrong:

@@ -92,6 +92,9 @@ def test_a_very_long_text_is_tokenized_in_parts(monkeypatch: pytest.MonkeyPatch)
     # Without a line's end the cut is in front of a blank, without a blank anywhere.
     assert list(joining.parts(["a" * 600 + " b" * 300])) == ["a" * 600 + " b" * 199, " b" * 101]
     assert [len(part) for part in joining.parts(["a" * 700, "a" * 1800])] == [1000, 1000, 500]
+    # Never between two lines' ends, which may be one token.
+    blank = "\n" * 998
+    assert list(joining.parts(["a\nb" + blank + "c" * 9])) == ["a\n", "b" + blank, "c" * 9]
 
 
 @pytest.mark.usefixtures("small")

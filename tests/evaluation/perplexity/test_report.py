@@ -214,20 +214,31 @@ def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols()
     assert "trained at (10.00). A method holds where its perplexity (tail)" in next(result.guide())
 
 
+GAPS = "the text between them is not read"
+
+
 @pytest.mark.parametrize(
-    ("documents", "protocol", "noted"),
+    ("documents", "stride", "special", "noted", "unsaid"),
     [
-        (1, "tail", "1 document, 1 skipped; bits/byte"),
-        (1, "stream", "One stream, 1 skipped; bits/byte"),
-        (4, "tail", "Too few documents for ranges"),
+        (1, None, [], "1 document, 1 skipped; bits/byte", "ranges: 95 %"),
+        (1, 128, [], "One stream, 1 skipped; bits/byte", GAPS),
+        (6, 512, [], f"Windows of 256 tokens lie 512 apart: {GAPS}", "Too few"),
+        (6, 256, [], "One stream", GAPS),
+        (6, 256, [0], GAPS, "Too few"),
+        (4, None, [], "Too few documents for ranges", "ranges: 95 %"),
     ],
 )
-def test_notes_on_documents(documents: int, protocol: str, noted: str) -> None:
+def test_notes_on_documents_and_windows(
+    documents: int, stride: int | None, special: list[int], noted: str, unsaid: str
+) -> None:
     result = example(CURVES, documents=documents)
-    settings = dataclasses.replace(result.settings, protocols=(protocol,))
-    notes = " ".join(dataclasses.replace(result, settings=settings).notes())
+    if stride is not None:
+        settings = dataclasses.replace(result.settings, protocols=("stream",), stride=stride)
+        result = dataclasses.replace(result, settings=settings)
+    result = dataclasses.replace(result, model={"bos": {"token_ids": special}})
+    notes = " ".join(result.notes())
     assert noted in notes
-    assert "ranges: 95 %" not in notes
+    assert unsaid not in notes
 
 
 def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
@@ -247,6 +258,8 @@ def test_notes_and_guide() -> None:
     )
     assert "prefix averages" in protocol
     assert "tail scores the same tokens" in protocol
+    saved = dataclasses.replace(example(CURVES), model={"patch": {"method": "yarn"}})
+    assert next(saved.guide()).startswith("Baseline: the model as saved, with its patch, at 256")
 
 
 def test_csv_has_a_row_for_every_cell() -> None:
