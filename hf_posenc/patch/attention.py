@@ -147,7 +147,11 @@ def install_attention(
 def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
     """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
     lacking = ""
-    if any(table.scaled or isinstance(table, SinCosTable) for table in tables):
+    # With values, a scaled table is left as it is.
+    scaled = [table for table in tables if table.scaled]
+    if any(table.held_by(table.module).is_meta for table in scaled) or any(
+        isinstance(table, SinCosTable) for table in tables
+    ):
         lacking = "its rotation is scaled already, or a table"
     wrappers = {id(each.base): each for each in model.modules() if isinstance(each, PosencRotary)}
     if any(
@@ -162,7 +166,8 @@ def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) 
         raise UnsupportedModelError(
             f"This model is on the meta device, and {lacking}. Load the model first, then patch it."
         )
-    if own := [table for table in tables if id(table.module) not in wrappers]:
+    kept = {*wrappers, *(id(table.module) for table in scaled)}
+    if own := [table for table in tables if id(table.module) not in kept]:
         keep_frequencies(model, state, own)
 
 
