@@ -369,7 +369,7 @@ def test_the_heads_of_two_processes(case: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's backend of FlashAttention, with its own pages, metadata and code, and its two kernels in PyTorch."""
     backend: Any = importlib.import_module("vllm.v1.attention.backends.flash_attn")
 
@@ -402,6 +402,10 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "get_flash_attn_version", lambda **of: 2)
     monkeypatch.setattr(backend, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(backend, "reshape_and_cache_flash", write, raising=False)
+    selector: Any = importlib.import_module("vllm.v1.attention.selector")
+    selector._cached_get_attn_backend.cache_clear()  # for the same model it keeps the choice
+    yield
+    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.usefixtures("flash_attention")
