@@ -27,7 +27,6 @@ from hf_posenc.diagnosis import (
 )
 from hf_posenc.errors import PosencError
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
-from hf_posenc.methods import available_methods
 from hf_posenc.model.parameters import PARAMETER_FILE, PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
@@ -295,13 +294,8 @@ def _names(keys: Sequence[str], most: int = 9) -> str:
     return ", ".join(keys[:most]) + more
 
 
-def take_patch(
-    config: Any, path_or_id: str | Path, *, own_as_table: bool = False
-) -> PatchConfig | None:
-    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch.
-
-    With `own_as_table`, a method that is not known here is read from its table, where the config has that.
-    """
+def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
+    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch."""
     block: Mapping[str, Any] | None = vars(restore_withheld(config)).pop(export.BLOCK, None)
     if block is None:
         beside = Path(path_or_id) / FILE
@@ -311,37 +305,13 @@ def take_patch(
         return None
     configs = dict(export.config_parts(config))
     try:
-        own = _table_of_own_method(config, block) if own_as_table else None
         for path, before in block["before"].items():
             restore(configs[path], before)
-        return own or PatchConfig.from_dict(block)
+        return PatchConfig.from_dict(block)
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(path_or_id) from error
     except PosencError as error:
         raise PosencError(f"The patch in the config.json of {path_or_id}: {error}") from error
-
-
-def _table_of_own_method(config: Any, block: Mapping[str, Any]) -> PatchConfig | None:
-    """Return the table of a method that is not known here, as a list of divisors.
-
-    It is `None` if the method is known, or if the config has no such list.
-    """
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if block["method"] in available_methods() or block.get("others"):
-        return None
-    if rope.get("rope_type") != "longrope":
-        return None
-    original, layers = block["original_max_position_embeddings"], block["layers"]
-    kept = ("short_factor", "long_factor", "attention_factor")
-    return PatchConfig(
-        method="longrope",
-        options={key: rope[key] for key in kept},
-        scale=max(1.0, text.max_position_embeddings / original),
-        original_max_position_embeddings=original,
-        layers=layers if isinstance(layers, str) else tuple(layers),
-        replace=True,
-    )
 
 
 def load_adapter(

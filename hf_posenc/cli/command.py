@@ -121,7 +121,7 @@ def parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Pa
 
 _NAMES = {
     "patch": ("hf_posenc.methods", "available_methods"),
-    "recipe": ("hf_posenc.recipes", "available_recipes"),
+    "recipe": ("hf_posenc.adapters", "available_recipes"),
     "download": ("hf_posenc.catalog", "downloads"),
     "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),

@@ -278,7 +278,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
     """Print tokens, operations and peak memory of every method, and the free memory of the device of the run."""
     from hf_posenc.evaluation.grid import Grid
     from hf_posenc.evaluation.scoring.estimate import estimated
-    from hf_posenc.model.memory import free_memory
+    from hf_posenc.model.weights import free_memory
 
     jobs = cast("list[Any]", run.items)
     by_method = itertools.groupby(jobs, key=lambda item: item.label)

@@ -40,13 +40,14 @@ from hf_posenc.engines.engine import (
     Draft,
     Engine,
     Setup,
+    Source,
     TableError,
     entry_of,
     gguf_architectures,
     known_names,
+    open_source,
 )
 from hf_posenc.engines.formulas import Table
-from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError
 from hf_posenc.gguf_file import ROPE_TENSORS as GGUF_TENSORS
 from hf_posenc.gguf_file import require_gguf

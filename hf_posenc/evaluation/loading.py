@@ -125,7 +125,7 @@ def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool
 
     It is `None` for code of its own, which is built when its weights are loaded.
     """
-    from hf_posenc.engines.source import empty_model
+    from hf_posenc.engines.engine import empty_model
 
     if causal:
         check_causal(config, name, "nothing that this command measures is defined for it")

@@ -38,8 +38,8 @@ from hf_posenc.model.masks import (
 )
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.positions import LAYER
-from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
-from hf_posenc.model.sharding import sharded_weights
+from hf_posenc.model.rotary import ENGINE, SCORES, text_positions
+from hf_posenc.model.weights import sharded_weights
 
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"

@@ -26,8 +26,7 @@ from hf_posenc.methods import METHODS, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import KNOWN, Layer, Recorded, hand_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.forward import named_arguments
-from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import PosencRotary
+from hf_posenc.model.rotary import PosencRotary, RepositionedRotary, RepositionedTable
 from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, plain_parts, rounding_dtype, stored

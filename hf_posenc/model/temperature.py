@@ -20,7 +20,7 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Temperature
 from hf_posenc.model.attention import IMPLEMENTATION, Recorded, recording, register
 from hf_posenc.model.calibration import trial_tokens
-from hf_posenc.model.repositioned import ENGINE
+from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.model.weights import rounding_dtype
 

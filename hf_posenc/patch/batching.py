@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.model.repositioned import ENGINE
+from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.state import State, state_of
 

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import SinCosTable, foreign_frequencies, tables_of
-from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.rotary import (
+    PosencRotary,
+    RepositionedRotary,
+    RepositionedTable,
+    native_rotary,
+)
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.config import PatchConfig, short
 from hf_posenc.patch.state import state_of

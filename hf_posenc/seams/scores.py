@@ -24,7 +24,7 @@ from hf_posenc.model.attention import is_recording, posenc_attention
 from hf_posenc.model.lazy import HIDDEN, LazyTensor, UnwrittenMask, UnwrittenZeros, is_nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
-from hf_posenc.model.repositioned import RepositionedTable
+from hf_posenc.model.rotary import RepositionedTable
 
 
 @dataclass(frozen=True, eq=False)

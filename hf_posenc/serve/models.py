@@ -21,8 +21,8 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import RotaryBands
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.parameters import PARAMETERS
+from hf_posenc.patch.attention import Turn
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.layers import Turn
 from hf_posenc.serve.attention import served_by
 from hf_posenc.serve.checkpoint import IN_PROCESS, ROWS, SERVED, layers_of
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hf_posenc.engines import ENGINES, Export, export_source
-from hf_posenc.engines.source import open_source
+from hf_posenc.engines.engine import open_source
 from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import available, write_figure

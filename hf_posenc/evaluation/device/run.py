@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_posenc.attention.checks.comparison import SCALE, methods
 from hf_posenc.embedded import model_path
-from hf_posenc.engines.source import empty_model
+from hf_posenc.engines.engine import empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench.suites import GPU
 from hf_posenc.evaluation.device.clock import Clock, device_of

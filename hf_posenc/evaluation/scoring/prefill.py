@@ -27,7 +27,7 @@ from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory
 from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, native_implementation, register
-from hf_posenc.model.repositioned import ENGINE
+from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.state import state_of

@@ -22,7 +22,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.device.run import LLAMA_8B
 from hf_posenc.evaluation.scoring import estimate
 from hf_posenc.evaluation.scoring.estimate import Attention, run_cost, visible_pairs
-from hf_posenc.model import masks, memory
+from hf_posenc.model import masks, weights
 from tests.support import zoo
 from tests.support.emulated import EmulatedFlash
 from tests.support.live_bytes import attentions, build, check, forward_cost
@@ -184,20 +184,20 @@ def test_what_cannot_be_estimated() -> None:
 
 
 def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.free_memory("meta") is None
+    assert weights.free_memory("meta") is None
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:   100 kB\n", encoding="ascii")
-    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory.free_memory("cpu") == 102_400
+    monkeypatch.setattr(weights, "_MEMINFO", meminfo)
+    monkeypatch.setattr(weights, "_CGROUP", tmp_path)
+    assert weights.free_memory("cpu") == 102_400
     for name, text in (("max", "max"), ("current", "5000"), ("stat", "anon 9\ninactive_file 70\n")):
         (tmp_path / f"memory.{name}").write_text(text, encoding="ascii")
-    assert memory.free_memory(torch.device("cpu")) == 102_400  # no limit
+    assert weights.free_memory(torch.device("cpu")) == 102_400  # no limit
     (tmp_path / "memory.max").write_text("9000\n", encoding="ascii")
-    assert memory.free_memory("cpu") == 4070
+    assert weights.free_memory("cpu") == 4070
     meminfo.unlink()
     (tmp_path / "memory.max").unlink()
-    assert memory.free_memory("cpu") is None
+    assert weights.free_memory("cpu") is None
 
 
 # --- memory, against every tensor that a forward creates --------------------------------------------
