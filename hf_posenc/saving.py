@@ -31,11 +31,7 @@ from hf_posenc.model.parameters import PARAMETER_FILE, PARAMETERS, trained_param
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.files import FILE, fill, read_patch
-from hf_posenc.patch.files import apply_config as apply_config
-from hf_posenc.patch.files import load_patch as load_patch
-from hf_posenc.patch.files import patch_to_save as patch_to_save
-from hf_posenc.patch.files import save_patch as save_patch
+from hf_posenc.patch.files import FILE, apply_config, fill, read_patch
 from hf_posenc.patch.patching import get_patch, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
 from hf_posenc.patch.state import state_of

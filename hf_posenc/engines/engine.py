@@ -29,10 +29,11 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import PatchedTable, config_parts, lengths_of, rope_forms
+from hf_posenc.patch.files import apply_config
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.patch.report import Patch
 from hf_posenc.patch.request import MethodLike, resolve_request
-from hf_posenc.saving import apply_config, take_patch
+from hf_posenc.saving import take_patch
 
 # Rounding between two ways to compute the same float32 table.
 _FREQUENCY_TOLERANCE = 1e-5
