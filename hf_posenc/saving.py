@@ -402,11 +402,8 @@ def _fill_beside_adapter(
     model: nn.Module, source: str | Path, fresh: bool, allow: bool, options: Mapping[str, Any]
 ) -> None:
     """Give the parameters of a `fresh` patch the values beside an adapter; raise if a model has others already."""
-    from transformers.utils.hub import cached_file
-
     trained = trained_parameters(unwrap(model))
-    optional = {**options, "_raise_exceptions_for_missing_entries": False}
-    file = cached_file(source, PARAMETER_FILE, **optional) if trained else None
+    file = _file_of(source, PARAMETER_FILE, options) if trained else None
     if file is None:  # an adapter of an earlier version, or a method without parameters
         _check_missing(source, trained if fresh else (), "patch", allow)
         return
@@ -425,11 +422,8 @@ def _missing_of_adapter(model: Any, path_or_id: str | Path, options: Mapping[str
     """Return the weights of a loaded LoRA that its file lacks; none where the file has other names for them."""
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file
 
-    optional = {**options, "_raise_exceptions_for_missing_entries": False}
-    file = cached_file(path_or_id, SAFETENSORS_WEIGHTS_NAME, **optional)
-    if file is None:
+    if (file := _file_of(path_or_id, SAFETENSORS_WEIGHTS_NAME, options)) is None:
         return set()
     with safe_open(file, "pt") as weights:
         stored = set(weights.keys())
@@ -474,19 +468,24 @@ def fill_from_checkpoint(
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
-    optional = {**options, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **optional)
     names = [SAFE_WEIGHTS_NAME]
-    if index is not None:
+    if (index := _file_of(path_or_id, SAFE_WEIGHTS_INDEX_NAME, options)) is not None:
         files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         names = sorted({files[name] for name in trained if name in files})
-    if cached_file(path_or_id, PARAMETER_FILE, **optional) is not None:
+    if _file_of(path_or_id, PARAMETER_FILE, options) is not None:
         names = [PARAMETER_FILE, *names]
     loaded: dict[str, Tensor] = {}
     for name in names:
         with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:
             loaded |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
     fill(trained, loaded, path_or_id)
+
+
+def _file_of(source: str | Path, name: str, options: Mapping[str, Any]) -> Any:
+    """Return the path of a file of a folder or hub name; `None` where it has none."""
+    from transformers.utils.hub import cached_file
+
+    return cached_file(source, name, **options, _raise_exceptions_for_missing_entries=False)
 
 
 def _some(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
