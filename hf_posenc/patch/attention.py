@@ -48,6 +48,7 @@ from hf_posenc.model.calibration import (
     verify,
 )
 from hf_posenc.model.discovery import (
+    RepositionedTable,
     RotaryTable,
     SinCosTable,
     attends_locally,
@@ -69,7 +70,6 @@ from hf_posenc.model.rotary import (
     ENGINE,
     PosencRotary,
     RepositionedRotary,
-    RepositionedTable,
     native_rotary,
 )
 from hf_posenc.model.sampled import Sample, without_weights

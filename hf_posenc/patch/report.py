@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling
-from hf_posenc.model.discovery import SinCosTable, foreign_frequencies, tables_of
+from hf_posenc.model.discovery import RepositionedTable, SinCosTable, foreign_frequencies, tables_of
 from hf_posenc.model.rotary import (
     PosencRotary,
     RepositionedRotary,
-    RepositionedTable,
     native_rotary,
 )
 from hf_posenc.model.unwrapping import unwrap

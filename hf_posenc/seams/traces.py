@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, is_plain
 from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
 
+T = TypeVar("T")
 _aten = torch.ops.aten
 _COPIES = {_aten.repeat.default, _aten.clone.default, _aten._to_copy.default}
 _UNEVEN = 2 * TOKENS * 2**-9  # relative
@@ -149,6 +150,19 @@ def rows_read(model: nn.Module, ids: Tensor) -> dict[str, list[tuple[int, Tensor
     return trace.reads
 
 
+@contextlib.contextmanager
+def following(modules: Iterable[tuple[T, nn.Module]]) -> Iterator[list[T]]:
+    """Yield a list of those modules that run at the moment, by the names given to them, the innermost last."""
+    entered: list[T] = []
+    with contextlib.ExitStack() as stack:
+        for name, module in modules:
+            enter = functools.partial(lambda name, *_: entered.append(name), name)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            leave = module.register_forward_hook(lambda *_: entered.pop() and None)
+            stack.callback(leave.remove)
+        yield entered
+
+
 class _Kernels(TorchDispatchMode):
     """Records the modules in which weights of attention are computed, and those in which something is convolved."""
 
@@ -172,15 +186,10 @@ def weighing(model: nn.Module, paths: Collection[str]) -> set[str]:
 
     Weights are known by a softmax, or by a kernel of attention. A recurrence has neither.
     """
-    entered: list[str] = []  # the modules that run at the moment, the innermost last
-    handles = []
-    for path in paths:
-        module, enter = model.get_submodule(path), functools.partial(entered.append, path)
-        handles.append(module.register_forward_pre_hook(lambda *_, enter=enter: enter()))
-        handles.append(module.register_forward_hook(lambda *_: entered.pop() and None))
-    trace = _Kernels(entered)
-    with hooked(handles), trial(model), trace:
-        forward(model, ordinary_tokens(model, TOKENS))
+    with following((path, model.get_submodule(path)) for path in paths) as entered:
+        trace = _Kernels(entered)
+        with trial(model), trace:
+            forward(model, ordinary_tokens(model, TOKENS))
     return trace.weighing - trace.convolving
 
 
