@@ -21,7 +21,7 @@ from typing import Any
 import pandas
 
 from hf_posenc.engines import ENGINES
-from hf_posenc.evaluation.bench.run import BenchResult
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.tuning.results import TuningResult

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.evaluation.bench.run import BenchResult
-from hf_posenc.evaluation.bench.suites import SUITES
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.flags import parse_tasks
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
+from hf_posenc.evaluation.suites import SUITES
 from hf_posenc.files import to_json
 from tests.cli.test_cli import invoke
 

@@ -18,7 +18,7 @@ from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
 from hf_posenc.evaluation.loading import load_model, load_tokenizer
-from hf_posenc.evaluation.perplexity.longppl import key_tokens
+from hf_posenc.evaluation.perplexity.run import key_tokens
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.cli.test_cli import invoke, run
 from tests.support.selection import quick

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.evaluation import ExtendResult, SweepResult
-from hf_posenc.evaluation.bench.run import BenchResult
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.device.result import GpuResult
 from hf_posenc.evaluation.grid import Result
 from hf_posenc.evaluation.retrieval.result import RetrievalResult

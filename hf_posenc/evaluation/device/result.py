@@ -24,7 +24,7 @@ from hf_posenc.evaluation.grid import (
     number,
     to_markdown,
 )
-from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:

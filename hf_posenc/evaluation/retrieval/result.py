@@ -19,7 +19,7 @@ from hf_posenc.evaluation.grid import (
     percent_range,
 )
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
-from hf_posenc.evaluation.plots.results import heat_figure
+from hf_posenc.evaluation.plots import heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class RetrievalResult(MethodsResult[Cell]):
             raise PosencError(
                 f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
             )
-        return heat_figure(self, value, VALUES[value])
+        return heat_figure(self, value, VALUES[value], percent)
 
     def shares(self, task: str, method: str, value: str) -> list[list[float]]:
         """Return a heat map: a row for each depth, from the front, a share for each length; NaN where there is none."""

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench.run import BenchJob, BenchResult, pooled, prepare, suite_lengths
-from hf_posenc.evaluation.bench.suites import SUITES, get_suite
+from hf_posenc.evaluation.bench import BenchJob, BenchResult, pooled, prepare, suite_lengths
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
@@ -24,6 +23,7 @@ from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.perplexity.run import measure_perplexity
 from hf_posenc.evaluation.retrieval.run import measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import get_task
+from hf_posenc.evaluation.suites import SUITES, get_suite
 from hf_posenc.files import to_json
 from hf_posenc.patch.patching import get_patch
 from tests.support.bench_cases import LENGTHS, METHODS, TEXTS, edited, measured, tiny, without_speed

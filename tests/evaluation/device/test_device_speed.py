@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc.evaluation.device.clock import ON_CPU, Clock
-from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
+from hf_posenc.evaluation.device import ON_CPU, Clock
+from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.evaluation.bench.run import BenchResult
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.page import collect
 from hf_posenc.evaluation.perplexity.result import PerplexityResult

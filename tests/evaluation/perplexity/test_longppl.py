@@ -18,14 +18,14 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity.longppl import (
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import (
     Evaluator,
     carry,
     evaluator_of,
     finder,
     key_tokens,
 )
-from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
@@ -122,7 +122,7 @@ def test_an_evaluator_that_keeps_the_longest_text_as_state_reads_every_piece_ane
     rope_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lenient = partial(key_tokens, alpha=0.01, beta=-9.0)  # the weights are random
-    monkeypatch.setattr("hf_posenc.evaluation.perplexity.longppl.key_tokens", lenient)
+    monkeypatch.setattr("hf_posenc.evaluation.perplexity.run.key_tokens", lenient)
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 8.0}
     model = zoo.build("llama", vocab_size=257, rope_parameters=rope)  # trained at 64 tokens
     document = tokenize(Document("d", prose(200)), byte_tokenizer())

@@ -14,8 +14,7 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.plots import MAX_LABEL, SPAN, position_points, thinned
-from hf_posenc.evaluation.plots.results import HEAT
+from hf_posenc.evaluation.plots import HEAT, MAX_LABEL, SPAN, position_points, thinned
 
 mpl = pytest.importorskip("matplotlib")
 

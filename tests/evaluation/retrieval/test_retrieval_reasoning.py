@@ -9,9 +9,8 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.prompts import Draws, Prompt, Sample
-from hf_posenc.evaluation.retrieval.reasoning import FACTS as DATA
-from hf_posenc.evaluation.retrieval.reasoning import RIDDLES
-from hf_posenc.evaluation.retrieval.tasks import TASKS
+from hf_posenc.evaluation.retrieval.tasks import FACTS as DATA
+from hf_posenc.evaluation.retrieval.tasks import RIDDLES, TASKS
 from tests.evaluation.retrieval.test_retrieval_prompts import kit_of, make
 from tests.evaluation.retrieval.test_retrieval_prompts import text as shown_by
 from tests.support.tiny_text import prose

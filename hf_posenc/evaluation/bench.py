@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench.suites import Suite, get_suite
-from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
+from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import output_folder, with_fields
@@ -62,7 +61,8 @@ from hf_posenc.evaluation.retrieval.result import (
 )
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
-from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
+from hf_posenc.evaluation.suites import Suite, get_suite
 from hf_posenc.files import finite, to_csv
 from hf_posenc.model.unwrapping import unwrap
 
