@@ -54,8 +54,6 @@ from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
 from hf_posenc.evaluation.retrieval.result import (
-    Failure,
-    Record,
     RetrievalResult,
     summarize,
 )
@@ -71,6 +69,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 GIB = 2**30
+TOO_SHORT = "too short for the task"
 
 _PARTS: dict[str, Any] = {
     "perplexity": PerplexityResult,
@@ -79,23 +78,17 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def pooled(
-    result: RetrievalResult, method: str, tasks: Collection[str] | None = None
-) -> RetrievalCell | str:
+def pooled(result: RetrievalResult, method: str, tasks: Collection[str]) -> RetrievalCell | str:
     """Pool the samples of a method in some tasks, which have equally many, at all lengths.
 
     A failure leaves no number but its reason: a share of the remaining samples would not be comparable.
     """
-    tasks = result.settings.tasks if tasks is None else tasks
-
-    def selected(entry: Failure | Record) -> bool:
-        return entry.method == method and entry.task in tasks
-
-    reasons = [failure.reason for failure in result.failures if selected(failure)]
+    reasons = [f.reason for f in result.failures if f.method == method and f.task in tasks]
     if reasons:
         return OUT_OF_MEMORY if OUT_OF_MEMORY in reasons else reasons[0]
-    records = [dataclasses.replace(r, task="", length=0) for r in result.records if selected(r)]
-    return summarize(records, by_depth=False)[0] if records else "too short for the task"
+    own = (r for r in result.records if r.method == method and r.task in tasks)
+    records = [dataclasses.replace(record, task="", length=0) for record in own]
+    return summarize(records, by_depth=False)[0] if records else TOO_SHORT
 
 
 @dataclass(repr=False, kw_only=True)
@@ -169,8 +162,8 @@ class BenchResult(Result):
         return "\n".join(lines) + "\n"
 
     def figures(self) -> dict[str, Figure]:
-        heatmap = self.heatmap()
-        return {"curve": self.plot(), **({"heatmap": heatmap} if heatmap else {})}
+        figures = {"curve": self.plot(), "heatmap": self.heatmap()}
+        return {name: figure for name, figure in figures.items() if figure is not None}
 
     def plot(self) -> Figure:
         """Draw perplexity by position in the text if `prefix` was measured, else by length. Needs matplotlib."""
@@ -237,7 +230,7 @@ class BenchResult(Result):
     def _beside(self, method: str) -> Iterator[Field]:
         """Yield retrieval, speed and memory of a method."""
         if self.retrieval is not None:
-            yield _share(self.retrieval, method, None)
+            yield _share(self.retrieval, method, self.retrieval.settings.tasks)
         if self.speed is not None:
             row = self.speed.row(method)
             if row.tokens_per_second is None:
@@ -264,10 +257,41 @@ class BenchResult(Result):
         yield from self.remarks
         yield from auto_scale_note(measured.candidates)
         if self.retrieval is not None:
-            yield from _retrieval_notes(self.retrieval)
+            yield from self._of_retrieval(self.retrieval)
         if self.speed is not None:
-            yield from _speed_notes(self.speed, measured.head_replay != "off")
+            yield from self._of_speed(self.speed)
         yield from measured.guide()
+
+    @staticmethod
+    def _of_retrieval(result: RetrievalResult) -> Iterator[str]:
+        settings = result.settings
+        yield (
+            f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths "
+            f"({len(settings.depths) * settings.samples} samples each), with a 95 % Wilson interval."
+        )
+        if settings.ranks:
+            yield (
+                f"1st: how often the right answer is the most probable of {settings.distractors + 1} (fewer where the "
+                "task offers fewer); *: more often than chance."
+            )
+        for task in settings.tasks:
+            if short := [entry.length for entry in result.left_out if entry.task == task]:
+                yield f"{task} has no prompt as short as {listed(short)} tokens."
+
+    def _of_speed(self, speed: SpeedResult) -> Iterator[str]:
+        count, replays = speed.threads, self.perplexity.head_replay != "off"
+        threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
+        logits = "the last token" if replays else "every token, as this model cannot do with fewer"
+        yield (
+            f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
+            f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: "
+            f"times as fast as {speed.methods[0]}, median over the rounds."
+        )
+        if speed.memory is not None:
+            yield f"GiB: {speed.memory}, in the timed forward."
+        for method in speed.methods:
+            if (size := speed.pieces(method)) is not None:
+                yield f"{method}: prefill in pieces of {size:,} tokens."
 
     def problems(self) -> Iterator[str]:
         yield from self.perplexity.problems()
@@ -278,50 +302,14 @@ class BenchResult(Result):
                 yield f"{row.method}: the prefill failed at length {row.length:,}: {row.failed}"
 
 
-def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
+def _share(result: RetrievalResult, method: str, tasks: Collection[str]) -> Field:
     cell = pooled(result, method, tasks)
     if isinstance(cell, str):
-        left_out = not any(failure.method == method for failure in result.failures)
-        return Field("-", "none") if left_out else failure_field(cell)
+        return Field("-", "none") if cell == TOO_SHORT else failure_field(cell)
     field = Field(percent(cell.accuracy)).append(f"\n{percent_range(cell.interval)}", "aside")
-    if cell.first is not None and cell.first_interval is not None and cell.chance is not None:
-        above = cell.first_interval[0] > cell.chance
-        field.append(f"\n1st {percent(cell.first)}{'*' * above}")
+    if cell.first is not None:
+        field.append(f"\n1st {percent(cell.first)}{'*' * cell.beats_chance}")
     return field
-
-
-def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
-    settings = result.settings
-    count = len(settings.depths) * settings.samples
-    yield (
-        f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths ({count} samples each), with "
-        "a 95 % Wilson interval."
-    )
-    if settings.ranks:
-        yield (
-            f"1st: how often the right answer is the most probable of {settings.distractors + 1} (fewer where the task "
-            "offers fewer); *: more often than chance."
-        )
-    for task in settings.tasks:
-        short = [entry.length for entry in result.left_out if entry.task == task]
-        if short:
-            yield f"{task} has no prompt as short as {listed(short)} tokens."
-
-
-def _speed_notes(speed: SpeedResult, replays: bool) -> Iterator[str]:
-    count = speed.threads
-    threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
-    logits = "the last token" if replays else "every token, as this model cannot do with fewer"
-    yield (
-        f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
-        f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: times as "
-        f"fast as {speed.methods[0]}, median over the rounds."
-    )
-    if speed.memory is not None:
-        yield f"GiB: {speed.memory}, in the timed forward."
-    for method in speed.methods:
-        if (size := speed.pieces(method)) is not None:
-            yield f"{method}: prefill in pieces of {size:,} tokens."
 
 
 # The measurement.

@@ -104,14 +104,6 @@ class Source:
         )
         return documents, skipped, {**self.about, "limit": limit, "max_doc_tokens": max_tokens}
 
-    def reload(
-        self, documents: Iterable[TokenizedDocument], tokenizer: Any
-    ) -> list[TokenizedDocument]:
-        """Return the same documents in another tokenizer's tokens; reading stops after the last of them."""
-        names = {document.name for document in documents}
-        same = (entry for entry in self.read() if entry.name in names)
-        return load_documents(same, tokenizer, min_tokens=1, limit=len(names))[0]
-
 
 def source_of(options: DocumentOptions) -> Source:
     """Return the source that the options name; by default the held-out modules."""

@@ -6,13 +6,11 @@ predict. With the log-probabilities `l` in the long and `s` in the short context
 
     LSD = l - s > alpha (the long-short difference)    and    LCL = l > beta (the long-context likelihood)
 
-and LongPPL of the measured model is exp of its mean loss over these tokens. The evaluator may have a tokenizer of its
-own: its key tokens become stretches of text, and the measured model's tokens within a stretch count.
+and LongPPL of the measured model is exp of its mean loss over these tokens.
 
 Deliberate differences from the authors' package (`longppl` 0.3.0): losses are float32 whatever the dtype of the model,
-which matters for tokens next to a threshold. A last piece of a single token is scored, where theirs raises. Text that a
-tokenizer leaves out of all its offsets (a space in front of a word) belongs to the token behind it, so that tokenizers
-with and without such gaps can be compared.
+which matters for tokens next to a threshold. A last piece of a single token is scored, where theirs raises. The
+evaluator has the measured model's tokenizer.
 """
 
 from __future__ import annotations
@@ -105,28 +103,6 @@ def key_tokens(
     return key
 
 
-def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
-    """Map key tokens from the evaluator's tokens to those of the measured model.
-
-    A token's text begins at the end of the token before it. Several tokens that split one character have the same end,
-    and each stands for the whole character. A token is key if all of its text belongs to the evaluator's key tokens.
-
-    `mask` (n,) is true for the evaluator's key tokens. Its ends (n,) and the model's (m,) are in bytes or in characters
-    and never decrease. The result (m,) is true for the model's key tokens.
-    """
-    evaluator_ends, model_ends = (e.to("cpu", torch.int64) for e in (evaluator_ends, model_ends))
-    places, index = torch.unique_consecutive(evaluator_ends, return_inverse=True)
-    key = torch.bincount(index[mask], minlength=len(places)).clamp(max=1)
-    key = key.repeat_interleave(places.diff(prepend=places.new_zeros(1)))  # of each byte
-    ends, index = torch.unique_consecutive(model_ends, return_inverse=True)
-    total = torch.zeros(1 + max([len(key), *ends[-1:].tolist()]), dtype=torch.int64)
-    total[1 : 1 + len(key)] = key
-    total = total.cumsum(0)  # key bytes up to each place
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    whole: Tensor = (total[ends] - total[begins] == ends - begins) & (ends > begins)
-    return whole[index]
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """A model that selects the tokens that need far context; `short`: tokens of the short context."""
@@ -184,14 +160,19 @@ def evaluator_of(
     Its short context has the paper's 4,096 tokens; for shorter texts the trained length, or a quarter of the text.
 
     Raises:
-        PosencError: An evaluator without a method would read texts longer than it was trained for: its predictions
-            there are broken, and so would be the choice of the tokens.
+        PosencError: An evaluator with another tokenizer, or one without a method that would read texts longer than it
+            was trained for: its predictions there are broken, and so would be the choice of the tokens.
     """
     name, spec = parse_evaluator(options.longppl or SELF)
     if name != SELF:
         if load is None:
             raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")
-        model, tokenizer = load(name)
+        model, own = load(name)
+        if tokenizer_hash(own) != tokenizer_hash(tokenizer):
+            raise PosencError(
+                f"--longppl {name}: its tokenizer is not the measured model's, so its tokens are others. Give a model "
+                f"with the same tokenizer, or {SELF}@METHOD, such as {SELF}@rerope."
+            )
     short, longest = SHORT, settings.lengths[-1]
     candidate = Candidate.parse(spec or UNPATCHED).checked(model)
     trained = length_of(model, replaced=True)
@@ -217,40 +198,6 @@ def evaluator_of(
         special=special_prefix(tokenizer, policy),
         short=options.longppl_short or short,
     )
-
-
-def finder(
-    evaluator: Evaluator,
-    documents: Sequence[TokenizedDocument],
-    tokenizer: Any,
-    length: int,
-    source: Source,
-) -> Callable[[int], Tensor]:
-    """Return a function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
-
-    `length` is the number of tokens of a document that the evaluator reads, special tokens included. If its tokenizer
-    is not the measured model's, the documents of the source are read again.
-    """
-    same = tokenizer_hash(tokenizer) == tokenizer_hash(evaluator.tokenizer)
-    by_name: dict[str, TokenizedDocument] = {}
-
-    def find(index: int) -> Tensor:
-        document = documents[index]
-        if same:
-            return evaluator.key_tokens(document, length)
-        if not by_name:
-            reloaded = source.reload(documents, evaluator.tokenizer)
-            by_name.update((other.name, other) for other in reloaded)
-        other = by_name.get(document.name)
-        if other is None or other.byte_ends is None or document.byte_ends is None:
-            raise PosencError(
-                f"--longppl {evaluator.name}: {document.name} has no text to compare both tokenizers by; use "
-                "an evaluator with the measured model's tokenizer, or text instead of token ids."
-            )
-        mask = evaluator.key_tokens(other, length)
-        return carry(mask, other.byte_ends[: len(mask)], document.byte_ends)
-
-    return find
 
 
 EMBEDDED_DOCUMENTS = 12
@@ -586,12 +533,16 @@ def prepare(
         embedded_limit=EMBEDDED_DOCUMENTS,
         embedded_tokens=max(needed, windows * settings.lengths[-1] - len(special)),
     )
-    key_tokens = None
+    key_tokens: Callable[[int], Tensor] | None = None
     if options.longppl is not None:
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
         protocols = (*settings.protocols, "longppl")
         settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
-        key_tokens = finder(evaluator, documents, tokenizer, settings.lengths[-1], source)
+        longest = settings.lengths[-1]
+
+        def key_tokens(index: int) -> Tensor:
+            return evaluator.key_tokens(documents[index], longest)
+
     return PerplexityRun(
         model,
         documents,

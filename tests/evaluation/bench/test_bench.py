@@ -229,9 +229,9 @@ def test_a_share_over_tasks_and_lengths_counts_every_sample() -> None:
     result = measured(methods=methods, tasks=tasks, lengths=(640, 700), rounds=0)
     found = result.retrieval
     assert found is not None
-    for task in (None, ["passkey"]):
-        mine = [r for r in found.records if r.method == "yarn (auto)" and task in (None, [r.task])]
-        cell = pooled(found, "yarn (auto)", task)
+    for names in (tasks, ["passkey"]):
+        mine = [r for r in found.records if r.method == "yarn (auto)" and r.task in names]
+        cell = pooled(found, "yarn (auto)", names)
         assert not isinstance(cell, str)
         assert cell.samples == len(mine) > 0
         assert cell.first == sum(r.rank == 1 for r in mine) / len(mine)

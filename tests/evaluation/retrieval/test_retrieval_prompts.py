@@ -39,11 +39,9 @@ PROMPTS = {
     "babilong_qa1": "435ee18c73bb",
     "babilong_qa2": "4029eb3796bc",
     "babilong_qa3": "b59be7d5d03e",
-    "nolima_tools": "d4eb96d5aa93",
-    "nolima_world": "d53e2bf443b5",
 }
 DEEP = [name for name, task in TASKS.items() if task.has_depth]
-WORDS = [name for name in TASKS if name.startswith(("vt", "fwe", "babilong", "nolima"))]
+WORDS = [name for name in TASKS if name.startswith(("vt", "fwe", "babilong"))]
 
 
 @cache
