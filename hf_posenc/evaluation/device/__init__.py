@@ -210,16 +210,6 @@ class Layers:
         """Heads, heads of keys and features of a head."""
         return {"heads": self.heads[0], "key_heads": self.heads[1], "head_dim": self.head_dim}
 
-    def drawn(self, phase: str, length: int) -> Layer:
-        """Return a layer with random tensors."""
-        layer = Layer.of(length, self.head_dim, self.dtype, self.device, self.heads)
-        return layer.of_phase(phase)
-
-    def encoding(self, method: Method, length: int) -> Encoding:
-        """Return the encoding of a method."""
-        original = max(1, length // int(SCALE))
-        return encoding_of(method, self.head_dim, self.device, original, self.heads)
-
     def measured(
         self,
         phase: str,
@@ -233,12 +223,14 @@ class Layers:
 
         With `host`, also what the host of a GPU waits for, and whether a step can be captured.
         """
-        layer, training = self.drawn(phase, length), phase == "training"
+        layer = Layer.of(length, self.head_dim, self.dtype, self.device, self.heads)
+        layer, training = layer.of_phase(phase), phase == "training"
         forward, trained = layer.plain, list[Tensor]()
         backend = SDPBackend(layer.plain(torch._fused_sdp_choice)).name.lower()
         with torch.set_grad_enabled(training):
             if method is not None:
-                encoding, call = self.encoding(method, length), layer.call()
+                original, call = max(1, length // int(SCALE)), layer.call()
+                encoding = encoding_of(method, self.head_dim, self.device, original, self.heads)
                 trained = [x.requires_grad_(training) for x in (encoding.parameters or {}).values()]
                 forward, backend = partial(peer or attended, call, encoding), "PyTorch"
                 if peer is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -206,10 +206,10 @@ class GpuResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; what only a self-test finds is left out elsewhere."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        unmeasured = ("waits", "captured")
+        values = dict(vars(self))
+        unmeasured = {"waits": None, "captured": None}.items()
         values["records"] = [
-            {n: x for n, x in vars(row).items() if n not in unmeasured or x is not None}
+            {name: x for name, x in vars(row).items() if (name, x) not in unmeasured}
             for row in self.records
         ]
         if self.seconds is None:
@@ -227,13 +227,10 @@ class GpuResult(Result):
         """Read the values of `to_dict`."""
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
-        names = [f.name for f in dataclasses.fields(Case)]
-        given["checks"] = {
-            Case(**{name: check[name] for name in names}): Comparison(
-                **{name: value for name, value in check.items() if name not in names}
-            )
-            for check in values.get("checks", ())
-        }
+        given["checks"] = {}
+        for check in map(dict, values.get("checks", ())):
+            case = Case(**{f.name: check.pop(f.name) for f in dataclasses.fields(Case)})
+            given["checks"][case] = Comparison(**check)
         given["not_reached"] = [Case(**case) for case in values.get("not_reached", ())]
         return cls(**given)
 
@@ -273,16 +270,13 @@ class GpuResult(Result):
                 grid.row(f"{backend}: {kind}", *(_checked(checks.get(case)) for case in cases))
             yield grid
 
-    def _times(self, phase: str, records: Iterable[Row]) -> Grid:
+    def _times(self, phase: str, records: Sequence[Row]) -> Grid:
         """Return the table of a phase: methods, and at every length speed, slowdown and memory."""
         by_method: dict[str, dict[int, Row]] = {}
         for row in records:
             by_method.setdefault(row.method, {})[row.length] = row
-        every = [row for rows in by_method.values() for row in rows.values()]
-        lengths, host = (
-            sorted({row.length for row in every}),
-            any(r.waits is not None for r in every),
-        )
+        lengths = sorted({length for rows in by_method.values() for length in rows})
+        host = any(row.waits is not None for row in records)
         sizes, model, layer = self.sizes, self.model, phase in PHASES
         if layer:
             heads = ["ms", "times\nplain", "MiB"]

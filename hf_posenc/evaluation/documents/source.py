@@ -372,12 +372,10 @@ def special_prefix(tokenizer: Any, policy: str) -> list[int]:
     if policy == "never":
         return []
     if policy in ("always", "bos-or-eos"):
-        tokens = [tokenizer.bos_token_id]
-        if policy == "bos-or-eos":
-            tokens.append(tokenizer.eos_token_id)
-        for token in tokens:
-            if token is not None:
-                return [int(token)]
+        bos, eos = tokenizer.bos_token_id, getattr(tokenizer, "eos_token_id", None)
+        token = eos if bos is None and policy == "bos-or-eos" else bos
+        if token is not None:
+            return [int(token)]
         raise PosencError(
             "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."
             if policy == "always"
@@ -422,12 +420,10 @@ class Vocabulary:
 def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str:
     if not skipped:
         return "There is no document to read."
-    first = f"{skipped[0].name}: {skipped[0].reason}"
     others = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
-    advice = ""
-    if longest:
-        advice = (
-            f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or "
-            "longer documents."
-        )
-    return f"No document can be used ({first}{others}).{advice}"
+    advice = (
+        f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or longer "
+        "documents."
+    )
+    first = f"{skipped[0].name}: {skipped[0].reason}"
+    return f"No document can be used ({first}{others}).{advice if longest else ''}"
