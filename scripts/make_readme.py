@@ -98,8 +98,9 @@ def demo() -> str:
 
 
 def bench() -> str:
-    """Return the table of the committed benchmark."""
-    return to_markdown(BenchResult.from_dict(read(BENCHMARKS / "bench.json")).table())
+    """Return the tables of the committed benchmark."""
+    grids = BenchResult.from_dict(read(BENCHMARKS / "bench.json")).tables()
+    return "\n\n".join(f"{grid.title}:\n\n{to_markdown(grid)}" for grid in grids)
 
 
 def tuned(kind: type[TuningResult]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -350,12 +350,17 @@ class GpuResult(Result):
                 yield f"{row.method}, {row.phase} at {row.length:,} tokens: {row.failed}"
 
     def _repr_markdown_(self) -> str:
-        lines = [f"# {self.machine['device']}\n"]
-        lines += [f"## {grid.title}\n\n{to_markdown(grid)}\n" for grid in self.tables()]
-        lines += [f"- {escaped(line)}" for line in (*self.notes(), *self.problems())]
-        if self.command is not None:
-            lines.append(f"\nTo reproduce it:\n\n```bash\n{self.command}\n```")
-        return "\n".join(lines) + "\n"
+        lines = (*self.notes(), *self.problems())
+        return to_page(f"# {self.machine['device']}", self.tables(), lines, self.command)
+
+
+def to_page(head: str, grids: Iterable[Grid], lines: Iterable[str], command: str | None) -> str:
+    """Render tables, lines below them and the command that reproduces them as a page of Markdown."""
+    parts = [f"{head}\n", *(f"## {grid.title}\n\n{to_markdown(grid)}\n" for grid in grids)]
+    parts += [f"- {escaped(line)}" for line in lines]
+    if command is not None:
+        parts.append(f"\nTo reproduce it:\n\n```bash\n{command}\n```")
+    return "\n".join(parts) + "\n"
 
 
 def _fields(row: Row | None, base: Row | None, layer: bool) -> list[Field]:

@@ -39,7 +39,7 @@ from hf_posenc.evaluation.device.result import (
 )
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.flags import refuse_others
-from hf_posenc.evaluation.grid import listed
+from hf_posenc.evaluation.grid import Grid, failure_field, listed, number
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
@@ -99,6 +99,41 @@ class SpeedResult:
         """Return the least tokens that were run at a time; `None`: all."""
         sizes = (values[method].get("prefill") for values in self.rounds)
         return min(filter(None, sizes), default=None)
+
+    def tables(self) -> list[Grid]:
+        """Return the table of speed and memory by method."""
+        grid = Grid.of(f"Prefill of {self.length:,} tokens", "method")
+        for head in ("tokens/s", f"times as fast\nas {self.methods[0]}", "GiB at\nthe peak"):
+            grid.column(head, numeric=True)
+        for row in map(self.row, self.methods):
+            if row.tokens_per_second is None:
+                grid.row(row.method, *[failure_field(row.failed)] * 3)
+                continue
+            speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+            peak = None if row.peak_bytes is None else row.peak_bytes / 2**30
+            grid.row(row.method, f"{row.tokens_per_second:,.0f}", speedup, number(peak, 3))
+        return [grid]
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was timed, on which machine."""
+        count = self.threads
+        threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
+        yield (
+            "Speed: one forward without a key-value cache, logits of the last token where the model can, median of "
+            f"{len(self.rounds)} after a warm-up each, methods in turn, on {self.device}{threads}; times as fast: "
+            "median over the rounds."
+        )
+        if self.memory is not None:
+            yield f"GiB: {self.memory}, in the timed forward."
+        for method in self.methods:
+            if (size := self.pieces(method)) is not None:
+                yield f"{method}: prefill in pieces of {size:,} tokens."
+
+    def problems(self) -> Iterator[str]:
+        """Yield the methods without a time."""
+        for row in map(self.row, self.methods):
+            if row.failed is not None:
+                yield f"{row.method}: the prefill failed at length {row.length:,}: {row.failed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -173,13 +208,13 @@ class SpeedRun(Measurement[Item, SpeedResult]):
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         timed = {}
-        for number, candidate in enumerate(self.candidates, 1):
+        for turn, candidate in enumerate(self.candidates, 1):
             cell = (candidate.label,)
             if not attempt.is_lost(cell):
                 values = attempt(partial(self.timed, candidate), [cell])
                 if values is not None:
                     timed[candidate.label] = values
-            attempt.advance(2 * len(self.window) * number)
+            attempt.advance(2 * len(self.window) * turn)
         return {"methods": timed}
 
     def collect(self, values: Mapping[Key, Value]) -> SpeedResult:

@@ -188,7 +188,7 @@ def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
 def _section(source: Source, figures: bool) -> Section:
     result, kind, key = source.result, source.kind, f"{source.kind}-{source.number}"
     title, verdicts, notes = kind.capitalize(), list[str](), list(result.notes())
-    parts = [] if kind == "perplexity" else [_own(result, key, figures)]
+    parts = [] if kind in ("perplexity", "bench") else [_own(result, key, figures)]
     if kind == "extend":
         title = f"Extending {source.data['model']['name']} to {result.lengths[1]:,} tokens"
         verdicts = result.lines()
@@ -207,7 +207,9 @@ def _section(source: Source, figures: bool) -> Section:
         verdicts = [compare.retrieval_verdict(result)]
         notes += result.guide()
     elif kind == "bench":
-        title = f"Benchmark, suite {result.suite}"
+        title, notes = f"Benchmark, suite {result.suite}", list(result.remarks)
+        if result.speed is not None:  # its other parts have sections of their own
+            parts, notes = [Part(result.speed.tables())], [*notes, *result.speed.notes()]
     elif kind == "gpu":
         title = result.machine["device"]
         verdicts = ["times and memory, which do not measure quality."]
