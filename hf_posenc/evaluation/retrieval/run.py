@@ -42,7 +42,7 @@ from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
-from hf_posenc.evaluation.retrieval.prompts import Answer, Kit, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval import Answer, Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import (
     DECODES,

@@ -20,7 +20,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.retrieval.prompts import (
+from hf_posenc.evaluation.retrieval import (
     NOISE,
     TRIES,
     Draws,

@@ -15,7 +15,7 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.retrieval.prompts import (
+from hf_posenc.evaluation.retrieval import (
     NOISE,
     Kit,
     Prompt,

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.retrieval.prompts import Draws, Prompt, Sample
+from hf_posenc.evaluation.retrieval import Draws, Prompt, Sample
 from hf_posenc.evaluation.retrieval.tasks import FACTS as DATA
 from hf_posenc.evaluation.retrieval.tasks import TASKS, stories
 from tests.evaluation.retrieval.test_retrieval_prompts import kit_of, make
