@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -372,12 +372,11 @@ MAX_DEPTHS = 10  # more of them make no panel higher
 WRITTEN = 8  # with at most so many lengths, each cell contains its number
 
 
-def heat_figure(result: Any, value: str, label: str, written: Callable[[float], str]) -> Figure:
+def heat_figure(result: Any, value: str, label: str) -> Figure:
     """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
 
     The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
-    grey where a number is missing. `value` is the attribute of a cell that is shown, `label` its name, and `written`
-    formats it.
+    grey where a number is missing. `value` is the attribute of a cell that is shown, and `label` its name.
     """
     require()
     import matplotlib as mpl
@@ -400,7 +399,7 @@ def heat_figure(result: Any, value: str, label: str, written: Callable[[float], 
                 if method is None:
                     panel.set_visible(False)
                 else:
-                    _panel(panel, result, task, method, value, colours, written)
+                    _panel(panel, result, task, method, value, colours)
             panels[0].set_ylabel(task, fontsize=8)
         if result.original:
             about = f"rows: needle depth; dashed: trained length, {result.original:,} tokens"
@@ -410,15 +409,7 @@ def heat_figure(result: Any, value: str, label: str, written: Callable[[float], 
     return figure
 
 
-def _panel(
-    panel: Axes,
-    result: Any,
-    task: str,
-    method: str,
-    value: str,
-    colours: Colormap,
-    written: Callable[[float], str],
-) -> None:
+def _panel(panel: Axes, result: Any, task: str, method: str, value: str, colours: Colormap) -> None:
     import numpy as np
 
     lengths, shares = result.settings.lengths, result.shares(task, method, value)
@@ -441,8 +432,9 @@ def _panel(
             panel.text(column, (rows - 1) / 2, missing, **remark)
             continue
         for row, values in enumerate(shares if len(lengths) <= WRITTEN else ()):
-            text = written(values[column]).removesuffix("%")
-            colour = "white" if values[column] < 0.5 else BASELINE
+            share = values[column]
+            digits = int(0 < share < 0.005 or 0.995 <= share < 1)  # neither 0 nor 100
+            text, colour = f"{100 * share:.{digits}f}", "white" if share < 0.5 else BASELINE
             panel.text(column, row, text, fontsize=5.5, color=colour, **look)
     if result.original:
         within = sum(length <= result.original for length in lengths)

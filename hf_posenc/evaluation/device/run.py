@@ -473,7 +473,9 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             times = _Times()
             generate = partial(model.generate, prompt, attention_mask=mask, streamer=times)
             peak = self.clock.time(partial(generate, generation_config=settings))[1]
-            return times.of_a_token(), peak
+            # the later half, after compilation and choices of libraries
+            steps = [after - before for before, after in itertools.pairwise(times.seen)]
+            return float(f"{statistics.median(steps[len(steps) // 2 :]):.6g}"), peak
 
         found: dict[str, list[float]] = {"plain": [], "seconds": []}
         # A compiled forward of another patch is compiled again, so it does not alternate.
@@ -518,18 +520,13 @@ class _Times(BaseStreamer):
     """The times at which `generate` hands over tokens: the prompt, then one at a time."""
 
     def __init__(self) -> None:
-        self._times: list[float] = []
+        self.seen: list[float] = []
 
     def put(self, value: Any) -> None:
-        self._times.append(time.perf_counter())
+        self.seen.append(time.perf_counter())
 
     def end(self) -> None:
         pass
-
-    def of_a_token(self) -> float:
-        """Return the median over the later half, after compilation and choices of libraries."""
-        steps = [after - before for before, after in itertools.pairwise(self._times)]
-        return float(f"{statistics.median(steps[len(steps) // 2 :]):.6g}")
 
 
 def _released(work: Callable[[], T]) -> T:

@@ -192,7 +192,11 @@ def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
 def _section(source: Source, figures: bool) -> Section:
     result, kind, key = source.result, source.kind, f"{source.kind}-{source.number}"
     title, verdicts, notes = kind.capitalize(), list[str](), list(result.notes())
-    parts = [] if kind in ("perplexity", "bench") else [_own(result, key, figures)]
+    parts = list[Part]()
+    if kind not in ("perplexity", "bench"):
+        drawn = result.figures().items() if figures and kind in CAPTIONS else ()
+        captioned = [_drawn(figure, f"{key}-{name}", CAPTIONS[name]) for name, figure in drawn]
+        parts = [Part(result.tables(), captioned)]
     if kind == "extend":
         title = f"Extending {source.data['model']['name']} to {result.lengths[1]:,} tokens"
         verdicts = result.lines()
@@ -204,8 +208,8 @@ def _section(source: Source, figures: bool) -> Section:
     elif kind == "perplexity":
         verdicts = [perplexity_verdict(result, name) for name in result.conditions]
         for name, grid in zip(result.conditions, result.tables(), strict=True):
-            drawn = list(_figures(result, name, f"{key}-{name}")) if figures else []
-            parts.append(Part([grid, *_ratios(result, name)], drawn, name))
+            curves = list(_figures(result, name, f"{key}-{name}")) if figures else []
+            parts.append(Part([grid, *_ratios(result, name)], curves, name))
         notes += result.guide()
     elif kind == "retrieval":
         verdicts = [retrieval_verdict(result)]
@@ -227,15 +231,6 @@ def _section(source: Source, figures: bool) -> Section:
         notes,
         parts,
         recipe=json.dumps(recipe, indent=2) if recipe else "",
-    )
-
-
-def _own(result: Any, key: str, figures: bool) -> Part:
-    """Return a result's own tables, and those of its figures that have a caption."""
-    drawn = result.figures() if figures and CAPTIONS.keys() & {result.kind} else {}
-    return Part(
-        result.tables(),
-        [_drawn(figure, f"{key}-{name}", CAPTIONS[name]) for name, figure in drawn.items()],
     )
 
 

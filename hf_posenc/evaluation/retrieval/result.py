@@ -334,7 +334,7 @@ class RetrievalResult(MethodsResult[Cell]):
             raise PosencError(
                 f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
             )
-        return heat_figure(self, value, VALUES[value], percent)
+        return heat_figure(self, value, VALUES[value])
 
     def shares(self, task: str, method: str, value: str) -> list[list[float]]:
         """Return a heat map: a row for each depth, from the front, a share for each length; NaN where there is none."""

@@ -44,12 +44,7 @@ from hf_posenc.evaluation.options import RetrievalOptions
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval import Answer, Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
-from hf_posenc.evaluation.retrieval.tasks import (
-    DECODES,
-    RetrievalSettings,
-    get_task,
-    settings_of,
-)
+from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task, settings_of
 from hf_posenc.evaluation.scoring import is_out_of_memory, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer

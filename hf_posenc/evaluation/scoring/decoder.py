@@ -194,7 +194,7 @@ def position_limit(model: nn.Module) -> int | None:
         except Exception:  # whatever it is, the measurement meets and reports it
             return min(limits, default=None)
         # A bias by distance, made anew in every forward, ends where the config says (MPT).
-        if not tables and (longest := _longest(inner)) is not None:
+        if not tables and (longest := getattr(inner.config, "max_seq_len", None)) is not None:
             limits.append(longest)
     return min(limits, default=None)
 
@@ -229,18 +229,13 @@ def _runs(model: Any, tokens: int) -> bool:
     return True
 
 
-def _longest(model: Any) -> int | None:
-    length: int | None = getattr(model.config, "max_seq_len", None)
-    return length
-
-
 def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     """Return the error for a text of more tokens than `position_limit`."""
     way = "Give shorter lengths, or a method that makes its table longer, such as interpolate."
     if any(isinstance(table, SinCosTable) for table in _tables(model)):
         way = "Give shorter lengths, or a method that extends its table, such as yarn."
     inner: Any = unwrap(model)
-    if _longest(inner) == limit:
+    if getattr(inner.config, "max_seq_len", None) == limit:
         way = f"Give shorter lengths, or raise max_seq_len in its config: model.config.max_seq_len = {tokens}."
     name = type(inner).__name__
     return PosencError(f"{tokens:,} tokens: {name} has positions for {limit:,}. {way}")

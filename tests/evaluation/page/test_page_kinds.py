@@ -13,13 +13,7 @@ from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.page import collect
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.retrieval.result import (
-    Failure,
-    LeftOut,
-    Record,
-    RetrievalResult,
-    mcnemar,
-)
+from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult, mcnemar
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.page_results import CURVES, Page, entry, exact, page, result, write
 from tests.support.sweep_cases import planted

@@ -18,11 +18,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.run import (
-    Evaluator,
-    evaluator_of,
-    key_tokens,
-)
+from hf_posenc.evaluation.perplexity.run import Evaluator, evaluator_of, key_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo

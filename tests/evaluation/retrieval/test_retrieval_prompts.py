@@ -15,13 +15,7 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.retrieval import (
-    NOISE,
-    Kit,
-    Prompt,
-    Sample,
-    lay_out,
-)
+from hf_posenc.evaluation.retrieval import NOISE, Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from tests.support.retrieval_models import TOKENIZERS
 from tests.support.selection import covering

@@ -14,12 +14,7 @@ from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records
-from hf_posenc.evaluation.retrieval import (
-    Answer,
-    Encoder,
-    Prompt,
-    answer_of,
-)
+from hf_posenc.evaluation.retrieval import Answer, Encoder, Prompt, answer_of
 from hf_posenc.evaluation.retrieval import run as answers
 from hf_posenc.evaluation.retrieval.run import AnswerScorer, NotFiniteError, RetrievalRun, generate
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
