@@ -491,7 +491,6 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
         runs=_runs(collection.files),
         problems=dict.fromkeys(problems),
         settings=_settings(sources),
-        methods=[_methods(source) for source in sources if source.data.get("methods")],
         documents=[(s, _documents(s)) for s in sources if s.data.get("documents")],
         skipped=[(s, s.data["skipped"]) for s in sources if s.data.get("skipped")],
         commands=sorted(commands.items()),
@@ -544,17 +543,6 @@ def _shortened(value: str, mark: str = "") -> Field:
     """A hash by its first digits, anything else whole."""
     text = f"{value[:HASH]}…" if _HASH.fullmatch(value) else value
     return Field(text, mark, hint=value)
-
-
-def _methods(source: Source) -> Grid:
-    grid = Grid.of(f"Methods of run {source.number}", "method", "--patch", "scale")
-    for method in source.data["methods"]:
-        scale, original = method.get("scale"), method.get("original")
-        shown = "-" if scale is None else f"{scale:g}"
-        if scale is None and method.get("auto_scale"):
-            shown = f"length / {original:,}, at least 1" if original else "auto"
-        grid.row(method["label"], Field(method["spec"], "mono"), shown)
-    return grid
 
 
 def _documents(source: Source) -> Grid:
