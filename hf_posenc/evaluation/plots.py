@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +103,26 @@ def styled_panels(
 def line_panels(
     result: Any, width: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
+    """Make `styled_panels` as high as the names of the lines need.
+
+    When they are drawn, they are named beside the last one, in their colours and in the order of their ends.
+    """
     height = max(3.1, 1.5 + 0.14 * len(result.candidates))
     with styled_panels(width, height, columns, **options) as (figure, panels):
         yield figure, panels
-        name_lines(panels[-1], {candidate.label for candidate in result.candidates})
+        labels = {candidate.label for candidate in result.candidates}
+        found: list[Any] = [n for n in panels[-1].get_lines() if n.get_label() in labels]
+        lines = sorted((n for n in found if len(n.get_ydata())), key=lambda n: -n.get_ydata()[-1])
+        names = [str(line.get_label()) for line in lines]
+        panels[-1].legend(
+            lines,
+            [name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…" for name in names],
+            loc="center left",
+            bbox_to_anchor=(1.02, 0.5),
+            frameon=False,
+            fontsize=LABEL_SIZE,
+            labelcolor="linecolor",
+        )
 
 
 def length_axis(panel: Axes, lengths: Sequence[int]) -> None:
@@ -179,22 +194,6 @@ def set_ticks(axis: Axis, lengths: Sequence[int]) -> None:
 
     axis.set_ticks(lengths, [tick(length) for length in lengths])
     axis.set_minor_locator(NullLocator())
-
-
-def name_lines(panel: Axes, labels: Collection[str]) -> None:
-    """Name the lines beside a panel, in their colours and in the order of their ends."""
-    found: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
-    lines = sorted((n for n in found if len(n.get_ydata())), key=lambda n: -n.get_ydata()[-1])
-    names = [str(line.get_label()) for line in lines]
-    panel.legend(
-        lines,
-        [name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…" for name in names],
-        loc="center left",
-        bbox_to_anchor=(1.02, 0.5),
-        frameon=False,
-        fontsize=LABEL_SIZE,
-        labelcolor="linecolor",
-    )
 
 
 # Files.

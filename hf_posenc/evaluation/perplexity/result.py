@@ -298,7 +298,7 @@ class PerplexityResult(MethodsResult[Cell]):
         meanings = "; ".join(PROTOCOL_NOTES[name] for name in settings.protocols)
         yield f"Protocol: {meanings}. Compare numbers of one protocol only."
         if settings.preset is not None:
-            yield f"Preset {settings.preset}: {PRESETS[settings.preset].remark}"
+            yield f"Preset {settings.preset}: {PRESETS[settings.preset]['remark']}"
 
     def problems(self) -> Iterator[str]:
         more_digits = str(self.model.get("dtype")) not in ("float32", "float64")
