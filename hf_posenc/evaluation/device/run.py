@@ -269,6 +269,8 @@ def window_of(documents: Sequence[TokenizedDocument], length: int, special: Tens
     return torch.cat(parts)[:length]
 
 
+# The suite gpu.
+
 LENGTHS = (32768, 131072, 8192)
 """In the order in which they are measured."""
 WHOLE = ("none", "yarn", "rerope", "alibi", "dual_chunk", "dynamic_yarn", "self_extend")

@@ -60,6 +60,8 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model.context import length_of
 from hf_posenc.patch.patching import get_patch
 
+# The key tokens of LongPPL.
+
 SHORT = 4096
 """K, tokens of the short context, as in the authors' code."""
 STEP = 1024
@@ -199,6 +201,8 @@ def evaluator_of(
         short=options.longppl_short or short,
     )
 
+
+# The measurement.
 
 EMBEDDED_DOCUMENTS = 12
 """Default number of the held-out modules."""

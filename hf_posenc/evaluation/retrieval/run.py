@@ -51,16 +51,14 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
 
+# Scores of answers.
+
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 SAME_HALF = 0.1
 """Nats per token within which an exact cache reproduces the plain forward; others differ by more."""
 
 SPARE = 2**30
 """Bytes that copies of a cache may take on a CPU; on a GPU they may take a quarter of what is free."""
-
-
-class NotFiniteError(PosencError):
-    """The logits of an answer are not finite numbers."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class AnswerScorer:
 
     @torch.inference_mode()
     def __call__(self, prompt: Prompt) -> Verdict:
-        """Score one prompt; raise `NotFiniteError` if the logits are not finite."""
+        """Score one prompt; raise if the logits are not finite."""
         answer, wrong = prompt.answer, prompt.distractors
         predicted: Tensor | None = None
         sums: list[float] | None = None
@@ -119,7 +117,7 @@ class AnswerScorer:
                 asked = map(prompt.with_question, prompt.questions)
                 sums = calibrated([sums, *(self._alone(other, candidates) for other in asked)])
         if not all(map(math.isfinite, (right, *(sums or ())))):
-            raise NotFiniteError("the logits are not finite")
+            raise PosencError("the logits are not finite")
         starts = (0, *answer.ends)
         parts = [bool(hits[a:b].all()) for a, b in zip(starts, answer.ends, strict=False)]
         return Verdict(
@@ -286,6 +284,8 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) 
     text: str = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
     return _CONTROL.sub("\n", text.strip()).strip()
 
+
+# The measurement.
 
 _SCORES = ("correct", "score", "nats", "rank", "candidates", "distance", "text")
 

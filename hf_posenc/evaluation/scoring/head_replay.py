@@ -55,6 +55,8 @@ from hf_posenc.patch.state import state_of
 
 logger = logging.getLogger(__name__)
 
+# Prefill in pieces.
+
 # Names of the cache in different families, as an output and as an argument.
 CACHES = ("past_key_values", "cache_params", "state")
 # Tokens in a piece. A single one would be a decoding step, for which some families have another formula.
@@ -260,6 +262,8 @@ def _at_most(tokens: int, requested: int) -> int:
 
 
 logger = logging.getLogger(__name__)
+
+# The scorer.
 
 LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
