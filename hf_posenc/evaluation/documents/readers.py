@@ -183,14 +183,13 @@ def _read_file(
         )
     else:
         name, pieces = printable(path), functools.partial(_text_pieces, path, encoding)
-        held, length = [""], 0 if compressed else size
+        held, length = list[str](), 0 if compressed else size
         for piece in pieces():
             if length > SMALL:
-                yield LongDocument(name, pieces)
-                return
+                break
             held.append(piece)
             length += len(piece) * compressed
-        yield Document(name, "".join(held))
+        yield LongDocument(name, pieces) if length > SMALL else Document(name, "".join(held))
 
 
 # The errors of files, as reasons of one line.
