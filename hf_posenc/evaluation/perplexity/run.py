@@ -582,6 +582,4 @@ def _cumulative(ends: Sequence[Tensor | None]) -> Tensor | None:
     known = [part for part in ends if part is not None]
     if len(known) < len(ends):
         return None
-    sizes = [0, *(int(part[-1]) if len(part) else 0 for part in known)]
-    starts = itertools.accumulate(sizes[:-1])
-    return torch.cat([part + start for part, start in zip(known, starts, strict=True)])
+    return torch.cat([part.diff(prepend=part.new_zeros(1)) for part in known]).cumsum(0)
