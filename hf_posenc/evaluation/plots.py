@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,19 +207,19 @@ def add_footer(drawn: Figure, text: str) -> None:
 
 
 def write_figure(drawn: Figure, *paths: Path) -> None:
-    """Write a figure to every path, in the format of its suffix; each file is whole or as it was before."""
-    for path in paths:
-        replace_atomically(path, lambda temporary: save(drawn, temporary))
+    """Write a figure to every path, in the format of its suffix, without a date or random names.
 
-
-def save(drawn: Figure, path: Path | Any, format: str | None = None) -> None:
-    """Write a figure deterministically, without a date or random names, to a path or an open file."""
+    Each file is whole or as it was before.
+    """
     import matplotlib as mpl
 
-    kind = format or Path(path).suffix.removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else None
-    with mpl.rc_context(STYLE):
-        drawn.savefig(path, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
+    for path in paths:
+        kind = path.suffix.removeprefix(".")
+        how: dict[str, Any] = {"metadata": {"Date": None} if kind == "svg" else None, "dpi": 200}
+        with mpl.rc_context(STYLE):
+            replace_atomically(
+                path, partial(drawn.savefig, format=kind, bbox_inches="tight", **how)
+            )
 
 
 # Figures of perplexity.

@@ -97,25 +97,20 @@ def run_cost(
     batch: int = 1,
     chunk: int | None = None,
     prefill_chunk: int | None = None,
-    dtype: torch.dtype | None = None,
     full_logits: bool = False,
 ) -> Cost:
     """Return the cost of many windows: the sums of tokens and operations, and the memory of the most expensive window.
 
     The model is as it will run: patched, with its attention backend, on any device. A forward is the tokens of a window
-    and how many of them are scored; at most `batch` windows are run at once. The defaults are those of `TokenScorer`,
-    and the model's dtype. `full_logits`: no head replay.
+    and how many of them are scored; at most `batch` windows are run at once. The defaults are those of `TokenScorer`.
+    `full_logits`: no head replay.
     """
     counted = Counter(forwards)
     if not counted:
         raise PosencError("There is no window to estimate: give one or more.")
     shape, costs = read_shape(model), []
-    size = (dtype or shape.dtype).itemsize
-    weights = sum(
-        tensor.numel() * (size if dtype and tensor.is_floating_point() else tensor.itemsize)
-        for tensors in (model.parameters(), model.buffers())
-        for tensor in tensors
-    )
+    size = shape.dtype.itemsize
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     chunk = chunk or max(1, LOGITS_PER_CHUNK // shape.vocabulary)
     for (tokens, scored), count in counted.items():
         piece = tokens if prefill_chunk is None or full_logits else min(prefill_chunk, tokens)
