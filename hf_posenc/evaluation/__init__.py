@@ -1,7 +1,7 @@
 """Measuring what a method does to long documents. Takes any causal language model, patched or not.
 
 What a program or a notebook calls stands here and is imported on first use. Functions that share their name with a
-folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.extend.extend`,
+module are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.extend.extend`,
 `hf_posenc.evaluation.recommend.recommend`, `hf_posenc.evaluation.device.selftest.selftest`.
 """
 
