@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -215,8 +216,13 @@ class Layers:
         length: int,
         method: Method | None = None,
         peer: Formulation | None = None,
+        *,
+        host: bool = False,
     ) -> dict[str, Any]:
-        """Return the backend, times and memory of a method or of plain attention, as a `Row` has them."""
+        """Return the backend, times and memory of a method or of plain attention, as a `Row` has them.
+
+        With `host`, also what the host of a GPU waits for, and whether a step can be captured.
+        """
         layer = Layer.of(length, self.head_dim, self.dtype, self.device, self.heads)
         layer, training = layer.of_phase(phase), phase == "training"
         forward, trained = layer.plain, list[Tensor]()
@@ -231,6 +237,9 @@ class Layers:
                     backend = engine.choose(call, encoding).name  # checked here, and not timed
             work = layer.work(forward, *trained)
             found = {"backend": backend, **self.compared(work, layer.work(layer.plain))}
+            if host and self.device.type == "cuda":
+                found["waits"] = waits_of(work, self.device)
+                found["captured"] = captured(work) if phase == "step" else None
         return found
 
     def compared(self, work: Callable[[], object], plain: Callable[[], object]) -> dict[str, Any]:
@@ -260,3 +269,30 @@ def attended(call: Call, encoding: Encoding) -> Tensor:
 def _repeat(work: Callable[[], object], count: int) -> None:
     for _ in range(count):
         work()
+
+
+def waits_of(work: Callable[[], object], device: torch.device) -> int:
+    """Return the times that the host waits for a CUDA device in a call."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def captured(work: Callable[[], object]) -> bool:
+    """Return whether a CUDA graph can be captured of a call, and replayed."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

@@ -63,6 +63,8 @@ class Row:
         plain: Those of plain attention, or of the unpatched model, in the same rounds.
         peak_bytes: Memory at the peak, of a layer that beyond its inputs; `None`: not measured.
         estimate_bytes: The estimate of the whole model's memory at the peak.
+        waits: Times that the host waited for a GPU in a layer; `None`: not measured.
+        captured: True if a CUDA graph can be captured of it and replayed; `None`: not measured.
         failed: The reason if there is no time.
     """
 
@@ -74,6 +76,8 @@ class Row:
     plain: Sequence[float] = ()
     peak_bytes: int | None = None
     estimate_bytes: int | None = None
+    waits: int | None = None
+    captured: bool | None = None
     failed: str | None = None
 
     @property
@@ -203,7 +207,11 @@ class GpuResult(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; what only a self-test finds is left out elsewhere."""
         values = dict(vars(self))
-        values["records"] = list(map(vars, self.records))
+        unmeasured = {"waits": None, "captured": None}.items()
+        values["records"] = [
+            {name: x for name, x in vars(row).items() if (name, x) not in unmeasured}
+            for row in self.records
+        ]
         if self.seconds is None:
             for name in ("checks", "not_reached", "seconds"):
                 del values[name]
@@ -218,8 +226,7 @@ class GpuResult(Result):
     def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
         """Read the values of `to_dict`."""
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        names = [f.name for f in dataclasses.fields(Row)]  # earlier self-tests have more
-        given["records"] = [Row(**{n: x[n] for n in names if n in x}) for x in values["records"]]
+        given["records"] = [Row(**record) for record in values["records"]]
         given["checks"] = {}
         for check in map(dict, values.get("checks", ())):
             case = Case(**{f.name: check.pop(f.name) for f in dataclasses.fields(Case)})
@@ -269,6 +276,7 @@ class GpuResult(Result):
         for row in records:
             by_method.setdefault(row.method, {})[row.length] = row
         lengths = sorted({length for rows in by_method.values() for length in rows})
+        host = any(row.waits is not None for row in records)
         sizes, model, layer = self.sizes, self.model, phase in PHASES
         if layer:
             heads = ["ms", "times\nplain", "MiB"]
@@ -282,11 +290,17 @@ class GpuResult(Result):
         for length in lengths:
             for place, head in enumerate(heads):
                 grid.column(head if place else f"{length:,}\n{head}", numeric=True)
+        for head in ("host\nwaits", "graph") if host else ():
+            grid.column(head, numeric=True)
         for method, rows in by_method.items():
             fields = []
             for length in lengths:
                 base = by_method.get("none", {}).get(length)
                 fields += _fields(rows.get(length), base, layer)[: len(heads)]
+            if host:
+                last = rows[max(rows)]
+                graph = {None: "-", True: "yes", False: "no"}[last.captured]
+                fields += [Field("-" if last.waits is None else str(last.waits)), Field(graph)]
             chosen = dict.fromkeys(row.backend for row in rows.values() if row.backend)
             grid.row(method, ", ".join(chosen) or "-", *fields)
         return grid

@@ -107,7 +107,7 @@ def _rows(layers: Layers, options: SelftestOptions) -> Iterator[Row]:
     for phase, method in itertools.product(PHASES, (None, *chosen)):
         name = PLAIN if method is None else method.name
         try:
-            found = layers.measured(phase, length, method)
+            found = layers.measured(phase, length, method, host=True)
         except Exception as error:
             found = {"failed": reason_of(error)}
             release(error)

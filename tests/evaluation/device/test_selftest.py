@@ -87,7 +87,7 @@ def test_methods_are_timed_beside_plain_attention(result: GpuResult) -> None:
     assert len(result.records) == len(PHASES) * len(names)
     for row in result.records:
         assert len(row.seconds) == len(row.plain) > 0
-        assert row.peak_bytes is None
+        assert (row.waits, row.captured, row.peak_bytes) == (None, None, None)
     backends = {name: timed(result, name, "prefill").backend for name in names[1:]}
     assert backends == {"rerope": "prefill", "alibi": "prefill", "fire": "exact"}
     for answers in result.verdicts.values():
@@ -244,4 +244,6 @@ def test_the_forms_ask_for_it(name: str, field: str, command: str) -> None:
 def test_on_a_gpu() -> None:
     found = selftest(device="cuda")
     assert found.passed, found.refused
-    assert all(row.peak_bytes is not None for row in found.records)
+    for row in found.records:
+        assert row.waits is not None
+        assert (row.captured is not None) == (row.phase == "step")
