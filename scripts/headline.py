@@ -12,7 +12,7 @@ import pandas
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import markdown_table, number, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
-from hf_posenc.evaluation.page.compare import perplexity_verdict
+from hf_posenc.evaluation.page import perplexity_verdict
 from scripts import evidence_page, results
 from scripts.method_pages import expressed
 from scripts.results import DATA, DEMO, REAL_MODEL, at, perplexity, read, retrieval, summary, table

@@ -127,7 +127,7 @@ _NAMES = {
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
     "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),
     "tasks": ("hf_posenc.evaluation.retrieval.tasks", "TASKS"),
-    "suite": ("hf_posenc.evaluation.bench.suites", "SUITES"),
+    "suite": ("hf_posenc.evaluation.suites", "SUITES"),
 }
 """The names that a shell offers for an option or an argument: module and name of a table, or of a function."""
 

@@ -30,7 +30,7 @@ from hf_posenc.files import disk_errors, finite
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hf_posenc.evaluation.bench.run import BenchJob
+    from hf_posenc.evaluation.bench import BenchJob
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Result
@@ -89,7 +89,7 @@ class Frame:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from rich.markup import escape
 
-        from hf_posenc.evaluation.device.clock import device_of
+        from hf_posenc.evaluation.device import device_of
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 

@@ -197,7 +197,7 @@ def load_model(model: str | Path | None, **options: Any) -> Any:
     """
     import torch
 
-    from hf_posenc.evaluation.device.clock import device_of
+    from hf_posenc.evaluation.device import device_of
     from hf_posenc.saving import from_pretrained
 
     quiet_transformers()
@@ -257,7 +257,7 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     """
     import torch
 
-    from hf_posenc.evaluation.device.clock import device_of
+    from hf_posenc.evaluation.device import device_of
     from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
     from hf_posenc.model.discovery import rotary_tables
     from hf_posenc.saving import take_patch

@@ -137,7 +137,7 @@ def meta(config: Any, dtype: torch.dtype) -> Any:
 def test_no_weights_are_needed(model_type: str) -> None:
     model: Any = zoo.build(model_type)
     empty = meta(model.config, torch.float32)
-    for options in ({}, {"prefill_chunk": 32}, {"dtype": torch.bfloat16}):
+    for options in ({}, {"prefill_chunk": 32}):
         assert forward_cost(empty, 128, **options) == forward_cost(model, 128, **options)
 
 
@@ -155,9 +155,10 @@ def test_llama_3_8b() -> None:
 
 def test_another_dtype_and_shared_weights() -> None:
     model = zoo.build("llama", tie_word_embeddings=True)
-    own, half = forward_cost(model, 64), forward_cost(model, 64, dtype=torch.bfloat16)
+    own = forward_cost(model, 64)
     untied = forward_cost(zoo.build("llama", tie_word_embeddings=False), 64)
-    assert own.weights == 2 * half.weights
+    half = forward_cost(model.bfloat16(), 64)
+    assert own.weights == pytest.approx(2 * half.weights, rel=1e-3)  # frequencies stay in float32
     assert own.activations == 2 * half.activations
     assert untied.weights - own.weights == 128 * 64 * 4
     assert untied.flops == own.flops
