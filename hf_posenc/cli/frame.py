@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.run import PerplexityRun
     from hf_posenc.evaluation.retrieval.run import RetrievalRun
-    from hf_posenc.evaluation.tuning import Race
+    from hf_posenc.evaluation.tuning.sweep import Race
 
     Job = Measurement[Any, Any] | BenchJob | Race[Any] | ExtendJob
 

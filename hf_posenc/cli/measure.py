@@ -40,7 +40,7 @@ from hf_posenc.evaluation.options import (
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.device.result import GpuResult
-    from hf_posenc.evaluation.tuning import Race
+    from hf_posenc.evaluation.tuning.sweep import Race
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
 REPORT = Path("report.html")

@@ -355,24 +355,16 @@ class SearchSettings(Checked):
     """Options of `hf-posenc search` beside those of the tail.
 
     Attributes:
-        objective: Tokens whose perplexity the search lowers: perplexity (the tails of the documents), or needle (the
-            answers about needles hidden in them, as LongRoPE2).
-        algorithm: longrope (evolution; factors never decrease from the fastest pair to the slowest), longrope2 (the
-            same from a critical pair on, NTK before it), or dcis (divide and conquer, in any order).
         budget: Lists of factors to measure; each costs one forward per tail of every search document.
         search_documents: Documents that the search reads; it is judged on the others. Default: half of them, at most 8.
         short_texts: Texts of up to the original length are read with the same factors (safe with a cache), or native:
             unchanged (as LongRoPE switches).
-        attention_factor: The factor on cos and sin. Default: it is searched too; by dcis, it is YaRN's.
+        attention_factor: The factor on cos and sin. Default: it is searched too.
         replace: On a checkpoint that is scaled already: drop its scaling first.
         scaled_from: The length that its scaling started from, in tokens, where its config does not say.
         seed: Seed of everything that is drawn.
     """
 
-    objective: str = option("perplexity", metavar="WHAT", choices=("perplexity", "needle"), rank=-1)
-    algorithm: str = option(
-        "longrope", metavar="NAME", choices=("longrope", "longrope2", "dcis"), rank=-1
-    )
     budget: int = option(400, least=8)
     search_documents: int = option(0, least=0, shown=False)
     short_texts: str = option("same", metavar="HOW", choices=("same", "native"))

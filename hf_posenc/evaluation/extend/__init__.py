@@ -30,12 +30,11 @@ from hf_posenc.evaluation.measuring.candidates import CONTROLS, TRUNCATION, Cand
 from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
-from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
 from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
-from hf_posenc.evaluation.tuning.results import recipe
+from hf_posenc.evaluation.tuning.sweep import recipe
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import rotary_tables
@@ -426,7 +425,6 @@ def prepare(
         replace(options, target_length=target, limit=options.limit or 2 * HALF),
         original,
         embedded_limit=2 * HALF,
-        kind=PerplexityRun,
         candidates=candidates,
         name=name,
         command=command,

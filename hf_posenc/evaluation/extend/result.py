@@ -24,8 +24,8 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import NEEDED, TOO_FEW, Cell, Interval
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
-from hf_posenc.evaluation.tuning.board import Board
-from hf_posenc.evaluation.tuning.results import recipe_file, with_range
+from hf_posenc.evaluation.tuning import Board
+from hf_posenc.evaluation.tuning.sweep import recipe_file, with_range
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:

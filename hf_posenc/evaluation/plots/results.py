@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-    from hf_posenc.evaluation.tuning.board import Row
+    from hf_posenc.evaluation.tuning import Row
 
 # Retrieval: heat maps of needle depth and prompt length, small multiples over tasks and methods.
 
