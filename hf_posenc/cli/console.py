@@ -10,7 +10,7 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -56,18 +56,6 @@ def terminal(options: TerminalOptions) -> Iterator[None]:
             yield
     finally:  # this stdout may be closed by the next command of the process
         _Terminal.options = TerminalOptions(verbose=options.verbose)
-
-
-@contextlib.contextmanager
-def in_words() -> Iterator[None]:
-    """Print in words, although `--json` was given: the JSON has a file of its own."""
-    before = _Terminal.options
-    _Terminal.options = replace(before, json=False)
-    try:
-        with contextlib.redirect_stdout(_Terminal.stdout):
-            yield
-    finally:
-        _Terminal.options = before
 
 
 def is_verbose() -> bool:

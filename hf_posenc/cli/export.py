@@ -12,7 +12,7 @@ import typer
 
 from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
-from hf_posenc.cli.early import check_checkpoint
+from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import Checked, output_option, plain_option

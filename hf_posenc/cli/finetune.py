@@ -8,8 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from hf_posenc.cli import early
-from hf_posenc.cli.command import parameter, signed
+from hf_posenc.cli import frame
+from hf_posenc.cli.app import parameter, signed
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.training.run import options, run
@@ -29,9 +29,9 @@ def finetune(context: typer.Context, **_: Any) -> None:
     """
     given = options.read(context.args)
     if given.patch is not None and given.patch.strip().lower() != UNPATCHED:
-        early.check_methods([given.patch])
+        frame.check_methods([given.patch])
     model = ModelOptions(model=given.model, tokenizer=given.tokenizer, attn=given.attn)
-    early.check_model(model, weights=not given.dry_run)
+    frame.check_model(model, weights=not given.dry_run)
     run(context.args)
 
 

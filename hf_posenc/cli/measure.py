@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli import early
 from hf_posenc.cli.console import (
-    in_words,
     print_error,
     print_items,
     print_json,
     print_note,
     print_warning,
 )
-from hf_posenc.cli.frame import Frame, print_cost
+from hf_posenc.cli.frame import (
+    Frame,
+    check,
+    check_checkpoint,
+    check_device,
+    check_methods,
+    check_model,
+    print_cost,
+)
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.loading import load_config, open_session
@@ -39,7 +45,6 @@ from hf_posenc.evaluation.options import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.device.result import GpuResult
     from hf_posenc.evaluation.tuning.sweep import Race
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
@@ -60,7 +65,7 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
     resumes an interrupted run.
     """
-    early.check(options, model, documents, run)
+    check(options, model, documents, run)
     frame = Frame(context, run, PERPLEXITY_METHODS)
     from hf_posenc.evaluation.perplexity.run import prepare
 
@@ -102,7 +107,7 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    early.check(options, model, None, run)
+    check(options, model, None, run)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
@@ -162,7 +167,7 @@ def bench(
         _bench_gpu(context, run, model, documents, options)
         return
     get_suite(options.suite)
-    early.check(options, model, documents, run)
+    check(options, model, documents, run)
     for task in options.tasks or ():
         get_task(task)
     frame = Frame(context, run)
@@ -182,9 +187,9 @@ def _bench_gpu(
 ) -> None:
     if output.dry_run:
         raise PosencError("--dry-run has no meaning for --suite gpu: --budget limits its time.")
-    early.check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
-    folder = model.model and early.check_checkpoint(model.model, model.revision)
-    early.check_methods(options.methods)
+    check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
+    folder = model.model and check_checkpoint(model.model, model.revision)
+    check_methods(options.methods)
     refuse_others(documents, ())
     refuse_others(model, ("model", "revision", "device", "dtype"))
     frame = Frame(context, output)
@@ -221,7 +226,7 @@ def sweep(
     """
     from hf_posenc.evaluation.measuring.candidates import crossed
 
-    early.check(options, model, documents, run)
+    check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
     if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
@@ -251,7 +256,7 @@ def search(
     The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
-    early.check(options, model, documents, run)
+    check(options, model, documents, run)
     frame = Frame(context, run)
     from hf_posenc.evaluation.tuning.search import prepare_search
 
@@ -303,7 +308,7 @@ def extend(
     with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
-    early.check(options, model, documents, run)
+    check(options, model, documents, run)
     frame = Frame(context, run)
     from hf_posenc.evaluation.extend import prepare, write_page
 
@@ -335,28 +340,23 @@ def selftest(
     """
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")
-    early.check_device(options.device)
+    check_device(options.device)
     from hf_posenc.evaluation.device.selftest import selftest as run
 
     result = run(options)
     if file is not None:
         result.write_json(file)
-    if file is not None or not print_json(result.to_dict()):
-        with in_words():
-            _print_findings(result)
-            if file is not None:
-                print_note(f"Wrote {file}.")
+    if not print_json(result.to_dict()):
+        versions = (f"{name}: {value or 'none'}" for name, value in result.environment.items())
+        print_items(*versions, *result.tables(), *result.notes())
+        if result.device == "cpu":
+            print_items("Host waits, graphs and memory are not measured on a CPU.")
+        print_items(*(f"failed: {line}" for line in result.problems()), style="red", wrap=False)
+        print_items(f"{result.seconds:.0f} s", result.summary, wrap=False)
+    if file is not None:
+        print_note(f"Wrote {file}.")
     if not result.passed:
         raise typer.Exit(1)
-
-
-def _print_findings(result: GpuResult) -> None:
-    versions = (f"{name}: {value or 'none'}" for name, value in result.environment.items())
-    print_items(*versions, *result.tables(), *result.notes())
-    if result.device == "cpu":
-        print_items("Host waits, graphs and memory are not measured on a CPU.")
-    print_items(*(f"failed: {line}" for line in result.problems()), style="red", wrap=False)
-    print_items(f"{result.seconds:.0f} s", result.summary, wrap=False)
 
 
 def report(

@@ -1,7 +1,7 @@
 """Options of the measurements, shared by `hf-posenc X` and the Python function X.
 
 Every class is a dataclass. A field made by `option` carries its name and parser on the command line; its line under
-`Attributes:` is the help text. `hf_posenc.cli.command` expands such classes into the options of a command. Fields
+`Attributes:` is the help text. `hf_posenc.cli.app` expands such classes into the options of a command. Fields
 without `option` exist in Python only. Nothing heavy is imported here, since `--help` reads this module.
 """
 

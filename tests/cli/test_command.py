@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
-from hf_posenc.cli.command import expand
+from hf_posenc.cli.app import expand
 from hf_posenc.evaluation.flags import MODEL, help_texts, option, parse_lengths
 from hf_posenc.lengths import even_depths
 

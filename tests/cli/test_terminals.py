@@ -197,7 +197,8 @@ def command(code: str, **options: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["rich", "typer", "hf_posenc.cli.app", "hf_posenc.cli.methods", "hf_posenc.methods"]
+    "module",
+    ["rich", "typer", "hf_posenc.cli.app", "hf_posenc.cli.inspection", "hf_posenc.methods"],
 )
 @pytest.mark.slow
 def test_an_interrupt_during_imports_is_one_line(module: str) -> None:
