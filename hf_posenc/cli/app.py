@@ -35,8 +35,8 @@ from hf_posenc.cli.console import (
     terminal,
 )
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import PANELS as OPTION_PANELS
-from hf_posenc.evaluation.flags import Flag, help_texts
+from hf_posenc.evaluation.options import PANELS as OPTION_PANELS
+from hf_posenc.evaluation.options import Flag, help_texts
 
 # From functions to commands.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_posenc.evaluation import loading
-from hf_posenc.evaluation.flags import output_option
+from hf_posenc.evaluation.options import output_option
 from hf_posenc.files import to_json
 
 if TYPE_CHECKING:

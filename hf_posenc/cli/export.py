@@ -15,8 +15,8 @@ from hf_posenc.cli.console import print_error, print_items, print_json, print_no
 from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import Checked, output_option, plain_option
 from hf_posenc.evaluation.loading import has_tokenizer, parse_patch, quiet_transformers
+from hf_posenc.evaluation.options import Checked, output_option, plain_option
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from hf_posenc.cli.frame import (
     print_cost,
 )
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.loading import load_config, open_session
 from hf_posenc.evaluation.options import (
+    DOCUMENTS,
     PERPLEXITY_METHODS,
     RETRIEVAL_METHODS,
     SWEEP_METHODS,
@@ -42,6 +42,7 @@ from hf_posenc.evaluation.options import (
     SelftestOptions,
     SweepOptions,
     TailOptions,
+    refuse_others,
 )
 
 if TYPE_CHECKING:

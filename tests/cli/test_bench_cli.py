@@ -11,7 +11,7 @@ import pytest
 
 from hf_posenc.evaluation.bench.run import BenchResult
 from hf_posenc.evaluation.bench.suites import SUITES
-from hf_posenc.evaluation.flags import parse_tasks
+from hf_posenc.evaluation.options import parse_tasks
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.files import to_json

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
 from hf_posenc.cli.app import expand
-from hf_posenc.evaluation.flags import MODEL, help_texts, option, parse_lengths
+from hf_posenc.evaluation.options import MODEL, help_texts, option, parse_lengths
 from hf_posenc.lengths import even_depths
 
 RUNNER = CliRunner()

@@ -18,7 +18,6 @@ from hf_posenc.evaluation.bench.suites import Suite, get_suite
 from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.flags import output_folder, with_fields
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
@@ -42,6 +41,7 @@ from hf_posenc.evaluation.measuring.candidates import (
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
+    output_folder,
     silent,
 )
 from hf_posenc.evaluation.measuring.store import ALONE, Shard
@@ -49,6 +49,7 @@ from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
     ProtocolOptions,
+    with_fields,
 )
 from hf_posenc.evaluation.perplexity import run as measurement
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult

@@ -38,13 +38,12 @@ from hf_posenc.evaluation.device.result import (
     Row,
 )
 from hf_posenc.evaluation.device.speed import SpeedRun
-from hf_posenc.evaluation.flags import refuse_others
 from hf_posenc.evaluation.grid import listed
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import BenchOptions
+from hf_posenc.evaluation.options import BenchOptions, refuse_others
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
 from hf_posenc.evaluation.scoring.memory import release
 from hf_posenc.methods import seam_of

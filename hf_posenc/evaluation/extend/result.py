@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub import ModelCardData
 
-from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
@@ -22,6 +21,7 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import NEEDED, TOO_FEW, Cell, Interval
+from hf_posenc.evaluation.options import duration
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
 from hf_posenc.evaluation.tuning import Board

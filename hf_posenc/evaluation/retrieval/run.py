@@ -14,14 +14,20 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.flags import output_folder, with_fields
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
-from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
+from hf_posenc.evaluation.measuring.execute import (
+    Attempt,
+    Failures,
+    Progress,
+    Value,
+    output_folder,
+    silent,
+)
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import RetrievalOptions
+from hf_posenc.evaluation.options import RetrievalOptions, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Kit, Prompt, Sample, lay_out

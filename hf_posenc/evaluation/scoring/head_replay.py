@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import read_whole
+from hf_posenc.evaluation.options import read_whole
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,

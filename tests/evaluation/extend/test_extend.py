@@ -25,10 +25,9 @@ from hf_posenc.evaluation import extend as room
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend import ExtendJob, Plan, depths, extend, prepare
 from hf_posenc.evaluation.extend.result import ExtendResult
-from hf_posenc.evaluation.flags import duration, read_duration
 from hf_posenc.evaluation.measuring import execute
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.options import ExtendOptions, SweepOptions
+from hf_posenc.evaluation.options import ExtendOptions, SweepOptions, duration, read_duration
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.run import RetrievalRun

@@ -15,11 +15,10 @@ import torch
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
 from hf_posenc.evaluation.measuring.execute import Attempt
 from hf_posenc.evaluation.measuring.statistics import estimate
-from hf_posenc.evaluation.options import SweepOptions
+from hf_posenc.evaluation.options import SweepOptions, parse_scales
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.tuning import tried
