@@ -598,18 +598,12 @@ class SearchSettings(Checked):
         search_documents: Documents that the search reads; it is judged on the others. Default: half of them, at most 8.
         short_texts: Texts of up to the original length are read with the same factors (safe with a cache), or native:
             unchanged (as LongRoPE switches).
-        attention_factor: The factor on cos and sin. Default: it is searched too.
-        replace: On a checkpoint that is scaled already: drop its scaling first.
-        scaled_from: The length that its scaling started from, in tokens, where its config does not say.
         seed: Seed of everything that is drawn.
     """
 
     budget: int = option(400, least=8)
     search_documents: int = option(0, least=0, shown=False)
     short_texts: str = option("same", metavar="HOW", choices=("same", "native"))
-    attention_factor: float | None = option(metavar="F", least=0)
-    replace: bool = option(False)
-    scaled_from: int | None = option(least=1)
     seed: int = option(0, least=0, rank=1)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.perplexity.protocols import Settings

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.grid import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
@@ -28,7 +29,6 @@ from hf_posenc.evaluation.measuring.execute import (
     output_folder,
     silent,
 )
-from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions, with_fields

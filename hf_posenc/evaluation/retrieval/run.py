@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
+from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
@@ -25,7 +26,6 @@ from hf_posenc.evaluation.measuring.execute import (
     output_folder,
     silent,
 )
-from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths

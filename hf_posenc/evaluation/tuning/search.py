@@ -65,7 +65,7 @@ class Genome:
         """True if the divisors never decrease: a slow pair is never interpolated less than a faster one."""
         return all(a <= b for a, b in zip(self.factors, self.factors[1:], strict=False))
 
-    def candidate(self, scale: float, short_texts: str, beside: dict[str, Any]) -> Candidate:
+    def candidate(self, scale: float, short_texts: str) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
         factors = list(self.factors)
         options: dict[str, Any] = {
@@ -76,11 +76,11 @@ class Genome:
         }
         if short_texts == "native":
             options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
-        return Candidate.of([Part("longrope", options)], beside, LABEL)
+        return Candidate.of([Part("longrope", options)], {}, LABEL)
 
 
-def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict[str, Genome]:
-    """Return the tables of `STARTS` as divisors, by method; a given factor on cos and sin replaces the methods' own."""
+def starts(rope: RopeSpec, scale: float) -> dict[str, Genome]:
+    """Return the tables of `STARTS` as divisors, and their factors on cos and sin, by method."""
     genomes = {}
     for name in STARTS:
         method = get_method(name).from_options(scale=scale)
@@ -90,30 +90,14 @@ def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict
         factors = torch.where(rotating, plain / torch.where(rotating, changed, 1.0), 1.0)
         # corrects an order that only rounding disturbs, and that of the pairs that do not rotate
         ordered = torch.cummax(factors, dim=0).values.clamp(min=1.0)
-        own = float(method.cos_sin_factor(rope)) if attention_factor is None else attention_factor
-        genomes[name] = Genome(tuple(ordered.tolist()), own)
+        genomes[name] = Genome(tuple(ordered.tolist()), float(method.cos_sin_factor(rope)))
     return genomes
-
-
-@dataclass(frozen=True)
-class Space:
-    """Bounds of the search: the largest divisor, and the ends of the factor on cos and sin, equal if it is fixed."""
-
-    highest: float
-    attention: tuple[float, float]
-
-    @classmethod
-    def of(cls, scale: float, attention_factor: float | None) -> Space:
-        """Return the paper's space; the factor on cos and sin from 1 to twice as far as YaRN's `0.1 ln s + 1`."""
-        given = attention_factor
-        bounds = (1.0, 1.0 + 0.2 * math.log(scale)) if given is None else (given, given)
-        return cls(scale * CEILING, bounds)
 
 
 def evolve(
     starts: Mapping[str, Genome],
     budget: int,
-    space: Space,
+    scale: float,
     seed: int,
     score: Callable[[Sequence[Genome]], Sequence[float]],
 ) -> list[Step]:
@@ -135,7 +119,7 @@ def evolve(
             batch.append((kind, child))
 
     for index in range(population - len(batch)):
-        add("mutation", mutated(parents[index % len(parents)], space, random, seen))
+        add("mutation", mutated(parents[index % len(parents)], scale, random, seen))
     while batch:
         for (kind, genome), value in zip(
             batch, score([genome for _, genome in batch]), strict=True
@@ -146,31 +130,35 @@ def evolve(
         best, batch = [step.genome for step in ranked[: population // 2]], []
         for _ in range(population // 4):
             parent = best[random.integers(len(best))]
-            add("mutation", mutated(parent, space, random, seen))
+            add("mutation", mutated(parent, scale, random, seen))
         for _ in range(population // 4):
             first, second = sorted(random.choice(len(best), 2, replace=False).tolist())
             child = crossed(best[first], best[second], random, seen)
             add("crossover", child)
             if child is None:
-                add("mutation", mutated(best[first], space, random, seen))
+                add("mutation", mutated(best[first], scale, random, seen))
         batch = batch[: budget - len(steps)]
     return steps
 
 
 def mutated(
-    parent: Genome, space: Space, random: np.random.Generator, seen: set[Genome]
+    parent: Genome, scale: float, random: np.random.Generator, seen: set[Genome]
 ) -> Genome | None:
-    """Return a child with some new genes, each divisor between its neighbours; `None` if no try was new."""
+    """Return a child with some new genes; `None` if no try was new.
+
+    A divisor is drawn between its neighbours, from 1 to `CEILING` times the scale; the factor on cos and sin from 1 to
+    twice as far as YaRN's `0.1 ln s + 1`.
+    """
     for _ in range(TRIES):
         factors = list(parent.factors)
         for pair in range(len(factors)):
             if random.random() < CHANCE:
                 low = factors[pair - 1] if pair else 1.0
-                high = factors[pair + 1] if pair + 1 < len(factors) else space.highest
+                high = factors[pair + 1] if pair + 1 < len(factors) else scale * CEILING
                 factors[pair] = _drawn(low, max(low, high), random)
         attention = parent.attention_factor
         if random.random() < CHANCE:
-            attention = _drawn(*space.attention, random)
+            attention = _drawn(1.0, 1.0 + 0.2 * math.log(scale), random)
         child = Genome(tuple(factors), attention)
         if child not in seen:
             return child
@@ -227,18 +215,15 @@ def best_of(steps: Sequence[Step]) -> Step | None:
     return min(working, key=lambda step: step.score, default=None)
 
 
-def rope_of(model: nn.Module, own: SearchSettings) -> RopeSpec:
+def rope_of(model: nn.Module) -> RopeSpec:
     """Return the rotary table of an unpatched model that the search starts from."""
     tables = select(tables_of(unwrap(model)), "full", whole=True)
-    if tables[0].scaled and not own.replace:
+    if tables[0].scaled:
         raise PosencError(
-            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}). --replace drops its scaling and "
-            "searches from its rope_theta and original length."
+            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}), and a search starts from an "
+            "unscaled one. `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
         )
-    specs = []
-    for table in tables:
-        context = context_of(table, own.scaled_from, argument="--scaled-from")
-        specs.append(read_spec(table, context.original, compose=False))
+    specs = [read_spec(each, context_of(each, None).original, compose=False) for each in tables]
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(
             f"This model has rotary tables of different sizes ({', '.join(str(s.dim // 2) for s in specs)} pairs): one "
@@ -336,8 +321,19 @@ class SearchResult(TuningResult):
             f"On its own documents the search went{began} to {number(exp_or_inf(self.best.score))}; on the others it "
             f"is at {number(found.perplexity)}{self._on_short(found)}."
         )
-        if (start := self.best_start()) is not None:
-            yield _to_start(start)
+        start = self.best_start()
+        if start is not None and start.ratio is None:
+            yield f"There is no number to compare with {start.label}."
+        elif start is not None and start.ratio:  # on documents that neither was fitted to
+            verdict = f"is worse than {start.label}: keep that"
+            if start.documents < FEW_DOCUMENTS:
+                verdict = f"has {TOO_FEW} to be told from {start.label}: keep that"
+            elif not start.significant:
+                verdict = f"is not significantly different from {start.label}: keep that"
+            elif start.ratio > 1:
+                gain = 100 * (1 - 1 / start.ratio)
+                verdict = f"beats {start.label} by {gain:.1f} % of its perplexity"
+            yield f"On documents that it has not read, the search {verdict}."
         yield from self._against(self.rows)
 
     def origin(self) -> tuple[str, str]:
@@ -351,21 +347,6 @@ class SearchResult(TuningResult):
             f"document{'s' * (row.documents != 1)} that the search has not read{beside}; {len(self.steps)} "
             f"evaluations, seed {self.race['seed']}."
         )
-
-
-def _to_start(start: Row) -> str:
-    """Compare the search to the best published start, on documents that neither was fitted to."""
-    if start.ratio is None:
-        return f"There is no number to compare with {start.label}."
-    verdict = f"is worse than {start.label}: keep that"
-    if start.documents < FEW_DOCUMENTS:
-        verdict = f"has {TOO_FEW} to be told from {start.label}: keep that"
-    elif not start.significant:
-        verdict = f"is not significantly different from {start.label}: keep that"
-    elif start.ratio > 1:
-        gain = 100 * (1 - 1 / start.ratio)
-        verdict = f"beats {start.label} by {gain:.1f} % of its perplexity"
-    return f"On documents that it has not read, the search {verdict}."
 
 
 def split(documents: int, requested: int) -> list[int]:
@@ -392,20 +373,11 @@ class SearchJob(Race[SearchResult]):
     own: SearchSettings
 
     @functools.cached_property
-    def beside(self) -> dict[str, Any]:
-        """Arguments of `patch_model` for a checkpoint that is scaled already."""
-        given = {
-            "replace": self.own.replace,
-            "original_max_position_embeddings": self.own.scaled_from,
-        }
-        return {name: value for name, value in given.items() if value}
-
-    @functools.cached_property
     def named(self) -> list[tuple[Candidate, bool]]:
         """The controls and the methods that a search starts from, with the keys that a sweep stores them under."""
         original, target = self.settings.lengths
         scale = {"scale": target / original}
-        methods = [(Candidate.of([Part(name, scale)], self.beside), False) for name in STARTS]
+        methods = [(Candidate.of([Part(name, scale)], {}), False) for name in STARTS]
         controls = [(Candidate.parse(spec), True) for spec in CONTROLS]
         return tried(self.whole.model, [*controls, *methods], original)
 
@@ -421,7 +393,7 @@ class SearchJob(Race[SearchResult]):
         def score(genomes: Sequence[Genome]) -> list[float]:
             candidates = [
                 dataclasses.replace(
-                    genome.candidate(scale, own.short_texts, self.beside),
+                    genome.candidate(scale, own.short_texts),
                     name=f"evaluation {next(evaluations)}",
                 )
                 for genome in genomes
@@ -431,12 +403,11 @@ class SearchJob(Race[SearchResult]):
                 board.measure([self.named[0][0]], near, bounded)
             return [board.score(candidate.label, names) for candidate in candidates]
 
-        begin = starts(rope_of(self.whole.model, own), scale, own.attention_factor)
-        space = Space.of(scale, own.attention_factor)
-        steps = evolve(begin, own.budget, space, own.seed, score)
+        begin = starts(rope_of(self.whole.model), scale)
+        steps = evolve(begin, own.budget, scale, own.seed, score)
         compared = list(self.named)
         if (best := best_of(steps)) is not None:
-            found = best.genome.candidate(scale, own.short_texts, self.beside)
+            found = best.genome.candidate(scale, own.short_texts)
             compared.append((found, False))
         board.measure([each for each, _ in compared], rest, self.settings.lengths)
         race = {"max_regression": self.max_regression, **dataclasses.asdict(own)}
@@ -456,6 +427,6 @@ def prepare_search(
     **about: Any,
 ) -> SearchJob:
     """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`."""
-    original = rope_of(model, own).original_max_position_embeddings
+    original = rope_of(model).original_max_position_embeddings
     whole = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
     return SearchJob(whole=whole, own=own, max_regression=options.max_regression)

@@ -19,7 +19,15 @@ from torch import nn
 
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import Field, Grid, failure_field, number, number_range
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    MethodEntry,
+    failure_field,
+    listed_fields,
+    number,
+    number_range,
+)
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import (
     TRUNCATION,
@@ -28,7 +36,6 @@ from hf_posenc.evaluation.measuring.candidates import (
     crossed,
     original_length,
 )
-from hf_posenc.evaluation.measuring.result import MethodEntry, listed_fields
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     FEW_NOTE,

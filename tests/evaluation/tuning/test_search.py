@@ -20,7 +20,6 @@ from hf_posenc.evaluation.tuning import tried
 from hf_posenc.evaluation.tuning.search import (
     Genome,
     SearchResult,
-    Space,
     Step,
     evolve,
     rope_of,
@@ -41,7 +40,6 @@ from tests.support.sweep_cases import (
     texts,
     tiny,
 )
-from tests.support.tiny_text import VOCABULARY
 
 ROPE = RopeSpec(32, 10000.0, 256)
 GOAL = (1, 1, 1, 1.1, 1.3, 1.5, 1.8, 2.2, 2.6, 3, 3.2, 3.4, 3.5, 3.8, 4.5, 4.9)
@@ -59,10 +57,9 @@ def scorer(objective: Objective) -> Callable[[Sequence[Genome]], list[float]]:
     return lambda genomes: list(map(objective, genomes))
 
 
-def played(budget: int, seed: int, attention: float | None = None) -> list[Step]:
+def played(budget: int, seed: int) -> list[Step]:
     """Every individual of a search for `GOAL`."""
-    begin, space = starts(ROPE, 4.0, attention), Space.of(4.0, attention)
-    return evolve(begin, budget, space, seed, scorer(distance))
+    return evolve(starts(ROPE, 4.0), budget, 4.0, seed, scorer(distance))
 
 
 # LongRoPE
@@ -96,18 +93,17 @@ def test_every_individual_is_new_monotone_and_within_the_space(seed: int) -> Non
     assert any(genome.factors[-1] > 4 for genome in genomes)
 
 
-def test_the_seed_decides_the_path_and_a_given_attention_factor_stays() -> None:
+def test_the_seed_decides_the_path() -> None:
     assert played(100, 1) == played(100, 1)
     assert played(100, 1) != played(100, 2)
-    assert {step.genome.attention_factor for step in played(60, 0, 1.07)} == {1.07}
 
 
 def test_scores_that_are_no_numbers_never_have_children() -> None:
-    begin = starts(ROPE, 4.0, None)
+    begin = starts(ROPE, 4.0)
     steps = evolve(
         begin,
         40,
-        Space.of(4.0, None),
+        4.0,
         0,
         scorer(lambda genome: math.nan if genome == begin["pi"] else distance(genome)),
     )
@@ -127,7 +123,7 @@ def test_the_rounds_grow_to_the_papers(budget: int, population: int) -> None:
         rounds.append(len(genomes))
         return list(map(distance, genomes))
 
-    evolve(starts(ROPE, 4.0, None), budget, Space.of(4.0, None), 0, score)
+    evolve(starts(ROPE, 4.0), budget, 4.0, 0, score)
     assert rounds[0] == population
     assert max(rounds[1:], default=population // 4 * 2) == population // 4 * 2
     assert sum(rounds) == budget
@@ -138,11 +134,11 @@ def test_the_rounds_grow_to_the_papers(budget: int, population: int) -> None:
 
 def test_the_starts_are_the_methods() -> None:
     model = tiny()
-    rope = rope_of(model, SearchSettings())
+    rope = rope_of(model)
     assert rope.original_max_position_embeddings == 64
-    for name, genome in starts(rope, 2.5, None).items():
+    for name, genome in starts(rope, 2.5).items():
         patches = (
-            genome.candidate(2.5, "same", {}).applied(model, 1),
+            genome.candidate(2.5, "same").applied(model, 1),
             hf_posenc.patched(model, name, scale=2.5),
         )
         seen = []
@@ -156,23 +152,10 @@ def test_the_starts_are_the_methods() -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_scaled_checkpoint_wants_replace() -> None:
+def test_a_scaled_checkpoint_is_refused() -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    model = zoo.build("llama", rope_parameters=rope)
-    with pytest.raises(PosencError, match="--replace"):
-        rope_of(model, SearchSettings())
-    with pytest.raises(PosencError, match="64 or 32"):
-        rope_of(model, SearchSettings(replace=True))
-    assert rope_of(model, SearchSettings(replace=True, scaled_from=64)).theta == 10000.0
-
-
-def test_controls_of_a_dynamic_checkpoint_read_with_its_first_table() -> None:
-    """A long text makes the table grow for good; then truncation would no longer be the unpatched model."""
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1, rope_parameters=rope)
-    own = dataclasses.replace(OWN, replace=True, scaled_from=64, budget=8)
-    result = finished(search_of(model, 4, own))
-    assert result.row("truncation").short == pytest.approx(1, abs=1e-6)
+    with pytest.raises(PosencError, match=r"already scaled \(rope_type='linear'\)"):
+        rope_of(zoo.build("llama", rope_parameters=rope))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +186,7 @@ def test_scores_and_rows_are_what_full_logits_give(model: Any, found: SearchResu
     for step in (found.steps[0], found.steps[-1], found.best):
         assert step is not None
         twin = zoo.twin(model)
-        with step.genome.candidate(2.5, "same", {}).applied(twin, 1):
+        with step.genome.candidate(2.5, "same").applied(twin, 1):
             nats = [reference(twin, texts(5)[index], 160, 32) for index in found.searched]
         assert step.score == pytest.approx(sum(nats) / 64, rel=1e-6)
 
