@@ -31,7 +31,6 @@ from hf_posenc.methods.facts import KINDS, facts, knob_rows, read_docstring
 if TYPE_CHECKING:
     from hf_posenc.engines.in_force import Scaling
     from hf_posenc.evaluation.grid import Grid
-    from hf_posenc.methods import RotaryBands
     from hf_posenc.patch.report import EffectiveTable
 
 
@@ -326,15 +325,13 @@ class InspectOptions:
 def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     """Print where positions enter a model, with a certificate that no place is missing, and its rotary tables.
 
-    With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
-    config is named as a patch, and one that does nothing is named with the reason.
+    A scaling in the config is named as a patch, and one that does nothing is named with the reason.
     """
     revision, no_weights = checkpoint.revision, options.no_weights
     name = check_checkpoint(checkpoint.model or embedded_model(), revision)
     candidate = None if options.patch is None else parse_patch(options.patch)
     # what needs no torch was checked before it is imported
     from hf_posenc.gguf_file import find_gguf, read_header
-    from hf_posenc.methods import RotaryBands
     from hf_posenc.model.context import length_of
     from hf_posenc.model.discovery import NoRotaryError
     from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
@@ -380,10 +377,6 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
         print_items("\nPatched", _grid(*patch.places))
     for table in rotary:
         _print_table(table)
-    for built in () if patch is None else patch.config.build():
-        if isinstance(built, RotaryBands) and not built.by_pair:
-            assert patch is not None
-            _print_distances(built, patch.original_max_position_embeddings)
 
 
 def _grid(heads: Sequence[str], *rows: Sequence[str]) -> Grid:
@@ -462,32 +455,6 @@ def _scaling_of(live: Any, name: str, revision: str | None) -> dict[str, Any] | 
     patch = None if scaling.patch is None else scaling.patch.to_dict()
     values = {"scaled": scaling.scaled, "patch": patch, "option": scaling.option, "notes": notes}
     return {**values, "lines": [*lines, *notes]}
-
-
-def _print_distances(method: RotaryBands, original: int) -> None:
-    """Print the rotary distances between the last query of a text of 8 times the original length and its keys."""
-    import torch
-
-    from hf_posenc.evaluation.grid import Grid
-
-    last = 8 * original - 1
-    query = torch.tensor(last)
-    bands = method.bands(original)
-    limits = (limit for band in bands if band.chunk is None for limit in (band.least, band.below))
-    edges = {limit for limit in limits if limit}
-    distances = {0, 1, *(edge + step for edge in edges for step in (-1, 0)), last}
-    distances |= {original * factor for factor in (1, 2, 4)} | {original // 2}
-    grid = Grid()
-    grid.column("tokens back", numeric=True)
-    grid.column("rotary distance", numeric=True)
-    for distance in sorted(d for d in distances if d <= last):
-        key = query - distance
-        band = next((band for band in bands if bool(band.contains(query, key))), None)
-        rotary = "not read"
-        if band is not None:
-            rotary = f"{float(band.query_position(query) - band.key_position(key)):,.6g}"
-        grid.row(f"{distance:,}", rotary)
-    print_items(f"\n{method.name}: the query at position {last:,} sees its keys", grid)
 
 
 @dataclass(frozen=True, kw_only=True)

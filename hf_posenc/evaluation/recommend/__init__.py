@@ -1,4 +1,4 @@
-"""Recommendation of a method for a length: closed-form limits, published evidence, and a trial on the model.
+"""Recommendation of a method for a length: closed formulas, published evidence, and a trial on the model.
 
 From a model and a target length to classes of methods, each with its reason, and the cost of the cache.
 """
@@ -20,17 +20,14 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
-    FAST_TURNS,
     REFUSED,
     TOLERANCE,
     TRAINED,
     WORKS,
     Option,
-    RotaryLimits,
     Start,
     option_of,
     rank,
-    rotary_limits,
     verdict,
 )
 from hf_posenc.lengths import read_length
@@ -43,7 +40,7 @@ from hf_posenc.patch.frequencies import refuse_local
 from hf_posenc.patch.patching import get_patch, moving_notes
 from hf_posenc.patch.request import resolve_request
 
-__all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
+__all__ = ["Advice", "CacheCost", "Carried", "Option", "recommend"]
 
 _PROBE_TOKENS = 4
 SHOWN = 3
@@ -101,8 +98,7 @@ class Advice:
         model_type: The type of its text decoder, and if the test matrix covers it (`tested`).
         carried: The scaling of the checkpoint's config, and the lengths with it and before it.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
-        limits: The limits of the table that frequency methods start from.
-        least_base: The least base for the target, by the condition of arXiv 2405.14591; `None`: no base meets it.
+        start: The length that they start from, in tokens.
         cache: The memory of keys and values at the target; `None` if it is unknown.
         options: Every method, by how it works at the target; within such a class the order is no finding.
     """
@@ -114,8 +110,7 @@ class Advice:
     target: int
     carried: Carried
     beside: dict[str, Any]
-    limits: RotaryLimits
-    least_base: float | None
+    start: int
     cache: CacheCost | None
     options: tuple[Option, ...]
 
@@ -127,7 +122,7 @@ class Advice:
     @property
     def factor(self) -> float:
         """The target as a multiple of the length that frequency methods start from."""
-        return self.target / self.limits.original
+        return self.target / self.start
 
     @property
     def best(self) -> list[Option]:
@@ -250,8 +245,7 @@ def recommend(
         target=target_length,
         carried=carried,
         beside=beside,
-        limits=rotary_limits(spec, target_length),
-        least_base=start.least_base if needed else None,
+        start=start.original,
         cache=cache_cost(inner, target_length, dtype),
         options=tuple(rank(options, start.factor)),
     )
@@ -365,26 +359,11 @@ def answer(advice: Advice) -> Iterator[str]:
 
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
-    carried, limits, target = advice.carried, advice.limits, advice.target
+    carried, target = advice.carried, advice.target
     kind, original, reach = carried.rope_type, carried.original, carried.reach
     by = f", by rope_type {kind} from {original:,}" if carried.scaled else ""
     unneeded = "" if advice.needed else f": {target:,} need no patch"
     yield "checkpoint", f"{reach:,} tokens by its config{by}{unneeded}."
-    turns = (
-        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
-        f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
-        f"model has not met. Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
-    )
-    yield "turns", turns
-    until, least = limits.similar_until, advice.least_base
-    similar = "no distance up to the target" if until is None else f"{until:,} tokens"
-    avoids = "no base avoids that" if least is None else f"{least:,.0f} is the least that does not"
-    base = (
-        f"{limits.theta:,.0f}. The first distance at which a similar token may lose to a random one: {similar}; up to "
-        f"{target:,} tokens {avoids} (arXiv 2405.14591, for this model's {limits.rotated} pairs). A rule of thumb, for "
-        "training."
-    )
-    yield "base", base
     unknown = "unknown: this model does not run without its weights."
     yield "cache", unknown if advice.cache is None else str(advice.cache)
     if carried.note:

@@ -1,4 +1,4 @@
-"""Closed-form limits of a rotary table, and the judgement of each method at a target length that follows from them.
+"""The judgement of each method at a target length, in closed form.
 
 Two things go wrong past the trained length, and each method trades one for the other. Slow pairs, which made less than
 one turn in training, reach angles that the model has never met. Slowed-down fast pairs, which distinguish neighbouring
@@ -62,55 +62,6 @@ WORKS = (AS_IT_IS, FINE_TUNED, FITTED, WINDOW, SHORT, BESIDE, TRAINED, REFUSED)
 
 _BLOCK = 1 << 14
 _LARGEST_SCALE = 16  # the search for a larger scale ends at this multiple of the plain one
-
-
-@dataclass(frozen=True)
-class RotaryLimits:
-    """Limits that follow from a table of base `theta` and rotary dimension `dim`, trained at `original` tokens.
-
-    Attributes:
-        turns: Turns that each pair makes over L tokens, `L f_i / (2 pi)`; shape (d/2,).
-        rotated: Number of pairs that rotate.
-        full_turns: Number of pairs that made one whole turn in training.
-        fast: Number of pairs that made `FAST_TURNS` turns in training.
-        critical_dimension: Features of these whole-turn pairs, `2 ceil(d/2 log_b(L / (2 pi)))` for a plain table (Liu
-            et al. 2023, arXiv 2310.05209); those past it have not seen all their angles.
-        similar_until: The first distance at which `sum_i cos(m f_i)` is negative, so that a similar token no longer
-            gets more attention than a random one (arXiv 2405.14591, theorem 1); `None`: not up to the target.
-    """
-
-    original: int
-    theta: float
-    dim: int
-    turns: tuple[float, ...]
-    rotated: int
-    full_turns: int
-    fast: int
-    critical_dimension: int
-    similar_until: int | None
-
-    @property
-    def slow(self) -> int:
-        """Number of pairs that rotate, but made less than one turn in training."""
-        return self.rotated - self.full_turns
-
-
-def rotary_limits(spec: RopeSpec, target: int) -> RotaryLimits:
-    """Compute the limits of a table; `similar_until` is sought up to `target` tokens."""
-    table = spec.default_inv_freq()
-    turns = _turns(table, spec.original_max_position_embeddings)
-    full = int((turns >= 1).sum())
-    return RotaryLimits(
-        original=spec.original_max_position_embeddings,
-        theta=spec.theta,
-        dim=spec.dim,
-        turns=tuple(turns.tolist()),
-        rotated=int((table > 0).sum()),
-        full_turns=full,
-        fast=int((turns >= FAST_TURNS).sum()),
-        critical_dimension=2 * full,
-        similar_until=_similar_until(table, target),
-    )
 
 
 def least_base(spec: RopeSpec, length: int) -> float | None:

@@ -35,7 +35,6 @@ from hf_posenc.evaluation.recommend.options import (
     Option,
     least_base,
     met_until,
-    rotary_limits,
 )
 from hf_posenc.methods import METHODS, NTKAware, RotaryBands, get_method
 from hf_posenc.rope import RopeSpec
@@ -85,35 +84,10 @@ def by_name(advice: Advice) -> dict[str, Option]:
     return {option.method: option for option in advice.options}
 
 
-@pytest.mark.parametrize(
-    ("dim", "theta", "original", "published"),
-    [(128, 1e4, 4096, 92), (96, 1e4, 2048, None), (128, 5e5, 8192, None), (64, 1e6, 32768, None)],
-)
-def test_turns_and_the_critical_dimension(
-    dim: int, theta: float, original: int, published: int | None
-) -> None:
-    """The published one is that of Llama 2."""
-    limits = rotary_limits(RopeSpec(dim, theta, original), original)
-    frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-    assert limits.turns == pytest.approx([original * f / (2 * math.pi) for f in frequencies])
-    # arXiv 2310.05209, section 4: d_extra = 2 ceil(d/2 log_b(T / (2 pi)))
-    extra = 2 * math.ceil(dim / 2 * math.log(original / (2 * math.pi), theta))
-    assert limits.critical_dimension == extra == (published or extra)
-    assert limits.slow == sum(2 * math.pi / f > original for f in frequencies)
-    assert limits.fast == sum(original * f >= 64 * math.pi for f in frequencies)
-
-
 def smallest(base: float, dim: int, length: int) -> float:
     """The least `sum_i cos(m f_i)` of arXiv 2405.14591's theorem over all distances below a length."""
     frequencies = base ** (-np.arange(0, dim, 2) / dim)
     return float(np.cos(np.outer(np.arange(length), frequencies)).sum(1).min())
-
-
-def test_the_first_distance_at_which_a_random_token_may_win() -> None:
-    until = rotary_limits(RopeSpec(128, 1e4, 4096), 8192).similar_until
-    assert until is not None
-    assert smallest(1e4, 128, until) >= 0 > smallest(1e4, 128, until + 1)
-    assert rotary_limits(RopeSpec(128, 1e4, 4096), until).similar_until is None
 
 
 @pytest.mark.parametrize(("dim", "length"), [(128, 512), (64, 900), (32, 700)])
@@ -442,7 +416,6 @@ def test_from_the_config_alone() -> None:
     assert found["yarn"].trial
     assert found["rerope"].trial is None
     assert found["rerope"].works == AS_IT_IS
-    assert advice.limits.slow == 18
     assert advice.cache is not None
     # tokens, layers, k and v, features, bytes
     assert advice.cache.bytes == 32_768 * 4 * 2 * 4096 * 2
