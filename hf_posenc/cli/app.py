@@ -35,8 +35,7 @@ from hf_posenc.cli.console import (
     terminal,
 )
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.options import PANELS as OPTION_PANELS
-from hf_posenc.evaluation.options import Flag, help_texts
+from hf_posenc.evaluation.options import PANELS, Flag, help_texts
 
 # From functions to commands.
 
@@ -64,7 +63,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     def place(option: tuple[str, Any]) -> tuple[int, int]:
         """Arguments come first, then the panels in their order."""
         flag: Flag = option[1].metadata["flag"]
-        return (0, 0) if flag.argument else (OPTION_PANELS.index(flag.panel) + 1, flag.rank)
+        return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
 
     texts = {name: help_texts(kind) for name, kind in classes.items()}  # none under python -OO
     parameters = [
@@ -215,14 +214,13 @@ class Command(TyperCommand):
 
 def command_line(context: Any) -> str:
     """Return the command that gives the same result again, without its output folder and its share."""
-    given, kept = list(context.meta.get(ARGUMENTS, ())), []
-    while given:
-        argument = given.pop(0)
+    given, kept = iter(context.meta.get(ARGUMENTS, ())), []
+    for argument in given:
         option, equals, _ = argument.partition("=")
         if option not in (*_WITH_A_VALUE, *_SHOWN):
             kept.append(argument)
-        elif option in _WITH_A_VALUE and not equals and given:
-            given.pop(0)
+        elif option in _WITH_A_VALUE and not equals:
+            next(given, None)
     return shlex.join(["hf-posenc", context.info_name, *kept])
 
 
@@ -309,25 +307,24 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     print_error(f"{message} Try: {path} --help")
 
 
-# The module that has each command's function, by the panels of the help.
-COMMAND_PANELS = {
-    "Look": {
-        "inspect": "inspection",
-        "methods": "inspection",
-        "show": "inspection",
-        "models": "inspection",
-    },
-    "Choose": {"recommend": "inspection", "recipes": "inspection", "extend": "measure"},
-    "Measure": dict.fromkeys(
-        ("perplexity", "retrieval", "bench", "sweep", "search", "report"), "measure"
-    ),
-    "Train": {"finetune": "finetune"},
-    "Ship": {"export": "export"},
-    "Set up": {"fetch": "inspection", "selftest": "measure", "doctor": "inspection"},
-}
 COMMANDS = {
-    name: module for commands in COMMAND_PANELS.values() for name, module in commands.items()
+    "inspect": ("Look", "inspection"),
+    "methods": ("Look", "inspection"),
+    "show": ("Look", "inspection"),
+    "models": ("Look", "inspection"),
+    "recommend": ("Choose", "inspection"),
+    "recipes": ("Choose", "inspection"),
+    "extend": ("Choose", "measure"),
+    **dict.fromkeys(
+        ("perplexity", "retrieval", "bench", "sweep", "search", "report"), ("Measure", "measure")
+    ),
+    "finetune": ("Train", "finetune"),
+    "export": ("Ship", "export"),
+    "fetch": ("Set up", "inspection"),
+    "selftest": ("Set up", "measure"),
+    "doctor": ("Set up", "inspection"),
 }
+"""The panel of the help that has each command, and the module of its function."""
 
 
 class Commands(Mapping[str, TyperCommand]):
@@ -345,9 +342,11 @@ class Commands(Mapping[str, TyperCommand]):
 
 @functools.cache
 def _made(name: str) -> TyperCommand:
-    module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
-    alone = typer.Typer(add_completion=False)
-    panel = next(panel for panel, commands in COMMAND_PANELS.items() if name in commands)
+    panel, place = COMMANDS[name]
+    module, alone = (
+        importlib.import_module(f"hf_posenc.cli.{place}"),
+        typer.Typer(add_completion=False),
+    )
     command, own = getattr(module, name), getattr(module, "OWN", {})  # what parses its own words
     options = own or {"cls": Command}
     alone.command(name, rich_help_panel=panel, **options)(command if own else expand(command))

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -50,15 +50,14 @@ from hf_posenc.gguf_file import find_gguf, read_header
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
     from hf_posenc.evaluation.documents import Skipped
-    from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Result
     from hf_posenc.evaluation.measuring.execute import Measurement, Progress
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.run import PerplexityRun
     from hf_posenc.evaluation.retrieval.run import RetrievalRun
-    from hf_posenc.evaluation.tuning.sweep import Race
+    from hf_posenc.evaluation.tuning import Rung
 
-    Job = Measurement[Any, Any] | BenchJob | Race[Any] | ExtendJob
+    Job = Measurement[Any, Any] | BenchJob | Rung[Any]
 
 # PyTorch's own devices; a package that adds one is found by its entry point, and its names are checked by PyTorch.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)?")
@@ -80,9 +79,28 @@ def check(
     check_methods(getattr(options, "methods", None))
     check_model(model, weights=not run.dry_run)
     if isinstance(options, ProtocolOptions):
-        check_protocol(options)
+        from hf_posenc.evaluation.perplexity import protocols
+
+        if isinstance(options, BenchOptions):
+            names = [field.name for field in dataclasses.fields(ProtocolOptions)]
+            shared = {name: getattr(options, name) for name in names}
+            options = PerplexityOptions(**shared, lengths=options.lengths)
+        protocols.check_options(options)
+        if options.longppl is not None:
+            name, spec = protocols.parse_evaluator(options.longppl)
+            check_methods([spec] if spec else None)
+            if name != protocols.SELF:
+                check_name(name)
     if documents is not None:
-        check_documents(documents)
+        from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
+
+        folder = re.match(r"[./~]", documents.dataset or "") and documents.dataset
+        if folder and not Path(folder).exists():
+            raise PosencError(
+                f"There is no folder {folder}. Give --dataset a hub name or a folder."
+            )
+        refuse_ignored(documents)
+        check_readable(source_of(documents), documents.text or ())
 
 
 def check_model(options: ModelOptions, *, weights: bool = False) -> None:
@@ -93,8 +111,13 @@ def check_model(options: ModelOptions, *, weights: bool = False) -> None:
     check_device(device)
     if device_map not in _MAPS:
         check_device(device_map, f"--device-map is {', '.join(_MAPS)} or a device.")
-    if options.attn is not None and not options.trust_remote_code:
-        _check_attention(options.attn)
+    attn = "" if options.trust_remote_code else options.attn or ""
+    if attn.isidentifier() and not _named(
+        "modeling_utils.py", attn
+    ):  # a kernel of the hub has a slash
+        raise PosencError(
+            f"--attn {attn}: transformers has no such attention. Give sdpa, eager or flash_attention_2."
+        )
     if options.model is not None:
         check_checkpoint(options.model, options.revision)
     if options.tokenizer is not None:
@@ -146,14 +169,6 @@ def check_device(name: str | None, also: str = "") -> None:
     )
 
 
-def _check_attention(name: str) -> None:
-    """Refuse a plain name that the source of transformers does not contain; a kernel of the hub has a slash."""
-    if name.isidentifier() and not _named("modeling_utils.py", name):
-        raise PosencError(
-            f"--attn {name}: transformers has no such attention. Give sdpa, eager or flash_attention_2."
-        )
-
-
 def _named(place: str, name: str) -> bool:
     """Return whether a file of the source of transformers, or one of a folder, contains a name in quotes."""
     spec = importlib.util.find_spec("transformers")
@@ -164,22 +179,6 @@ def _named(place: str, name: str) -> bool:
     return any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
 
 
-def check_documents(options: DocumentOptions) -> None:
-    """Refuse options that exclude each other or that nothing reads, and files of which there is none."""
-    from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
-
-    if (
-        options.dataset
-        and re.match(r"[./~]", options.dataset)
-        and not Path(options.dataset).exists()
-    ):
-        raise PosencError(
-            f"There is no folder {options.dataset}. Give --dataset a hub name or a folder."
-        )
-    refuse_ignored(options)
-    check_readable(source_of(options), options.text or ())
-
-
 def check_methods(specs: Sequence[str] | None) -> None:
     """Refuse unknown methods and options, and values that a method refuses on every model."""
     if not specs:  # nothing to check, and no reason to import all methods
@@ -188,23 +187,6 @@ def check_methods(specs: Sequence[str] | None) -> None:
 
     for candidate in parse_candidates(specs):
         candidate.check_values()
-
-
-def check_protocol(options: ProtocolOptions) -> None:
-    """Refuse protocols, presets and evaluators that do not exist or exclude each other."""
-    from hf_posenc.evaluation.perplexity import protocols
-
-    if isinstance(options, BenchOptions):
-        names = [field.name for field in dataclasses.fields(ProtocolOptions)]
-        shared = {name: getattr(options, name) for name in names}
-        options = PerplexityOptions(**shared, lengths=options.lengths)
-    assert isinstance(options, PerplexityOptions)
-    protocols.check_options(options)
-    if options.longppl is not None:
-        name, spec = protocols.parse_evaluator(options.longppl)
-        check_methods([spec] if spec else None)
-        if name != protocols.SELF:
-            check_name(name)
 
 
 # The course.
@@ -305,10 +287,16 @@ class Frame:
                 if todo:
                     _report_resumed(found, todo)
 
+        def waiting(count: int) -> None:
+            _print_dim(
+                f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same "
+                "--output."
+            )
+
         token = RESUMED.set(resumed)
         try:
             with self._progress() as progress:
-                result = job.run(self.output, self.shard, progress, _report_waiting)
+                result = job.run(self.output, self.shard, progress, waiting)
         finally:
             RESUMED.reset(token)
         if not left:
@@ -352,9 +340,14 @@ class Frame:
     def finish(self, job: Job, print_cost: Callable[[], None]) -> None:
         """Measure and present the result; exit with status 1 where a number is missing."""
         result = self.measure(job, print_cost)
-        if result is not None:
-            self.present(result)
-            exit_on(result.problems())
+        if result is None:
+            return
+        self.present(result)
+        problems = list(result.problems())
+        for line in problems:
+            print_error(line)
+        if problems:
+            raise typer.Exit(1)
 
     def present(self, result: Result) -> None:
         """Write the files of a result; print it under its model."""
@@ -418,21 +411,6 @@ def _report_resumed(found: int, left: int) -> None:
         )
 
 
-def _report_waiting(count: int) -> None:
-    _print_dim(
-        f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output."
-    )
-
-
-def exit_on(problems: Iterable[str]) -> None:
-    """Print the problems, one line each, and exit with status 1 where there is any."""
-    lines = list(problems)
-    for line in lines:
-        print_error(line)
-    if lines:
-        raise typer.Exit(1)
-
-
 # `--dry-run`: the cost of a run, method by method, before anything is run.
 
 
@@ -478,6 +456,13 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
         print_items(
             f"?: never checked here. The run does so first, as does hf-posenc selftest --device {device.type}."
         )
+
+
+def print_estimate(job: Rung[Any], device: Any) -> None:
+    """Print the amounts of a sweep, a search or an extension, and the time that they take."""
+    values = job.estimate(device)
+    print_json(values)
+    print_items(values["cost"])
 
 
 def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]:

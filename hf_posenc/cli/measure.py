@@ -23,6 +23,7 @@ from hf_posenc.cli.frame import (
     check_methods,
     check_model,
     print_cost,
+    print_estimate,
 )
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import load_config, open_session
@@ -267,7 +268,7 @@ def search(
 def _tune(frame: Frame, job: Race[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings, job.whole.metadata["skipped"])
-    result = frame.measure(job, lambda: _print_line(job, frame.device))
+    result = frame.measure(job, lambda: print_estimate(job, frame.device))
     if result is None:
         return None
     frame.present(result)
@@ -283,16 +284,6 @@ def _tune(frame: Frame, job: Race[Any]) -> Any:
         line = f"Use it: {call}\n{recipe} has the factors found, which are not shown to be better."
     print_items(line, wrap=False)
     return result
-
-
-def _print_line(job: Race[Any], device: Any) -> None:
-    from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
-
-    target = job.settings.lengths[-1]
-    each = run_cost(job.whole.model, [(target, job.settings.tail_tokens)]).flops / target
-    seconds, takes = estimated(job.forwarded * each, device)
-    print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
-    print_items(f"{job.cost_line()} {takes}")
 
 
 def extend(
@@ -316,12 +307,7 @@ def extend(
     job = frame.prepare(prepare, model, documents, options)
     job.say = print_note
 
-    def print_estimate() -> None:
-        values = job.estimate(frame.device)
-        print_json(values)
-        print_items(values["cost"])
-
-    result = frame.measure(job, print_estimate)
+    result = frame.measure(job, lambda: print_estimate(job, frame.device))
     if result is not None:
         frame.present(result)
         print_note(f"Wrote {write_page(frame.output)}")

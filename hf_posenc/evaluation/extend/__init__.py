@@ -240,10 +240,7 @@ class ExtendJob(Rung[ExtendResult]):
         return f"{self._amounts(plan)}: about {takes} of {budget}."
 
     def estimate(self, device: torch.device) -> dict[str, Any]:
-        """Return the plan that fits the budget by the rate of a device, the seconds that it takes, and both as a line.
-
-        Nothing is run, and a run fits its plan to the seconds of one window.
-        """
+        """Return the plan that fits the budget by the rate of a device; a run fits its own to one timed window."""
         operations, source = rate_of(device)
         if operations is None:
             raise PosencError(

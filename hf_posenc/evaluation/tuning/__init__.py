@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
@@ -123,6 +124,10 @@ class Rung(abc.ABC, Generic[ResultT]):
     @abc.abstractmethod
     def conduct(self, course: Course) -> ResultT:
         """Measure step by step, and return the result."""
+
+    @abc.abstractmethod
+    def estimate(self, device: torch.device) -> dict[str, Any]:
+        """Return the amounts, the `seconds` that they take on a device, and both as a line: the `cost`."""
 
     def run(
         self,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 
 from hf_posenc.evaluation.documents import Skipped
@@ -50,6 +51,7 @@ from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
 from hf_posenc.evaluation.plots.results import sweep_figure
+from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
 from hf_posenc.evaluation.tuning import Board, Course, Row, Rung, prepared, tried
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
@@ -134,7 +136,14 @@ class Race(Rung[ResultT]):
 
     @abc.abstractmethod
     def cost_line(self) -> str:
-        """Return the cost in one sentence."""
+        """Return the tokens in one sentence."""
+
+    def estimate(self, device: torch.device) -> dict[str, Any]:
+        target = self.settings.lengths[-1]
+        window = run_cost(self.whole.model, [(target, self.settings.tail_tokens)])
+        seconds, takes = estimated(self.forwarded * (window.flops / target), device)
+        line = f"{self.cost_line()} {takes}"
+        return {"tokens": self.forwarded, "cost": line, "seconds": seconds}
 
 
 @dataclass(repr=False, kw_only=True)
