@@ -35,7 +35,7 @@ from hf_posenc.cli.console import (
     terminal,
 )
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.options import PANELS, Flag, help_texts
+from hf_posenc.evaluation.options import PANELS, Flag, ModelOptions, help_texts
 
 # From functions to commands.
 
@@ -190,13 +190,21 @@ def check_arguments(arguments: Sequence[str], command: Any) -> None:
 
 
 class Command(TyperCommand):
-    """A command that stores its arguments, and whose `--text` takes several values.
+    """A command whose `--text` takes several values; `ctx.obj` is the command line that gives its result again.
 
-    `--text a.txt b.txt` stands for `--text a.txt --text b.txt`, so that the shell may expand a pattern.
+    `--text a.txt b.txt` stands for `--text a.txt --text b.txt`, so that the shell may expand a pattern. The command
+    line has neither the output folder nor the share.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[ARGUMENTS] = list(args)
+        given, kept = iter(args), ["hf-posenc", ctx.info_name]
+        for argument in given:
+            option, equals, _ = argument.partition("=")
+            if option not in (*_WITH_A_VALUE, *_SHOWN):
+                kept.append(argument)
+            elif option in _WITH_A_VALUE and not equals:
+                next(given, None)
+        ctx.obj = shlex.join(kept)
         spread: list[str] = []
         values: int | None = None  # of the `--text` that is open
         for argument in args:
@@ -212,16 +220,54 @@ class Command(TyperCommand):
         return super().parse_args(ctx, spread)
 
 
-def command_line(context: Any) -> str:
-    """Return the command that gives the same result again, without its output folder and its share."""
-    given, kept = iter(context.meta.get(ARGUMENTS, ())), []
-    for argument in given:
-        option, equals, _ = argument.partition("=")
-        if option not in (*_WITH_A_VALUE, *_SHOWN):
-            kept.append(argument)
-        elif option in _WITH_A_VALUE and not equals:
-            next(given, None)
-    return shlex.join(["hf-posenc", context.info_name, *kept])
+# A command whose words `hf_posenc.training.run` reads; typer shows and completes its options.
+
+ALL = "--help-all"
+EPILOG = (
+    f"{ALL} shows the rest. Every option of transformers' TrainingArguments works too: --gradient_checkpointing, "
+    "--report_to, ..."
+)
+
+
+def finetune() -> Callable[..., None]:
+    """Return the command, whose options take a fifth of a second to import."""
+    from hf_posenc.cli.frame import check_methods, check_model
+    from hf_posenc.evaluation.measuring.candidates import UNPATCHED
+    from hf_posenc.training.run import options, run
+
+    def command(context: typer.Context, **_: Any) -> None:
+        """Fine-tune a model for a longer context, and measure it before and after.
+
+        Without arguments: the embedded model, from 256 to 1,024 tokens, in one to three minutes. The same command
+        resumes an interrupted run. For several processes: accelerate launch -m hf_posenc.training, with the same
+        options.
+        """
+        given = options.read(context.args)
+        if given.patch is not None and given.patch.strip().lower() != UNPATCHED:
+            check_methods([given.patch])
+        model = ModelOptions(model=given.model, tokenizer=given.tokenizer, attn=given.attn)
+        check_model(model, weights=not given.dry_run)
+        run(context.args)
+
+    first = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    return signed(command, command.__doc__, [first, *(parameter(*o) for o in options.listed())])
+
+
+class Finetune(TyperCommand):
+    """The command `finetune`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell asks for names
+            return super().parse_args(ctx, args)
+        if {"--help", "-h", ALL} & {*args}:
+            from hf_posenc.training.run import options
+
+            rest = {field.name for field, *_ in options.listed() if field.metadata["flag"].rank}
+            for each in self.params:
+                vars(each)["hidden"] = ALL not in args and each.name in rest
+            return super().parse_args(ctx, ["--help"])
+        ctx.args = list(args)
+        return list(args)
 
 
 # The root.
@@ -318,7 +364,7 @@ COMMANDS = {
     **dict.fromkeys(
         ("perplexity", "retrieval", "bench", "sweep", "search", "report"), ("Measure", "measure")
     ),
-    "finetune": ("Train", "finetune"),
+    "finetune": ("Train", "app"),
     "export": ("Ship", "export"),
     "fetch": ("Set up", "inspection"),
     "selftest": ("Set up", "measure"),
@@ -342,14 +388,14 @@ class Commands(Mapping[str, TyperCommand]):
 
 @functools.cache
 def _made(name: str) -> TyperCommand:
-    panel, place = COMMANDS[name]
-    module, alone = (
-        importlib.import_module(f"hf_posenc.cli.{place}"),
-        typer.Typer(add_completion=False),
-    )
-    command, own = getattr(module, name), getattr(module, "OWN", {})  # what parses its own words
-    options = own or {"cls": Command}
-    alone.command(name, rich_help_panel=panel, **options)(command if own else expand(command))
+    (panel, place), alone = COMMANDS[name], typer.Typer(add_completion=False)
+    how: dict[str, Any] = {"cls": Command, "rich_help_panel": panel}
+    if name == "finetune":
+        how |= {"cls": Finetune, "epilog": EPILOG}
+        command = finetune()
+    else:
+        command = expand(getattr(importlib.import_module(f"hf_posenc.cli.{place}"), name))
+    alone.command(name, **how)(command)
     made = get_command(alone)
     assert isinstance(made, TyperCommand)
     return made

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
-from hf_posenc.cli.app import command_line
 from hf_posenc.cli.console import (
     err,
     print_error,
@@ -219,7 +218,7 @@ class Frame:
                 raise PosencError(f"--output {self.output} is a file: give a folder.")
             with disk_errors(f"--output {self.output} cannot be written to"):
                 self.output.mkdir(parents=True, exist_ok=True)
-        self.methods, self.command = methods, command_line(context)
+        self.methods, self.command = methods, context.obj
 
     def prepare(
         self,

@@ -22,7 +22,6 @@ from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     REFUSED,
     TOLERANCE,
-    TRAINED,
     WORKS,
     Option,
     Start,
@@ -44,7 +43,7 @@ __all__ = ["Advice", "CacheCost", "Carried", "Option", "recommend"]
 
 _PROBE_TOKENS = 4
 SHOWN = 3
-"""Methods of one kind that the table shows in a class; the notes name the others."""
+"""Methods of one kind that the answer names in a class."""
 
 
 @dataclass(frozen=True)
@@ -349,11 +348,12 @@ def answer(advice: Advice) -> Iterator[str]:
         f"{name}: {named[name]}" for name in ("in a cache", "already scaled") if name in named
     )
     if advice.needed:
-        shown: dict[str, list[str]] = {}
-        for (works, kind), options in _groups(advice).items():
-            methods = ", ".join(option.method for option in options[:SHOWN])
-            shown.setdefault(works, []).append(f"{kind} {methods}")
-        yield from (f"{works}: {'; '.join(kinds)}" for works, kinds in list(shown.items())[:2])
+        shown: dict[str, dict[str, list[str]]] = {}
+        for option in advice.options:
+            shown.setdefault(option.works, {}).setdefault(option.kind, []).append(option.method)
+        for works, kinds in list(shown.items())[:2]:
+            named_kinds = (f"{kind} {', '.join(own[:SHOWN])}" for kind, own in kinds.items())
+            yield f"{works}: {'; '.join(named_kinds)}"
     yield from next_steps(advice)
 
 
@@ -397,50 +397,29 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
 
 
 def table(advice: Advice) -> Grid:
-    """Return the classes of methods that work without training from scratch, with up to three methods of each kind."""
-    groups = _groups(advice)
+    """Return every method with its class and the reason for it, in the order of the options."""
     title = f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
-    grid, names = Grid(title), [option.method for option in advice.options]
-    heads = {"works": [works for works, _ in groups], "changes": [kind for _, kind in groups]}
-    for head, shown in (heads | {"method": names}).items():
+    grid, before, kinds = Grid(title), "", [option.kind for option in advice.options]
+    heads = {"works": WORKS, "changes": kinds, "method": [o.method for o in advice.options]}
+    for head, shown in heads.items():
         grid.column(head, least=max(map(len, shown), default=0))
     grid.column("why")
-    for group, options in groups.items():
-        for number, option in enumerate(options[:SHOWN]):
-            reason = option.reason + (" [*]" if _untried(option) else "")
-            grid.row(*(("", "") if number else group), option.method, reason, rule=not number)
-    return grid
-
-
-def _groups(advice: Advice) -> dict[tuple[str, str], list[Option]]:
-    """Return the methods of each class and kind that `table` shows."""
-    groups: dict[tuple[str, str], list[Option]] = {}
     for option in advice.options:
-        if option.works not in (TRAINED, REFUSED):
-            groups.setdefault((option.works, option.kind), []).append(option)
-    # stable: kinds by their first method
-    return dict(sorted(groups.items(), key=lambda group: WORKS.index(group[0][0])))
+        works, new = option.works, option.works != before
+        reason = option.reason + (" [*]" if _untried(option) else "")
+        grid.row(works * new, option.kind, option.method, reason, rule=new)
+        before = works
+    return grid
 
 
 def notes(advice: Advice) -> Iterator[str]:
     """Yield the notes that belong to the table."""
-    for (works, kind), options in _groups(advice).items():
-        if more := [option.method for option in options[SHOWN:]]:
-            yield f"Also {works}, {kind}: {', '.join(more)}."
     if any(_untried(option) for option in advice.options):
         covered = "covers" if advice.tested else "does not cover"
         yield (
             f"[*] computes attention itself, and is tried only on a loaded model: --weights. The test matrix {covered} "
             f"{advice.model_type} (docs/architectures.md)."
         )
-    if trained := [option.method for option in advice.options if option.works == TRAINED]:
-        yield f"After training only: {', '.join(trained)}."
-    refused: dict[str, list[str]] = {}
-    for option in advice.options:
-        if option.works == REFUSED:
-            refused.setdefault(option.reason, []).append(option.method)
-    for reason, methods in refused.items():
-        yield f"Not {', '.join(methods)}: {reason}"
     yield (
         f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
         "length, on the model and text of that table; it says little about other models and longer texts. The classes "

@@ -144,27 +144,11 @@ def test_the_ranking(advice: Advice) -> None:
     assert names.index("string") < names.index("alibi")
 
 
-def test_a_class_shows_three_of_each_kind_and_names_the_others(advice: Advice) -> None:
+def test_the_table_has_every_method_once_and_its_class_at_the_first(advice: Advice) -> None:
     rows = [[field.text for field in row.fields] for row in table(advice).rows]
-    works, kind, shown = "", "", dict[tuple[str, str], list[str]]()
-    for row in rows:
-        works, kind = row[0] or works, row[1] or kind
-        shown.setdefault((works, kind), []).append(row[2])
-    assert list(dict.fromkeys(works for works, _ in shown))[:4] == [
-        AS_IT_IS,
-        FINE_TUNED,
-        FITTED,
-        WINDOW,
-    ]
-    said = " ".join(notes(advice))
-    for (works, kind), methods in shown.items():
-        every = [o.method for o in advice.options if (o.works, o.kind) == (works, kind)]
-        assert methods == every[:3]
-        more = ", ".join(every[3:])
-        assert (f"Also {works}, {kind}: {more}." in said) == bool(more)
-    assert "yarn" in shown[AS_IT_IS, "frequencies"]
-    assert len(shown[AS_IT_IS, "attention"]) == 3
-    assert "Within a class the order is no finding" in said
+    assert [(row[1], row[2]) for row in rows] == [(o.kind, o.method) for o in advice.options]
+    assert [row[0] for row in rows if row[0]][:4] == [AS_IT_IS, FINE_TUNED, FITTED, WINDOW]
+    assert "Within a class the order is no finding" in " ".join(notes(advice))
     specs = re.findall(r"--patch (\w+)", advice.commands()[0])
     assert specs[:3] == ["none", "truncation", "attention_sinks"]
     kinds = [by_name(advice)[spec].kind for spec in specs[3:]]
