@@ -31,7 +31,6 @@ from hf_posenc.methods.facts import KINDS, facts, knob_rows, read_docstring
 if TYPE_CHECKING:
     from hf_posenc.engines.in_force import Scaling
     from hf_posenc.evaluation.grid import Grid
-    from hf_posenc.patch.report import EffectiveTable
 
 
 def kinds() -> dict[str, list[type[Method]]]:
@@ -144,9 +143,15 @@ def recipes(
     if model in names:
         names = (model,)
     elif model is not None:
-        config = _read_config(model)
+        model = check_checkpoint(model)
         from hf_posenc.engines.in_force import scaling_of  # imports torch
+        from hf_posenc.saving import take_patch
 
+        config = load_config(model)
+        if take_patch(config, model) is not None:
+            raise PosencError(
+                f"{model} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {model} prints it."
+            )
         types = {config.model_type, config.get_text_config(decoder=True).model_type}
         names = tuple(n for n in names if types & {*get_recipe(n)["recipe"]["model_types"]})
         advice = _advice_on(config, scaling_of(config)) or [
@@ -274,19 +279,6 @@ def doctor() -> None:
 _OF_MAINTAINERS = {"dev", "docs", "mutation", "all"}
 
 
-def _read_config(name: str) -> Any:
-    """Return the config of a model without the patch that it was saved with."""
-    name = check_checkpoint(name)
-    from hf_posenc.saving import take_patch
-
-    config = load_config(name)
-    if take_patch(config, name) is not None:
-        raise PosencError(
-            f"{name} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {name} prints it."
-        )
-    return config
-
-
 def _advice_on(config: Any, scaling: Scaling) -> list[str]:
     """Return what the makers of a checkpoint tell users to add, and what is added."""
     from hf_posenc.patch.config import PatchConfig
@@ -376,7 +368,18 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     if patch is not None and patch.places:
         print_items("\nPatched", _grid(*patch.places))
     for table in rotary:
-        _print_table(table)
+        factor = table.attention_factor
+        cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
+        theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
+        kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
+        print_items(f"\n{table.layer_type or 'all layers'}: {kind}")
+        print_items(f"in {', '.join(table.modules)}", style="dim")
+        grid = _grid(("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)"))
+        grid.columns[:] = [dataclasses.replace(column, numeric=True) for column in grid.columns]
+        for pair, frequency in enumerate(table.inv_freq.tolist()):
+            wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
+            grid.row(str(pair), f"{frequency:.6g}", wavelength)
+        print_items(*([table.difference] if table.difference else []), grid)
 
 
 def _grid(heads: Sequence[str], *rows: Sequence[str]) -> Grid:
@@ -399,24 +402,6 @@ def _print_positions(positions: Any) -> None:
     grid.columns[:] = [Column(head, head in ("absolute", "relative")) for head in heads]
     grid.columns[1:3] = Column(heads[1], least=paths), Column(heads[2], least=20)
     print_items(grid, *positions.notes(), *advice_on(native_seams(), positions))
-
-
-def _print_table(table: EffectiveTable) -> None:
-    from hf_posenc.evaluation.grid import Grid
-
-    factor = table.attention_factor
-    cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
-    theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
-    kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
-    print_items(f"\n{table.layer_type or 'all layers'}: {kind}")
-    print_items(f"in {', '.join(table.modules)}", style="dim")
-    grid = Grid()
-    for head in ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)"):
-        grid.column(head, numeric=True)
-    for pair, frequency in enumerate(table.inv_freq.tolist()):
-        wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
-        grid.row(str(pair), f"{frequency:.6g}", wavelength)
-    print_items(*([table.difference] if table.difference else []), grid)
 
 
 def _scaling_of(live: Any, name: str, revision: str | None) -> dict[str, Any] | None:

@@ -177,7 +177,17 @@ def bench(
 
     job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
-    frame.finish(job, lambda: _print_costs(job, frame.device))
+
+    def print_costs() -> None:
+        parts: dict[str, Any] = {
+            "retrieval": job.shared.get("retrieval"),
+            "timed prefill, warm-ups included": job.speed,
+        }
+        tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
+        print_cost(job.perplexity, frame.device, tokens=tokens)
+        print_items(*(f"{name}: {count:,} tokens" for name, count in tokens.items()))
+
+    frame.finish(job, print_costs)
 
 
 def _bench_gpu(
@@ -201,16 +211,6 @@ def _bench_gpu(
     about: dict[str, Any] = {"name": model.model, "command": frame.command}
     run = GpuRun(options, config, device=model.device, dtype=model.dtype, **about)
     frame.finish(run, lambda: None)
-
-
-def _print_costs(job: Any, device: Any) -> None:
-    parts = {
-        "retrieval": job.shared.get("retrieval"),
-        "timed prefill, warm-ups included": job.speed,
-    }
-    tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
-    print_cost(job.perplexity, device, tokens=tokens)
-    print_items(*(f"{name}: {count:,} tokens" for name, count in tokens.items()))
 
 
 def sweep(

@@ -254,18 +254,15 @@ def _lines(grid: Grid) -> Iterator[RenderableType]:
 def to_markdown(grid: Grid) -> str:
     """Render a grid as Markdown, without its title; of the marks only bold type is kept."""
     heads = ["<br>".join(map(escaped, column.head.split("\n"))) for column in grid.columns]
-    rows = [
-        [*map(_markdown_field, row.fields), *[""] * (len(heads) - len(row.fields))]
-        for row in grid.rows
-    ]
+
+    def shown(field: Field) -> str:
+        first, *others = field.text.split("\n")
+        bold = "bold" in MARKS.get(field.spans[0].mark, "").split()
+        first = f"**{escaped(first)}**" if bold and first else escaped(first)
+        return "<br>".join((first, *map(escaped, others)))
+
+    rows = [[*map(shown, row.fields), *[""] * (len(heads) - len(row.fields))] for row in grid.rows]
     return markdown_table(heads, rows, numeric=[column.numeric for column in grid.columns])
-
-
-def _markdown_field(field: Field) -> str:
-    first, *others = field.text.split("\n")
-    bold = "bold" in MARKS.get(field.spans[0].mark, "").split()
-    shown = f"**{escaped(first)}**" if bold and first else escaped(first)
-    return "<br>".join((shown, *map(escaped, others)))
 
 
 def markdown_table(
@@ -334,13 +331,13 @@ class Result(abc.ABC):
         """Yield how the numbers are to be read."""
         return iter(())
 
-    @abc.abstractmethod
     def problems(self) -> Iterator[str]:
         """Yield one line for everything that has no number; a run with any of them has failed."""
+        return iter(())
 
-    @abc.abstractmethod
     def figures(self) -> dict[str, Figure]:
         """Draw the figures, by the names of their files. Needs matplotlib."""
+        return {}
 
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of `frame` and of the CSV file."""

@@ -243,7 +243,12 @@ def _checked(name: str, value: Any, kind: str, flag: Flag) -> Any:
     if kind == "Sequence[int]":
         return tuple(read_whole(each, name) for each in value)
     if kind == "Sequence[str]":
-        return _check_texts(value, name)
+        text = isinstance(value, str)
+        if not text and isinstance(value, Iterable) and all(isinstance(n, str) for n in value):
+            return value
+        form = " as --patch takes them, such as 'none' and 'yarn:scale=8'" * (name == "methods")
+        given = f"one text: write {name}=[{value!r:.80}]" if text else f"{value!r:.80}"
+        raise PosencError(f"{name} is a list of texts{form}, not {given}.")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     valid, words = {
         "bool": (isinstance(value, bool), "True or False"),
@@ -257,15 +262,6 @@ def _checked(name: str, value: Any, kind: str, flag: Flag) -> Any:
     if flag.choices and value not in flag.choices:
         raise unknown(f"value of --{(flag.name or name).replace('_', '-')}", value, flag.choices)
     return value
-
-
-def _check_texts(values: Any, name: str) -> Any:
-    text = isinstance(values, str)
-    if not text and isinstance(values, Iterable) and all(isinstance(n, str) for n in values):
-        return values
-    form = " as --patch takes them, such as 'none' and 'yarn:scale=8'" if name == "methods" else ""
-    given = f"one text: write {name}=[{values!r:.80}]" if text else f"{values!r:.80}"
-    raise PosencError(f"{name} is a list of texts{form}, not {given}.")
 
 
 # The second and the third are the controls: the end of the text alone, and a window behind the first tokens.

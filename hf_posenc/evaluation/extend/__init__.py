@@ -26,7 +26,7 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend.result import ATTENTION, TABLE, Choice, ExtendResult, choose
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import CONTROLS, TRUNCATION, Candidate
-from hf_posenc.evaluation.measuring.execute import Measurement, Progress, output_folder, silent
+from hf_posenc.evaluation.measuring.execute import Progress, output_folder, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions, duration, with_fields
 from hf_posenc.evaluation.recommend import Advice, recommend
@@ -80,12 +80,6 @@ class ExtendJob(Rung[ExtendResult]):
     say: Callable[[str], None] = silent
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """The original and the target length, in tokens."""
-        original, target = self.settings.lengths
-        return original, target
-
-    @property
     def halves(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """The documents that choose, and those that report: every second one, so that an order is in both alike."""
         return self.whole.documents[0::2], self.whole.documents[1::2]
@@ -123,8 +117,19 @@ class ExtendJob(Rung[ExtendResult]):
         chosen = next((c for c in methods if c.label == choice.winner), None)
         if chosen is not None:
             parts["perplexity"] = course(self.whole.part([*controls, chosen], reporting_half))
+            passkeys = RetrievalOptions(
+                methods=(TRUNCATION, chosen.spec),
+                lengths=self.settings.lengths,
+                tasks=("passkey",),
+                depths=depths(*self.settings.lengths),
+                samples=plan.samples,
+                bos=self.options.bos,
+                chunk=self.options.chunk,
+            )
+            named = {"name": self.name, "command": self.whole.metadata["command"]}
             try:
-                parts["retrieval"] = course(self._passkeys(chosen, plan))
+                job = retrieval.prepare(self.whole.model, self.tokenizer, passkeys, **named)
+                parts["retrieval"] = course(job)
             except PosencError as error:
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
@@ -136,8 +141,8 @@ class ExtendJob(Rung[ExtendResult]):
                 "environment": identity.environment(),
             },
             settings={
-                "original": self.lengths[0],
-                "target": self.lengths[1],
+                "original": self.settings.lengths[0],
+                "target": self.settings.lengths[1],
                 "budget": options.budget,
                 "max_regression": options.max_regression,
             },
@@ -155,20 +160,6 @@ class ExtendJob(Rung[ExtendResult]):
                 f"{folder} holds the model that an earlier run saved, and this one does not confirm it: remove it."
             )
         return result
-
-    def _passkeys(self, chosen: Candidate, plan: Plan) -> Measurement[Any, Any]:
-        """Return the retrieval of the chosen method and of truncation."""
-        options = RetrievalOptions(
-            methods=(TRUNCATION, chosen.spec),
-            lengths=self.lengths,
-            tasks=("passkey",),
-            depths=depths(*self.lengths),
-            samples=plan.samples,
-            bos=self.options.bos,
-            chunk=self.options.chunk,
-        )
-        about = {"name": self.name, "command": self.whole.metadata["command"]}
-        return retrieval.prepare(self.whole.model, self.tokenizer, options, **about)
 
     # The fit to the budget.
 
@@ -190,46 +181,43 @@ class ExtendJob(Rung[ExtendResult]):
                 rate = float(value["seconds"]) / run.forwarded
                 return self._fitted(rate), rate, remarks
             remarks.append(f"{candidate.spec} gave no number: {value['failed'][0][-1]}.")
+        specs = " nor ".join(each.spec for each in first)
         raise PosencError(
-            f"Neither {' nor '.join(each.spec for each in first)} gives a number at {self.lengths[1]:,} tokens: "
-            "nothing can be chosen. `hf-posenc perplexity` shows why."
+            f"Neither {specs} gives a number at {self.settings.lengths[1]:,} tokens: nothing can be chosen. `hf-posenc "
+            "perplexity` shows why."
         )
 
     def _fitted(self, rate: float) -> Plan:
         """Return the largest plan that fits the budget at so many seconds per token."""
-        plans, budget = self._plans(), self.options.budget
+        costs: Counter[str] = Counter()
+        for item in self.whole.items:
+            costs[item.label] += item.cost * (item.order == 0)
+        budget, most, plans = self.options.budget, min(HALF, len(self.halves[1])), []
+        original, target = self.settings.lengths
+        prompt = ANSWERS * (original + target + 2 * original)
+        for each, samples in itertools.product(EACH, SAMPLES):
+            labels = [candidate.label for candidate in self.taken(each)]
+            # both halves have the controls that they need, the reporting one the dearest method that can win
+            measured = [*labels, max(labels, key=costs.__getitem__), TRUNCATION]
+            tokens = sum(costs[label] for label in (*measured, *(c.label for c in self.controls)))
+            # fewer documents than `FEW_DOCUMENTS` only if there are no more
+            for documents in range(min(FEW_DOCUMENTS, most), most + 1):
+                total = tokens * documents + DEPTHS * samples * prompt
+                plans.append(Plan(each, documents, samples, total))
         fitting = [plan for plan in plans if plan.tokens * rate <= budget]
         if not fitting:
             least = min(plans, key=lambda plan: plan.tokens)
             needed = least.tokens * rate
             raise PosencError(
                 f"--budget {duration(budget)} is too short: the least that makes sense, {self._amounts(least)}, takes "
-                f"about {duration(needed)} here ({duration(rate * self.lengths[1])} a window of {self.lengths[1]:,} "
-                f"tokens). Give --budget {math.ceil(needed / 60)}m, or a shorter --target-length. What was measured is "
-                "kept."
+                f"about {duration(needed)} here ({duration(rate * target)} a window of {target:,} tokens). Give "
+                f"--budget {math.ceil(needed / 60)}m, or a shorter --target-length. What was measured is kept."
             )
 
         def worth(plan: Plan) -> tuple[int, ...]:
             return min(plan.documents, ENOUGH), plan.each, plan.samples, plan.documents
 
         return max(fitting, key=worth)
-
-    def _plans(self) -> list[Plan]:
-        """Return every sensible plan; fewer documents than `FEW_DOCUMENTS` only if there are no more."""
-        costs: Counter[str] = Counter()
-        for item in self.whole.items:
-            costs[item.label] += item.cost * (item.order == 0)
-        most, plans = min(HALF, len(self.halves[1])), []
-        prompt = ANSWERS * (sum(self.lengths) + 2 * self.lengths[0])
-        for each, samples in itertools.product(EACH, SAMPLES):
-            labels = [candidate.label for candidate in self.taken(each)]
-            # both halves have the controls that they need, the reporting one the dearest method that can win
-            measured = [*labels, max(labels, key=costs.__getitem__), TRUNCATION]
-            tokens = sum(costs[label] for label in (*measured, *(c.label for c in self.controls)))
-            for documents in range(min(FEW_DOCUMENTS, most), most + 1):
-                total = tokens * documents + DEPTHS * samples * prompt
-                plans.append(Plan(each, documents, samples, total))
-        return plans
 
     def _amounts(self, plan: Plan) -> str:
         methods, documents = len(self.taken(plan.each)), plan.documents
@@ -246,7 +234,7 @@ class ExtendJob(Rung[ExtendResult]):
             raise PosencError(
                 f"The time is unknown: {source}. Without --dry-run one window is timed."
             )
-        target = self.lengths[1]
+        target = self.settings.lengths[1]
         rate = run_cost(self.whole.model, [(target, 1)]).flops / target / operations
         plan = self._fitted(rate)
         line = f"{self._announcement(plan, rate)} That is {source}; a run times one window first."
@@ -303,8 +291,8 @@ class ExtendJob(Rung[ExtendResult]):
         """Return the command that fine-tunes the model with the best table, or with yarn."""
         tables = [label for label in choice.ranked if kinds[label] == TABLE]
         specs = {candidate.label: candidate.spec for candidate in self.methods(TABLE)}
-        spec = specs[tables[0]] if tables else f"yarn:target_length={self.lengths[1]}"
-        target = str(self.lengths[1])
+        spec = specs[tables[0]] if tables else f"yarn:target_length={self.settings.lengths[1]}"
+        target = str(self.settings.lengths[1])
         command = ["hf-posenc", "finetune", "--patch", spec, "--target_length", target]
         if name := _argument(self.whole.model, self.name):
             command += ["--model", name]

@@ -99,14 +99,6 @@ def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
     return original * float((trained[slow] / patched[slow]).min())
 
 
-def slowed_by(trained: Tensor, patched: Tensor, original: int) -> float:
-    """Return the largest factor by which a fast pair is slowed; at least 1."""
-    fast = (_turns(trained, original) >= FAST_TURNS) & (patched > 0)
-    if not bool(fast.any()):
-        return 1.0
-    return max(1.0, float((trained[fast] / patched[fast]).max()))
-
-
 def _turns(table: Tensor, length: int) -> Tensor:
     """Turns that each pair makes over a length, shape (d/2,)."""
     return table * (length / (2 * math.pi))
@@ -194,11 +186,6 @@ class Start:
         """The target as a multiple of the trained length."""
         return self.target / self.original
 
-    @functools.cached_property
-    def least_base(self) -> float | None:
-        """The least base for the target length, which takes a fraction of a second to find."""
-        return least_base(self.spec, self.target)
-
 
 @dataclass(frozen=True)
 class Option:
@@ -280,7 +267,9 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     trained, original = start.spec.default_inv_freq(), start.original
     patched = method.inv_freq(start.spec, start.target)
     met = met_until(trained, patched, original)
-    slowed = slowed_by(trained, patched, original)
+    fast = (_turns(trained, original) >= FAST_TURNS) & (patched > 0)
+    ratios = trained[fast] / patched[fast]  # by how much neighbours are slowed
+    slowed = max(1.0, float(ratios.max())) if bool(fast.any()) else 1.0
     reaches = met >= start.target * (1 - 1e-9)
     works = AS_IT_IS if untrained else FINE_TUNED
     angles, near = "slow pairs stay at angles met in training", "fast pairs are untouched"
@@ -298,7 +287,7 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
 def _another_base(start: Start) -> Option:
     """A larger base, for a model that is then trained with it."""
     dim = start.spec.dim
-    least = start.least_base
+    least = least_base(start.spec, start.target)
     ntk = start.spec.theta * start.factor ** (dim / max(1, dim - 2))
     base = max(least or 0.0, ntk)
     step = 10.0 ** (math.floor(math.log10(base)) - 1)

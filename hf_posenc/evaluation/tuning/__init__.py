@@ -296,10 +296,10 @@ class Board:
         """Return the reason why there is no perplexity; `None` if there is one."""
         if len(self.records_of(label, length, documents)) < len(documents):
             return self.failures.get((label, length), "not measured")
-        finite = math.isfinite(self._loss(label, length, documents))
+        finite = math.isfinite(self.loss(label, length, documents))
         return None if finite else "the loss is not a finite number"
 
-    def _loss(self, label: str, length: int, documents: Sequence[str]) -> float:
+    def loss(self, label: str, length: int, documents: Sequence[str]) -> float:
         """Return total nats by total tokens; NaN without any."""
         records = self.records_of(label, length, documents)
         tokens = sum(record.tokens for record in records)
@@ -330,13 +330,6 @@ class Board:
             return math.inf
         return short.ratio if short.ratio > 1 + self.max_regression else 0.0
 
-    def score(self, label: str, documents: Sequence[str]) -> float:
-        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound on short texts."""
-        target = self.settings.lengths[-1]
-        if self.failure(label, target, documents) is not None or self.past(label, documents):
-            return math.inf
-        return self._loss(label, target, documents)
-
     def rank(self, labels: Iterable[str], documents: Sequence[str]) -> list[str]:
         """Rank the methods that gave numbers on some documents, the best first.
 
@@ -345,7 +338,7 @@ class Board:
         """
         target = self.settings.lengths[-1]
         order = {
-            label: (self.past(label, documents), self._loss(label, target, documents))
+            label: (self.past(label, documents), self.loss(label, target, documents))
             for label in labels
             if self.failure(label, target, documents) is None
         }

@@ -401,7 +401,14 @@ class SearchJob(Race[SearchResult]):
             board.measure(candidates, near, [*bounded, target])
             if bounded:
                 board.measure([self.named[0][0]], near, bounded)
-            return [board.score(candidate.label, names) for candidate in candidates]
+            labels = [candidate.label for candidate in candidates]
+            lost = (
+                board.failure(each, target, names) or board.past(each, names) for each in labels
+            )
+            return [
+                math.inf if out else board.loss(label, target, names)
+                for label, out in zip(labels, lost, strict=True)
+            ]
 
         begin = starts(rope_of(self.whole.model), scale)
         steps = evolve(begin, own.budget, scale, own.seed, score)

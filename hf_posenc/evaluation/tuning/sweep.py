@@ -491,7 +491,18 @@ class SweepResult(TuningResult):
         if self.rungs[-1].documents < FEW_DOCUMENTS:
             yield FEW_NOTE
         if self.winner is None:
-            yield self._no_winner()
+            bound, original = self.board.max_regression, self.settings.lengths[0]
+            racing = [row for row in self.rows if not row.control and row.failed is None]
+            shorts = [(row.short, row.label) for row in racing if row.short is not None]
+            if bound is None or not shorts:
+                yield "No method gave a number: there is no winner."
+                return
+            ratio, label = min(shorts)
+            yield (
+                f"No method stays within +{100 * bound:.1f} % at {original:,} tokens; the nearest is {label} with "
+                f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
+                "alone, such as dynamic_yarn."
+            )
             return
         best = self.row(self.winner)
         yield (
@@ -503,19 +514,6 @@ class SweepResult(TuningResult):
         elif len(self.rungs[0].entered) > 1:
             yield "It is significantly different from every other method of the last round."
         yield from self._against(self.rows)
-
-    def _no_winner(self) -> str:
-        bound, original = self.board.max_regression, self.settings.lengths[0]
-        racing = [row for row in self.rows if not row.control and row.failed is None]
-        shorts = [(row.short, row.label) for row in racing if row.short is not None]
-        if bound is None or not shorts:
-            return "No method gave a number: there is no winner."
-        ratio, label = min(shorts)
-        return (
-            f"No method stays within +{100 * bound:.1f} % at {original:,} tokens; the nearest is {label} with "
-            f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
-            "alone, such as dynamic_yarn."
-        )
 
     def origin(self) -> tuple[str, str]:
         row, plain = self.row(str(self.winner)), self.rows[0].perplexity
