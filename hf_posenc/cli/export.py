@@ -66,7 +66,15 @@ def export(options: ExportOptions) -> None:
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
     quiet_transformers()
     if options.methods:
-        _print_methods(name, to)
+        from hf_posenc.evaluation.grid import Grid
+
+        with console.err().status("Trying every method"):
+            rows = engines.survey(name, to)
+        if not print_json([dataclasses.asdict(row) for row in rows]):
+            grid = Grid.of("", "method", "written as", "why not")
+            for row in rows:
+                grid.row(row.method, row.form or "-", row.reason)
+            print_items(grid)
         return
     patch: dict[str, Any] = {"method": method, **knobs}
     if options.gguf is not None:
@@ -136,20 +144,6 @@ def _show(exported: Export) -> None:
         lines.append("or, on the original folder: {} '{}'".format(*exported.overrides))
     print_items(*lines, wrap=False)
     print_items(*exported.notes, style="dim")
-
-
-def _print_methods(name: str, engine: str) -> None:
-    from hf_posenc.engines import survey
-    from hf_posenc.evaluation.grid import Grid
-
-    grid = Grid.of("", "method", "written as", "why not")
-    with console.err().status("Trying every method"):
-        rows = survey(name, engine)
-    if print_json([dataclasses.asdict(row) for row in rows]):
-        return
-    for row in rows:
-        grid.row(row.method, row.form or "-", row.reason)
-    print_items(grid)
 
 
 def _check_words(options: ExportOptions) -> None:

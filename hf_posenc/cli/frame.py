@@ -47,16 +47,12 @@ from hf_posenc.files import disk_errors, finite
 from hf_posenc.gguf_file import find_gguf, read_header
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench.run import BenchJob
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.grid import Result
-    from hf_posenc.evaluation.measuring.execute import Measurement, Progress
+    from hf_posenc.evaluation.measuring.execute import Progress
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.run import PerplexityRun
     from hf_posenc.evaluation.retrieval.run import RetrievalRun
-    from hf_posenc.evaluation.tuning import Rung
-
-    Job = Measurement[Any, Any] | BenchJob | Rung[Any]
 
 # PyTorch's own devices; a package that adds one is found by its entry point, and its names are checked by PyTorch.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)?")
@@ -267,13 +263,18 @@ class Frame:
                 f"tail: the last {settings.tail_tokens:,} tokens of each document are scored."
             )
 
-    def measure(self, job: Job, print_cost: Callable[[], None]) -> Any:
-        """Measure this process's share; with `--dry-run`, print the cost instead.
+    def measure(self, job: Any, print_cost: Callable[[], None] | None = None) -> Any:
+        """Measure this process's share; with `--dry-run`, print the cost instead, by default the job's `estimate`.
 
         The result is `None` where nothing was measured, or where another process reports it.
         """
-        if self._dry_run:
+        if self._dry_run and print_cost is not None:
             print_cost()
+        elif self._dry_run:
+            values = job.estimate(self.device)
+            print_json(values)
+            print_items(values["cost"])
+        if self._dry_run:
             return None
         from hf_posenc.evaluation.measuring.execute import RESUMED
 
@@ -315,13 +316,7 @@ class Frame:
         from rich.markup import escape
 
         console = err()
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.TaskProgressColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-        )
+        columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
         hidden = self.shard.index > 0 or not console.is_terminal
         # a long memory: methods and lengths differ in the operations that they do in a second
         with progress.Progress(
@@ -336,7 +331,7 @@ class Frame:
 
             yield report
 
-    def finish(self, job: Job, print_cost: Callable[[], None]) -> None:
+    def finish(self, job: Any, print_cost: Callable[[], None]) -> None:
         """Measure and present the result; exit with status 1 where a number is missing."""
         result = self.measure(job, print_cost)
         if result is None:
@@ -457,13 +452,6 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
         )
 
 
-def print_estimate(job: Rung[Any], device: Any) -> None:
-    """Print the amounts of a sweep, a search or an extension, and the time that they take."""
-    values = job.estimate(device)
-    print_json(values)
-    print_items(values["cost"])
-
-
 def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]:
     """Return the cost of the items of one method, and what computes their attention."""
     from hf_posenc.evaluation.scoring.estimate import backends, run_cost
@@ -471,7 +459,8 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
     settings, candidate, costs = run.settings, items[0].candidate, []
     prefill = None if candidate.length_dependent else getattr(settings, "prefill", None)
     attention: ChainMap[str, bool] = ChainMap()
-    for lengths, group in itertools.groupby(items, key=_lengths):
+    by_lengths = itertools.groupby(items, key=lambda each: getattr(each, "lengths", (each.length,)))
+    for lengths, group in by_lengths:
         windows = [window for item in group for window in _windows(item)]
         with candidate.applied(run.model, lengths[-1]):
             cost = run_cost(
@@ -494,10 +483,6 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
         "weight_bytes": most.weights,
         "attention": dict(attention),
     }
-
-
-def _lengths(item: Any) -> tuple[int, ...]:
-    return tuple(getattr(item, "lengths", (item.length,)))
 
 
 def _windows(item: Any) -> list[tuple[int, int]]:

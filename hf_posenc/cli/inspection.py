@@ -80,20 +80,23 @@ def show(
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
     from hf_posenc.evaluation.grid import Grid
 
+    def plain(text: str) -> str:
+        return text.replace("`", "")  # marks of code
+
     method = get_method(name)
     paragraphs, _ = read_docstring(method)
     rows, about = knob_rows(method), _about(method)
     for knob, _, meaning in rows:
-        about["knobs"][knob]["meaning"] = _plain(meaning)
-    if print_json({**about, "facts": facts(method), "description": [*map(_plain, paragraphs)]}):
+        about["knobs"][knob]["meaning"] = plain(meaning)
+    if print_json({**about, "facts": facts(method), "description": [*map(plain, paragraphs)]}):
         return
     also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
     print_items(f"{method.name}{also}", style="bold")
-    print_items(*(f"\n{_plain(paragraph)}" for paragraph in paragraphs))
+    print_items(*(f"\n{plain(paragraph)}" for paragraph in paragraphs))
     if rows:
         grid = Grid.of("", "knob", "default", "what it is")
         for knob, default, meaning in rows:
-            grid.row(knob, default, _plain(meaning))
+            grid.row(knob, default, plain(meaning))
         print_items(grid)
     print_items(*(f"{label}: {fact}" for label, fact in facts(method).items() if label != "Also"))
     required = [knob for knob, value in method.knobs().items() if value is dataclasses.MISSING]
@@ -105,11 +108,6 @@ def show(
     elif not method.for_rotary:  # the embedded model has a rotary embedding
         trial = f"patch_model(model, {method.name!r}, scale=8)"
     print_items(f"Try: {trial}")
-
-
-def _plain(text: str) -> str:
-    """Return a text of a docstring without the marks of code."""
-    return text.replace("`", "")
 
 
 def models() -> None:
@@ -252,17 +250,13 @@ def doctor() -> None:
                     yield from libraries(other)
                 yield one.name
 
-    extras = sorted({*(about.get_all("Provides-Extra") or ())} - _OF_MAINTAINERS)
+    of_maintainers = {"dev", "docs", "mutation", "all"}
+    extras = sorted({*(about.get_all("Provides-Extra") or ())} - of_maintainers)
     missing = {
         e: [lib for lib in dict.fromkeys(libraries(e)) if not version_of(lib)] for e in extras
     }
-    values = {
-        "versions": found,
-        "devices": devices,
-        "missing": missing,
-        "cache": str(cache_folder()),
-    }
-    if print_json(values):
+    cache = str(cache_folder())
+    if print_json({"versions": found, "devices": devices, "missing": missing, "cache": cache}):
         return
     print_items(*(f"{name} {version or 'missing'}" for name, version in found.items()))
     print_items(
@@ -273,10 +267,7 @@ def doctor() -> None:
     for extra, names in missing.items():
         if names:
             print_items(f"pip install 'hf-posenc[{extra}]' adds {', '.join(names)}", wrap=False)
-    print_items(f"Checkpoints and kernels are kept in {cache_folder()}", wrap=False)
-
-
-_OF_MAINTAINERS = {"dev", "docs", "mutation", "all"}
+    print_items(f"Checkpoints and kernels are kept in {cache}", wrap=False)
 
 
 def _advice_on(config: Any, scaling: Scaling) -> list[str]:
@@ -323,11 +314,19 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     name = check_checkpoint(checkpoint.model or embedded_model(), revision)
     candidate = None if options.patch is None else parse_patch(options.patch)
     # what needs no torch was checked before it is imported
+    from hf_posenc.evaluation.grid import Column
     from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.model.context import length_of
     from hf_posenc.model.discovery import NoRotaryError
-    from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
+    from hf_posenc.patch.patching import (
+        get_patch,
+        inspect_positions,
+        inspect_rope,
+        native_seams,
+        patch_model,
+    )
     from hf_posenc.patch.report import EffectiveTables
+    from hf_posenc.seams.native import advice_on
 
     gguf = find_gguf(name)
     on_weights = candidate is not None and candidate.changes_attention
@@ -364,7 +363,12 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     if patch is not None:
         print_items(*str(patch).splitlines()[:2])
     if positions is not None:
-        _print_positions(positions)
+        heads, *rows = positions.rows()
+        grid = _grid(heads, *rows)
+        paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
+        grid.columns[:] = [Column(head, head in ("absolute", "relative")) for head in heads]
+        grid.columns[1:3] = Column(heads[1], least=paths), Column(heads[2], least=20)
+        print_items(grid, *positions.notes(), *advice_on(native_seams(), positions))
     if patch is not None and patch.places:
         print_items("\nPatched", _grid(*patch.places))
     for table in rotary:
@@ -389,19 +393,6 @@ def _grid(heads: Sequence[str], *rows: Sequence[str]) -> Grid:
     for row in rows:
         grid.row(*row)
     return grid
-
-
-def _print_positions(positions: Any) -> None:
-    from hf_posenc.evaluation.grid import Column
-    from hf_posenc.patch.patching import native_seams
-    from hf_posenc.seams.native import advice_on
-
-    heads, *rows = positions.rows()
-    grid = _grid(heads, *rows)
-    paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
-    grid.columns[:] = [Column(head, head in ("absolute", "relative")) for head in heads]
-    grid.columns[1:3] = Column(heads[1], least=paths), Column(heads[2], least=20)
-    print_items(grid, *positions.notes(), *advice_on(native_seams(), positions))
 
 
 def _scaling_of(live: Any, name: str, revision: str | None) -> dict[str, Any] | None:

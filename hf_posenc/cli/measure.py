@@ -23,7 +23,6 @@ from hf_posenc.cli.frame import (
     check_methods,
     check_model,
     print_cost,
-    print_estimate,
 )
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import load_config, open_session
@@ -268,7 +267,7 @@ def search(
 def _tune(frame: Frame, job: Race[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings, job.whole.metadata["skipped"])
-    result = frame.measure(job, lambda: print_estimate(job, frame.device))
+    result = frame.measure(job)
     if result is None:
         return None
     frame.present(result)
@@ -307,7 +306,7 @@ def extend(
     job = frame.prepare(prepare, model, documents, options)
     job.say = print_note
 
-    result = frame.measure(job, lambda: print_estimate(job, frame.device))
+    result = frame.measure(job)
     if result is not None:
         frame.present(result)
         print_note(f"Wrote {write_page(frame.output)}")
