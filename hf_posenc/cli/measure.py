@@ -296,7 +296,7 @@ def extend(
 
     Chooses a method on one half of the documents and judges it on the other: it must not lose to truncation, must find
     passkeys beyond the original length, and must leave short texts alone. Then the patched model is saved in --output,
-    with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
+    with card and recipe. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
     check(options, model, documents, run)

@@ -270,11 +270,8 @@ def test_show_ends_with_something_that_works(model: Path) -> None:
             assert last.startswith(f"Try: patch_model(model, {method.name!r}, ")
 
 
-def test_show_takes_aliases() -> None:
+def test_models_recipes_and_aliases() -> None:
     assert "also linear" in invoke("show", "linear").stdout
-
-
-def test_models_and_recipes() -> None:
     models = invoke("models")
     assert models.exit_code == 0
     assert {"llama", "gemma3_text"} <= set(models.stdout.split())

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_posenc.embedded import model_path
-from hf_posenc.engines import ENGINES, export, write_export
+from hf_posenc.engines import ENGINES, export
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
@@ -280,10 +280,21 @@ class ExtendJob(Rung[ExtendResult]):
             plain = patch.export is not None
             verified = verify_export(folder, model, plain=plain)
             require(verified)
+        exports = {}
+        for engine in ENGINES:
+            made = export(folder, engine)
+            way = (
+                ", as it is"
+                if engine == "transformers5"
+                else f": hf-posenc export PATH --to {engine}"
+            )
+            exports[engine] = f"yes{way}"
+            if not made.possible:  # empty where nothing is known
+                exports[engine] = made.reason and f"no: {made.reason}"
         result.saved = {
             "folder": str(folder),
             "verified": str(verified).replace(str(folder), "The saved model", 1),
-            "exports": {engine: _exported(folder, engine) for engine in ENGINES},
+            "exports": exports,
         }
         write_atomically(folder / "README.md", result.card(plain, patch.methods))
 
@@ -302,22 +313,6 @@ class ExtendJob(Rung[ExtendResult]):
             command += ["--text", "YOUR_TRAINING_TEXT", "--score_text"]
             command += source.get("paths") or ["OTHER_TEXT"]
         return shlex.join(command)
-
-
-def _exported(folder: Path, engine: str) -> str:
-    """Export the saved model to an engine, and return the answer of the card; empty where nothing is known."""
-    made, target = export(folder, engine), folder / "exports" / engine
-    if not made.possible:
-        return made.reason and f"no: {made.reason}"
-    if engine == "transformers5":
-        return "yes, as it is"
-    if engine.startswith("transformers"):
-        return f"yes: hf-posenc export {folder} --to {engine}"
-    for name in ("config.json", "export.json"):  # of an earlier run, maybe elsewhere
-        (target / name).unlink(missing_ok=True)
-    write_export(made, target)
-    flags = f", with {' '.join(made.flags)}" if made.flags else ""
-    return f"yes: exports/{engine}{flags}"
 
 
 def _argument(model: Any, name: str | None) -> str:

@@ -324,8 +324,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert get_patch(job.whole.model) is None
     card = (tmp_path / "README.md").read_text()
     assert result.lines()[1] in card
-    assert "| vllm | yes: exports/vllm" in card
-    assert (tmp_path / "exports" / "vllm" / "config.json").is_file()
+    assert "| vllm | yes: hf-posenc export PATH --to vllm |" in card
 
 
 def losing_to(control: str, ratio: float = 0.03) -> Loss:
