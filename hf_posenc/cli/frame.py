@@ -188,7 +188,9 @@ def check_methods(specs: Sequence[str] | None) -> None:
 
 
 class Frame:
-    """One run of a command that measures. Refuses a wrong share or output before a model is loaded.
+    """One run of a command that measures. Refuses wrong words, share or output before a model is loaded.
+
+    Without a `model`, the command has checked its words itself, and prepares its measurement.
 
     Attributes:
         shard: This process's place among those of the run.
@@ -199,16 +201,25 @@ class Frame:
     """
 
     def __init__(
-        self, context: typer.Context, options: RunOptions, methods: Sequence[str] = ()
+        self,
+        context: typer.Context,
+        run: RunOptions,
+        model: ModelOptions | None = None,
+        documents: DocumentOptions | None = None,
+        options: Any = None,
+        methods: Sequence[str] = (),
     ) -> None:
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
 
-        self._dry_run = options.dry_run
-        self.shard, self.output = current_shard(options.shard), options.output
-        if options.plot and not available():
+        if model is not None:
+            check(options, model, documents, run)
+        self._model, self._documents, self._options = model, documents, options
+        self._dry_run = run.dry_run
+        self.shard, self.output = current_shard(run.shard), run.output
+        if run.plot and not available():
             raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
-        self.plots = available() if options.plot is None else options.plot
+        self.plots = available() if run.plot is None else run.plot
         if not self._dry_run:
             if self.output.is_file():
                 raise PosencError(f"--output {self.output} is a file: give a folder.")
@@ -216,15 +227,7 @@ class Frame:
                 self.output.mkdir(parents=True, exist_ok=True)
         self.methods, self.command = methods, context.obj
 
-    def prepare(
-        self,
-        prepare: Callable[..., PreparedT],
-        model: ModelOptions,
-        documents: DocumentOptions | None,
-        options: Any,
-        *settings: Any,
-        **more: Any,
-    ) -> PreparedT:
+    def prepare(self, prepare: Callable[..., PreparedT], *settings: Any, **more: Any) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from rich.markup import escape
 
@@ -232,7 +235,9 @@ class Frame:
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
-        source = None if documents is None else source_of(documents)
+        model, options = self._model, self._options
+        assert model is not None
+        source = None if self._documents is None else source_of(self._documents)
         loaded, tokenizer, name = (open_sizes if self._dry_run else open_session)(model)
         self.device = device_of(model.device)
         # A model with a patch is measured as it is.

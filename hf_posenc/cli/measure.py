@@ -17,7 +17,6 @@ from hf_posenc.cli.console import (
 )
 from hf_posenc.cli.frame import (
     Frame,
-    check,
     check_checkpoint,
     check_device,
     check_methods,
@@ -66,15 +65,14 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
     resumes an interrupted run.
     """
-    check(options, model, documents, run)
-    frame = Frame(context, run, PERPLEXITY_METHODS)
+    frame = Frame(context, run, model, documents, options, PERPLEXITY_METHODS)
     from hf_posenc.evaluation.perplexity.run import prepare
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
         return open_session(other)[:2]
 
-    job = frame.prepare(prepare, model, documents, options, load=load)
+    job = frame.prepare(prepare, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
     frame.finish(job, lambda: print_cost(job, frame.device))
 
@@ -108,7 +106,6 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    check(options, model, None, run)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
@@ -116,10 +113,10 @@ def retrieval(
             "leave it out."
         )
     text = _read(haystack, encoding) if haystack else None
-    frame = Frame(context, run, RETRIEVAL_METHODS)
+    frame = Frame(context, run, model, None, options, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
 
-    job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
+    job = frame.prepare(prepare, haystack=text, paths=haystack or ())
     frame.finish(job, lambda: print_cost(job, frame.device))
 
 
@@ -168,13 +165,12 @@ def bench(
         _bench_gpu(context, run, model, documents, options)
         return
     get_suite(options.suite)
-    check(options, model, documents, run)
     for task in options.tasks or ():
         get_task(task)
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.bench.run import prepare
 
-    job = frame.prepare(prepare, model, documents, options)
+    job = frame.prepare(prepare)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
 
     def print_costs() -> None:
@@ -227,7 +223,6 @@ def sweep(
     """
     from hf_posenc.evaluation.measuring.candidates import crossed
 
-    check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
     if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
@@ -236,10 +231,10 @@ def sweep(
             f"--scales {scales} is for methods without a scale of their own, and no --patch here takes one: leave it "
             "out."
         )
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 
-    result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
+    result = _tune(frame, frame.prepare(prepare_sweep))
     if result is not None:
         print_items(f"Or: {result.call(result.winner)}", wrap=False)
 
@@ -257,11 +252,10 @@ def search(
     The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
-    check(options, model, documents, run)
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.tuning.search import prepare_search
 
-    _tune(frame, frame.prepare(prepare_search, model, documents, options, settings))
+    _tune(frame, frame.prepare(prepare_search, settings))
 
 
 def _tune(frame: Frame, job: Race[Any]) -> Any:
@@ -299,11 +293,10 @@ def extend(
     with card and recipe. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
-    check(options, model, documents, run)
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.extend import prepare, write_page
 
-    job = frame.prepare(prepare, model, documents, options)
+    job = frame.prepare(prepare)
     job.say = print_note
 
     result = frame.measure(job)

@@ -431,7 +431,25 @@ def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]
     Returns:
         The candidates, each with True if it is a control; the controls first.
     """
-    requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
+    requested = []
+    for candidate in map(Candidate.parse, specs):
+        takers = [part for part in candidate.parts if part.auto] or [
+            part  # works without a scale, and was given none (`dynamic_ntk`)
+            for part in candidate.parts
+            if isinstance(get_method(part.method).knobs().get("scale"), int | float)
+            and "scale" not in part.options
+        ]
+        if "target_length" in candidate.beside or not takers:
+            requested.append(candidate)
+            continue
+        for scale in scales(candidate) if callable(scales) else scales:
+            parts = [
+                Part(part.method, {"scale": scale, **part.options}) if part in takers else part
+                for part in candidate.parts
+            ]
+            for part in parts:
+                part.build(1.0)  # raises if the method refuses the scale
+            requested.append(Candidate.of(parts, candidate.beside))
     check_unique(requested)
     competing = [candidate for candidate in requested if candidate.parts]
     labels = [candidate.label for candidate in competing]
@@ -441,31 +459,6 @@ def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]
         )
     controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
-
-
-def at_scales(spec: str, scales: Scales) -> list[Candidate]:
-    """Return the candidates of one value of `--patch`."""
-    candidate = Candidate.parse(spec)
-    if callable(scales):
-        scales = scales(candidate)
-    takers = [part for part in candidate.parts if part.auto] or [
-        part  # works without a scale, and was given none (`dynamic_ntk`)
-        for part in candidate.parts
-        if isinstance(get_method(part.method).knobs().get("scale"), int | float)
-        and "scale" not in part.options
-    ]
-    if "target_length" in candidate.beside or not takers:
-        return [candidate]
-    candidates = []
-    for scale in scales:
-        parts = [
-            Part(part.method, {"scale": scale, **part.options}) if part in takers else part
-            for part in candidate.parts
-        ]
-        for part in parts:
-            part.build(1.0)  # raises if the method refuses the scale
-        candidates.append(Candidate.of(parts, candidate.beside))
-    return candidates
 
 
 def _number(text: str) -> float:

@@ -83,8 +83,8 @@ class Race(Rung[ResultT]):
         course.total = self.forwarded
         board = Board(self.settings, self.max_regression)
         board.measured = lambda *batch: course(self.whole.part(*batch))
-        tried, own = self.course(board)
-        whole, by_label = self.whole, {candidate.label: candidate for candidate, _ in tried}
+        compared, own = self.course(board)
+        whole, by_label = self.whole, {candidate.label: candidate for candidate, _ in compared}
         documents = [document.to_dict() for document in whole.documents]
         order = {name: index for index, name in enumerate(by_label)}
         order |= {each["name"]: index for index, each in enumerate(documents)}
@@ -92,7 +92,7 @@ class Race(Rung[ResultT]):
         result: ResultT = self.result(
             settings=self.settings,
             candidates=list(map(MethodEntry.of, by_label.values())),
-            controls=[candidate.label for candidate, control in tried if control],
+            controls=[candidate.label for candidate, control in compared if control],
             documents=documents,
             records=sorted(records, key=lambda r: (order[r.method], r.length, order[r.document])),
             failures=[
@@ -390,11 +390,6 @@ def round_sizes(documents: int, first: int) -> list[int]:
     return [*sizes[:-1], documents]
 
 
-def kept_of(entered: int) -> int:
-    """Return the number of methods that a round keeps."""
-    return min(entered, max(LEAST, -(-entered // 2)))
-
-
 def run_rounds(
     racers: Sequence[str],
     sizes: Sequence[int],
@@ -411,8 +406,8 @@ def run_rounds(
     for index, size in enumerate(sizes):
         measure(entered, size)
         ranked = rank(entered, size)
-        last = index + 1 == len(sizes)
-        kept = tuple(ranked if last else ranked[: kept_of(len(entered))])
+        half = min(len(entered), max(LEAST, -(-len(entered) // 2)))
+        kept = tuple(ranked if index + 1 == len(sizes) else ranked[:half])
         rungs.append(Round(size, entered, kept))
         entered = tuple(label for label in racers if label in kept)
         if not entered:
