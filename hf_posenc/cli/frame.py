@@ -106,10 +106,9 @@ def check_model(options: ModelOptions, *, weights: bool = False) -> None:
     check_device(device)
     if device_map not in _MAPS:
         check_device(device_map, f"--device-map is {', '.join(_MAPS)} or a device.")
+    # a kernel of the hub has a slash
     attn = "" if options.trust_remote_code else options.attn or ""
-    if attn.isidentifier() and not _named(
-        "modeling_utils.py", attn
-    ):  # a kernel of the hub has a slash
+    if attn.isidentifier() and not _named("modeling_utils.py", attn):
         raise PosencError(
             f"--attn {attn}: transformers has no such attention. Give sdpa, eager or flash_attention_2."
         )
@@ -374,10 +373,14 @@ def _keep_other_run(result: Result, folder: Path) -> Path | None:
     path = folder / f"{result.kind}.json"
     if not path.exists():
         return None
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # damaged, or of no such form: it is kept
-        if _records(json.loads(path.read_bytes())) <= _records(finite(result.to_dict())):
+
+    def records(values: dict[str, Any]) -> set[str]:
+        parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+        return {json.dumps(record) for part in parts for record in part.get("records", ())}
+
+    # what is damaged, or of no such form, is kept
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if records(json.loads(path.read_bytes())) <= records(finite(result.to_dict())):
             return None
     numbered = (folder / f"{result.kind}-{number}" for number in itertools.count(1))
     place = next(each for each in numbered if not (each / path.name).exists())
@@ -385,17 +388,9 @@ def _keep_other_run(result: Result, folder: Path) -> Path | None:
     others = [folder / name for name in names - {path.name} if (folder / name).exists()]
     with disk_errors(f"{path} is of another run and cannot be kept", "Give another --output."):
         place.mkdir(exist_ok=True)
-        for file in (
-            *others,
-            path,
-        ):  # it comes last: a kill before that is repaired by the next run
+        for file in (*others, path):  # the last: a kill before it is repaired by the next run
             file.replace(place / file.name)
     return place
-
-
-def _records(values: dict[str, Any]) -> set[str]:
-    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-    return {json.dumps(record) for part in parts for record in part.get("records", ())}
 
 
 def _print_dim(line: str) -> None:
