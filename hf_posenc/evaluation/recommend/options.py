@@ -22,7 +22,6 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.methods import (
     ABF,
     DPE,
-    Band,
     GrowingBands,
     LaMPE,
     LengthDependent,
@@ -72,17 +71,16 @@ def least_base(spec: RopeSpec, length: int) -> float | None:
     `None` if there is no such base up to `LARGEST_BASE`.
     """
     searched = min(length, SEARCHED)
-    probes = [  # most bases fail at a few of them
+    probes = [  # most bases fail at a few distances; then all of them
         torch.linspace(searched // 64, searched - 1, count, dtype=torch.float64).round()
         for count in (100, 3_000, 50_000)
     ]
+    probes += torch.arange(searched, dtype=torch.float64).split(_BLOCK)
     for exponent in range(1, round(math.log10(LARGEST_BASE))):
         for digits in range(10, 100):
             base = digits * 10.0 ** (exponent - 1)
             table = ABF(rope_theta=base).inv_freq(spec)
-            if any(bool((torch.outer(each, table).cos().sum(1) < 0).any()) for each in probes):
-                continue
-            if _similar_until(table, searched) is None:
+            if not any(bool((torch.outer(each, table).cos().sum(1) < 0).any()) for each in probes):
                 return base * math.pow(length / searched, EXPONENT)
     return None
 
@@ -102,15 +100,6 @@ def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
 def _turns(table: Tensor, length: int) -> Tensor:
     """Turns that each pair makes over a length, shape (d/2,)."""
     return table * (length / (2 * math.pi))
-
-
-def _similar_until(table: Tensor, limit: int) -> int | None:
-    for start in range(0, limit, _BLOCK):
-        distances = torch.arange(start, min(start + _BLOCK, limit), dtype=torch.float64)
-        negative = (torch.outer(distances, table).cos().sum(1) < 0).nonzero()
-        if len(negative):
-            return start + int(negative[0])
-    return None
 
 
 # Published evidence for methods without training: a digest of the tables in docs/data/published.json, which
@@ -337,7 +326,15 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands | GrowingBands)
     length = (target,) if isinstance(method, GrowingBands) else ()
-    farthest, read, sees_first = _distances(method.bands(original, *length), target)
+    # what the last query reads: the largest rotary distance, the number of keys, and if the first is one
+    query, keys = torch.tensor(target - 1), torch.arange(target)
+    farthest, read, sees_first = 0.0, 0, False
+    for band in method.bands(original, *length):
+        inside = keys[band.contains(query, keys)]
+        if len(inside):
+            distance = band.query_position(query) - band.key_position(inside)
+            farthest, read = max(farthest, float(distance.max())), read + len(inside)
+            sees_first = sees_first or int(inside[0]) == 0
     works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:
         works = WINDOW
@@ -352,19 +349,6 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
         reason = f"{reason}; {summary(evidence, target / original)}"
     options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
     return Option(kind.name, works, reason, options, attention=True, evidence=evidence)
-
-
-def _distances(bands: Sequence[Band], target: int) -> tuple[float, int, bool]:
-    """Return what the last query reads: the largest rotary distance, the number of keys, and if the first is one."""
-    query, keys = torch.tensor(target - 1), torch.arange(target)
-    farthest, read, sees_first = 0.0, 0, False
-    for band in bands:
-        inside = keys[band.contains(query, keys)]
-        if len(inside):
-            distance = band.query_position(query) - band.key_position(inside)
-            farthest, read = max(farthest, float(distance.max())), read + len(inside)
-            sees_first = sees_first or int(inside[0]) == 0
-    return farthest, read, sees_first
 
 
 def rank(options: list[Option], factor: float) -> list[Option]:
