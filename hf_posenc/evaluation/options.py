@@ -113,6 +113,23 @@ def refuse_others(options: Any, used: Collection[str]) -> None:
             )
 
 
+def output_folder(output: Path | str | None, progress: Any) -> Path | None:
+    """Return the folder of a Python caller's records, `None` for none; raise for what is no folder or no function."""
+    if not callable(progress):
+        raise PosencError(
+            f"progress is a function of a label, the tokens done and those in all, not {type(progress).__name__}."
+        )
+    if output is None:
+        return None
+    if not isinstance(output, str | Path) or not str(output).strip() or output == Path():
+        raise PosencError(
+            f"output: {output!r} is no folder. Give its path, or None to keep nothing."
+        )
+    if Path(output).is_file():
+        raise PosencError(f"output: {output} is a file. Give a folder, or None to keep nothing.")
+    return Path(output)
+
+
 # Parsers of values: each takes what is given, and its name in messages, such as `--lengths 1k,2k`.
 
 

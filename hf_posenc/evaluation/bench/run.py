@@ -38,17 +38,13 @@ from hf_posenc.evaluation.measuring.candidates import (
     parse_candidates,
     within_reach,
 )
-from hf_posenc.evaluation.measuring.execute import (
-    Measurement,
-    Progress,
-    output_folder,
-    silent,
-)
+from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.store import ALONE, Shard
 from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
     ProtocolOptions,
+    output_folder,
     with_fields,
 )
 from hf_posenc.evaluation.perplexity import run as measurement

@@ -26,9 +26,15 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend.result import ATTENTION, TABLE, Choice, ExtendResult, choose
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import CONTROLS, TRUNCATION, Candidate
-from hf_posenc.evaluation.measuring.execute import Progress, output_folder, silent
+from hf_posenc.evaluation.measuring.execute import Progress, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
-from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions, duration, with_fields
+from hf_posenc.evaluation.options import (
+    ExtendOptions,
+    RetrievalOptions,
+    duration,
+    output_folder,
+    with_fields,
+)
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
 from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost

@@ -51,23 +51,6 @@ def silent(*_: Any) -> None:
     """Report nothing."""
 
 
-def output_folder(output: Path | str | None, progress: Any) -> Path | None:
-    """Return the folder of a Python caller's records, `None` for none; raise for what is no folder or no function."""
-    if not callable(progress):
-        raise PosencError(
-            f"progress is a function of a label, the tokens done and those in all, not {type(progress).__name__}."
-        )
-    if output is None:
-        return None
-    if not isinstance(output, str | Path) or not str(output).strip() or output == Path():
-        raise PosencError(
-            f"output: {output!r} is no folder. Give its path, or None to keep nothing."
-        )
-    if Path(output).is_file():
-        raise PosencError(f"output: {output} is a file. Give a folder, or None to keep nothing.")
-    return Path(output)
-
-
 RESUMED: ContextVar[Callable[[int, int], None]] = ContextVar("resumed", default=silent)
 """Called by every `execute`, however deep in a job, with the items found in records and those left to measure."""
 

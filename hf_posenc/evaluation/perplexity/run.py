@@ -21,17 +21,10 @@ from hf_posenc.evaluation.grid import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
-from hf_posenc.evaluation.measuring.execute import (
-    Attempt,
-    Failures,
-    Progress,
-    Value,
-    output_folder,
-    silent,
-)
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
-from hf_posenc.evaluation.options import PerplexityOptions, with_fields
+from hf_posenc.evaluation.options import PerplexityOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan, settings_of
 from hf_posenc.evaluation.perplexity.result import PerplexityResult

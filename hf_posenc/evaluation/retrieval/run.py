@@ -18,16 +18,9 @@ from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
-from hf_posenc.evaluation.measuring.execute import (
-    Attempt,
-    Failures,
-    Progress,
-    Value,
-    output_folder,
-    silent,
-)
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import RetrievalOptions, with_fields
+from hf_posenc.evaluation.options import RetrievalOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Kit, Prompt, Sample, lay_out
