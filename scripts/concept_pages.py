@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.cli.methods import kinds
+from hf_posenc.cli.inspection import kinds
 from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until

@@ -24,9 +24,8 @@ from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
-from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
-from hf_posenc.evaluation.tuning.sweep import SweepResult
+from hf_posenc.evaluation.tuning.sweep import SweepResult, TuningResult
 from hf_posenc.methods import METHODS, get_method
 from scripts import (
     concept_pages,

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from hf_posenc.cli.methods import kinds
+from hf_posenc.cli.inspection import kinds
 from hf_posenc.evaluation.recommend.options import met_until
 from hf_posenc.methods import RopeScaling, bucket_length, get_method
 from hf_posenc.rope import RopeSpec

@@ -1,26 +1,276 @@
-"""Root of the command. An error is one line without traceback, exit status 2; a warning is one line too."""
+"""Root of the command, and its commands, made of functions whose parameters are option classes.
+
+An error is one line without traceback, exit status 2; a warning is one line too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import errno
 import functools
 import importlib
+import inspect
 import os
+import re
+import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from hf_posenc.cli.command import ARGUMENTS, Command, check_arguments, expand
-from hf_posenc.cli.console import is_verbose, one_line_warnings, out, prepare_terminal, print_error
+from hf_posenc.cli.console import (
+    TerminalOptions,
+    is_verbose,
+    one_line_warnings,
+    out,
+    prepare_terminal,
+    print_error,
+    terminal,
+)
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.options import PANELS, Flag, ModelOptions, help_texts
+
+# From functions to commands.
+
+_METAVARS = {int: "N", str: "NAME", Path: "DIR"}
+ARGUMENTS = "hf_posenc.arguments"
+_WITH_A_VALUE = ("--output", "--shard")
+_SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
+TERMINAL = "terminal"
+
+
+def expand(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with every option of its option classes as a parameter of its own, for typer.
+
+    A parameter that is annotated with an option class gets an instance of it. Every command has `TerminalOptions` too.
+    """
+    hints = get_type_hints(function, include_extras=True) | {TERMINAL: TerminalOptions}
+    classes: Any = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    options = [
+        (name, field)
+        for name, kind in classes.items()
+        for field in dataclasses.fields(kind)
+        if "flag" in field.metadata
+    ]
+
+    def place(option: tuple[str, Any]) -> tuple[int, int]:
+        """Arguments come first, then the panels in their order."""
+        flag: Flag = option[1].metadata["flag"]
+        return (0, 0) if flag.argument else (PANELS.index(flag.panel) + 1, flag.rank)
+
+    texts = {name: help_texts(kind) for name, kind in classes.items()}  # none under python -OO
+    parameters = [
+        p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in classes
+    ]
+    for name, field in sorted(options, key=place):
+        hint = _hints(classes[name])[field.name]
+        parameters.append(parameter(field, hint, texts[name].get(field.name, "")))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        fields: dict[str, dict[str, Any]] = {name: {} for name in classes}
+        for name, field in options:
+            flag: Flag = field.metadata["flag"]
+            value = values.pop(own := flag.name or field.name)
+            if value is None or value == []:
+                continue  # the field's own default
+            if flag.parse is not None:
+                value = flag.parse(value, f"--{own.replace('_', '-')} {value}")
+            fields[name][field.name] = value
+        given = {name: kind(**fields[name]) for name, kind in classes.items()}
+        with terminal(given.pop(TERMINAL)):
+            function(**values, **given)
+
+    return signed(command, function.__doc__, parameters)
+
+
+def signed(
+    command: Callable[..., None], about: str | None, parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Return a function with the help and the parameters that typer shall find."""
+    # typer keeps the line breaks of a paragraph, which are not those of the terminal.
+    paragraphs = inspect.cleandoc(about or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+_hints = functools.cache(get_type_hints)  # several commands share an option class
+
+
+def parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
+    """Return an option for typer."""
+    flag: Flag = field.metadata["flag"]
+    name = flag.name or field.name
+    kind = flag.kind or (str | None if flag.parse else hint)
+    parts = (kind, *get_args(kind))
+    many = any(get_origin(part) is Sequence for part in parts)
+    default = field.default if flag.value is ... else flag.value
+    metavar = flag.metavar or next((_METAVARS[part] for part in parts if part in _METAVARS), None)
+    if many:
+        kind, default = list[str] | None, None
+    if flag.argument:
+        info = typer.Argument(metavar=metavar, help=text)
+    else:
+        names = (f"--{name.replace('_', '-')}",) if default is False else ()
+        info = typer.Option(
+            *names,
+            metavar=metavar,
+            help=text,
+            min=(1 if flag.least is None else flag.least) if int in parts else None,
+            show_default=flag.shown,
+            rich_help_panel=flag.panel,
+            autocompletion=completion(name, flag.choices),
+        )
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+_NAMES = {
+    "patch": ("hf_posenc.methods", "available_methods"),
+    "recipe": ("hf_posenc.adapters", "available_recipes"),
+    "download": ("hf_posenc.catalog", "downloads"),
+    "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
+    "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
+    "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),
+    "tasks": ("hf_posenc.evaluation.retrieval.tasks", "TASKS"),
+    "suite": ("hf_posenc.evaluation.suites", "SUITES"),
+}
+"""The names that a shell offers for an option or an argument: module and name of a table, or of a function."""
+
+
+def completion(kind: str, choices: Sequence[str] = ()) -> Callable[[str], list[str]] | None:
+    """Return what completes a name of `choices`, else of `_NAMES`, or the last of several joined by "," or "+"."""
+    if not choices and kind not in _NAMES:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        names: Any = choices
+        if not choices:
+            module, table = _NAMES[kind]
+            names = getattr(importlib.import_module(module), table)
+        last = re.split("[,+]", incomplete)[-1]
+        front = incomplete.removesuffix(last)
+        return [
+            f"{front}{n}" for n in (names() if callable(names) else names) if n.startswith(last)
+        ]
+
+    return complete
+
+
+def check_arguments(arguments: Sequence[str], command: Any) -> None:
+    """Refuse an empty argument, and a second value for an option that takes one; `command` may be unknown: `None`."""
+    options = [p for p in getattr(command, "params", ()) if p.param_type_name == "option"]
+    single = {name for o in options if not (o.multiple or o.is_flag) for name in o.opts}
+    before, seen = "hf-posenc", set()
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if not argument.strip() or (option.startswith("--") and equals and not value.strip()):
+            place = f"after {before}" if not option.strip() else option
+            raise PosencError(
+                f"The value {place} is empty. Is a shell variable unset? Give a value, or leave it out for the default."
+            )
+        if option in single and option in seen:
+            raise PosencError(f"{option} is given twice, and takes one value: give it once.")
+        seen.add(option)
+        before = argument
+
+
+class Command(TyperCommand):
+    """A command whose `--text` takes several values; `ctx.obj` is the command line that gives its result again.
+
+    `--text a.txt b.txt` stands for `--text a.txt --text b.txt`, so that the shell may expand a pattern. The command
+    line has neither the output folder nor the share.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, kept = iter(args), ["hf-posenc", ctx.info_name]
+        for argument in given:
+            option, equals, _ = argument.partition("=")
+            if option not in (*_WITH_A_VALUE, *_SHOWN):
+                kept.append(argument)
+            elif option in _WITH_A_VALUE and not equals:
+                next(given, None)
+        ctx.obj = shlex.join(kept)
+        spread: list[str] = []
+        values: int | None = None  # of the `--text` that is open
+        for argument in args:
+            option, equals, _ = argument.partition("=")
+            if option == "--text":
+                values = 1 if equals else 0
+            elif argument.startswith("-"):
+                values = None
+            elif values is not None:
+                spread += ["--text"] if values else []
+                values += 1
+            spread.append(argument)
+        return super().parse_args(ctx, spread)
+
+
+# A command whose words `hf_posenc.training.run` reads; typer shows and completes its options.
+
+ALL = "--help-all"
+EPILOG = (
+    f"{ALL} shows the rest. Every option of transformers' TrainingArguments works too: --gradient_checkpointing, "
+    "--report_to, ..."
+)
+
+
+def finetune() -> Callable[..., None]:
+    """Return the command, whose options take a fifth of a second to import."""
+    from hf_posenc.cli.frame import check_methods, check_model
+    from hf_posenc.evaluation.measuring.candidates import UNPATCHED
+    from hf_posenc.training.run import options, run
+
+    def command(context: typer.Context, **_: Any) -> None:
+        """Fine-tune a model for a longer context, and measure it before and after.
+
+        Without arguments: the embedded model, from 256 to 1,024 tokens, in one to three minutes. The same command
+        resumes an interrupted run. For several processes: accelerate launch -m hf_posenc.training, with the same
+        options.
+        """
+        given = options.read(context.args)
+        if given.patch is not None and given.patch.strip().lower() != UNPATCHED:
+            check_methods([given.patch])
+        model = ModelOptions(model=given.model, tokenizer=given.tokenizer, attn=given.attn)
+        check_model(model, weights=not given.dry_run)
+        run(context.args)
+
+    first = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    return signed(command, command.__doc__, [first, *(parameter(*o) for o in options.listed())])
+
+
+class Finetune(TyperCommand):
+    """The command `finetune`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell asks for names
+            return super().parse_args(ctx, args)
+        if {"--help", "-h", ALL} & {*args}:
+            from hf_posenc.training.run import options
+
+            rest = {field.name for field, *_ in options.listed() if field.metadata["flag"].rank}
+            for each in self.params:
+                vars(each)["hidden"] = ALL not in args and each.name in rest
+            return super().parse_args(ctx, ["--help"])
+        ctx.args = list(args)
+        return list(args)
+
+
+# The root.
 
 # Options by the names that they have in Python or in other programs.
 _NAMES_ELSEWHERE = {
@@ -103,23 +353,24 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     print_error(f"{message} Try: {path} --help")
 
 
-# The module that has each command's function, by the panels of the help.
-PANELS = {
-    "Look": {
-        "inspect": "inspection",
-        "methods": "methods",
-        "show": "methods",
-        "models": "inspection",
-    },
-    "Choose": {"recommend": "inspection", "recipes": "inspection", "extend": "measure"},
-    "Measure": dict.fromkeys(
-        ("perplexity", "retrieval", "bench", "sweep", "search", "report"), "measure"
+COMMANDS = {
+    "inspect": ("Look", "inspection"),
+    "methods": ("Look", "inspection"),
+    "show": ("Look", "inspection"),
+    "models": ("Look", "inspection"),
+    "recommend": ("Choose", "inspection"),
+    "recipes": ("Choose", "inspection"),
+    "extend": ("Choose", "measure"),
+    **dict.fromkeys(
+        ("perplexity", "retrieval", "bench", "sweep", "search", "report"), ("Measure", "measure")
     ),
-    "Train": {"finetune": "finetune"},
-    "Ship": {"export": "export"},
-    "Set up": {"fetch": "inspection", "selftest": "measure", "doctor": "inspection"},
+    "finetune": ("Train", "app"),
+    "export": ("Ship", "export"),
+    "fetch": ("Set up", "inspection"),
+    "selftest": ("Set up", "measure"),
+    "doctor": ("Set up", "inspection"),
 }
-COMMANDS = {name: module for commands in PANELS.values() for name, module in commands.items()}
+"""The panel of the help that has each command, and the module of its function."""
 
 
 class Commands(Mapping[str, TyperCommand]):
@@ -137,12 +388,14 @@ class Commands(Mapping[str, TyperCommand]):
 
 @functools.cache
 def _made(name: str) -> TyperCommand:
-    module = importlib.import_module(f"hf_posenc.cli.{COMMANDS[name]}")
-    alone = typer.Typer(add_completion=False)
-    panel = next(panel for panel, commands in PANELS.items() if name in commands)
-    command, own = getattr(module, name), getattr(module, "OWN", {})  # what parses its own words
-    options = own or {"cls": Command}
-    alone.command(name, rich_help_panel=panel, **options)(command if own else expand(command))
+    (panel, place), alone = COMMANDS[name], typer.Typer(add_completion=False)
+    how: dict[str, Any] = {"cls": Command, "rich_help_panel": panel}
+    if name == "finetune":
+        how |= {"cls": Finetune, "epilog": EPILOG}
+        command = finetune()
+    else:
+        command = expand(getattr(importlib.import_module(f"hf_posenc.cli.{place}"), name))
+    alone.command(name, **how)(command)
     made = get_command(alone)
     assert isinstance(made, TyperCommand)
     return made

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import io
 import os
 import sys
-import unicodedata
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_posenc.evaluation import loading
-from hf_posenc.evaluation.flags import output_option
+from hf_posenc.evaluation.options import output_option
 from hf_posenc.files import to_json
 
 if TYPE_CHECKING:
@@ -58,41 +56,13 @@ def terminal(options: TerminalOptions) -> Iterator[None]:
         _Terminal.options = TerminalOptions(verbose=options.verbose)
 
 
-@contextlib.contextmanager
-def in_words() -> Iterator[None]:
-    """Print in words, although `--json` was given: the JSON has a file of its own."""
-    before = _Terminal.options
-    _Terminal.options = replace(before, json=False)
-    try:
-        with contextlib.redirect_stdout(_Terminal.stdout):
-            yield
-    finally:
-        _Terminal.options = before
-
-
 def is_verbose() -> bool:
     """Return true where `--verbose` was given."""
     return _Terminal.options.verbose
 
 
-SUBSTITUTES = dict(zip("×↑↓→…−–—·•‘’“”━╸", "x^v>~---.*''\"\"--", strict=True)) | {"≤": "<="}
-"""Text in the place of a character that the terminal's encoding lacks. Columns of tables keep their width."""
-
-
-def _substitute(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = error.object[error.start : error.end]
-    plain = [unicodedata.normalize("NFKD", x).encode("ascii", "ignore").decode() for x in letters]
-    texts = (SUBSTITUTES.get(x, text or "?") for x, text in zip(letters, plain, strict=True))
-    return "".join(texts), error.end
-
-
-codecs.register_error("hf_posenc", _substitute)
-
-
 def prepare_terminal() -> None:
-    """Let stdout and stderr substitute what their encoding lacks, instead of raising; forget earlier options."""
+    """Let stdout and stderr escape what their encoding lacks, instead of raising; forget earlier options."""
     _Terminal.options = TerminalOptions()
     if os.environ.get("COLUMNS") == "0":  # of a terminal without a width: rich would print nothing
         del os.environ["COLUMNS"]
@@ -101,7 +71,7 @@ def prepare_terminal() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="hf_posenc")
+            stream.reconfigure(errors="backslashreplace")
 
 
 def out() -> Console:

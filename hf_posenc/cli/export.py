@@ -12,11 +12,11 @@ import typer
 
 from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
-from hf_posenc.cli.early import check_checkpoint
+from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import Checked, output_option, plain_option
 from hf_posenc.evaluation.loading import has_tokenizer, parse_patch, quiet_transformers
+from hf_posenc.evaluation.options import Checked, output_option, plain_option
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:
@@ -66,7 +66,15 @@ def export(options: ExportOptions) -> None:
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
     quiet_transformers()
     if options.methods:
-        _print_methods(name, to)
+        from hf_posenc.evaluation.grid import Grid
+
+        with console.err().status("Trying every method"):
+            rows = engines.survey(name, to)
+        if not print_json([dataclasses.asdict(row) for row in rows]):
+            grid = Grid.of("", "method", "written as", "why not")
+            for row in rows:
+                grid.row(row.method, row.form or "-", row.reason)
+            print_items(grid)
         return
     patch: dict[str, Any] = {"method": method, **knobs}
     if options.gguf is not None:
@@ -136,20 +144,6 @@ def _show(exported: Export) -> None:
         lines.append("or, on the original folder: {} '{}'".format(*exported.overrides))
     print_items(*lines, wrap=False)
     print_items(*exported.notes, style="dim")
-
-
-def _print_methods(name: str, engine: str) -> None:
-    from hf_posenc.engines import survey
-    from hf_posenc.evaluation.grid import Grid
-
-    grid = Grid.of("", "method", "written as", "why not")
-    with console.err().status("Trying every method"):
-        rows = survey(name, engine)
-    if print_json([dataclasses.asdict(row) for row in rows]):
-        return
-    for row in rows:
-        grid.row(row.method, row.form or "-", row.reason)
-    print_items(grid)
 
 
 def _check_words(options: ExportOptions) -> None:

@@ -1,18 +1,21 @@
-"""The course of a command that measures: share, costs, progress, other processes, files, exit status."""
+"""The course of a command that measures: its words, share, costs, progress, other processes, files, exit status."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
+import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
-from hf_posenc.cli.command import command_line
 from hf_posenc.cli.console import (
     err,
     print_error,
@@ -22,25 +25,40 @@ from hf_posenc.cli.console import (
     print_note,
     print_warning,
 )
+from hf_posenc.diagnosis import check_folder, read_json, unreadable
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.loading import open_session, open_sizes
-from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, RunOptions
+from hf_posenc.evaluation.loading import (
+    ADAPTER,
+    base_of,
+    check_name,
+    check_tokenizer,
+    open_session,
+    open_sizes,
+)
+from hf_posenc.evaluation.options import (
+    BenchOptions,
+    DocumentOptions,
+    ModelOptions,
+    PerplexityOptions,
+    ProtocolOptions,
+    RunOptions,
+)
 from hf_posenc.files import disk_errors, finite
+from hf_posenc.gguf_file import find_gguf, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hf_posenc.evaluation.bench import BenchJob
     from hf_posenc.evaluation.documents import Skipped
-    from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Result
-    from hf_posenc.evaluation.measuring.execute import Measurement, Progress
+    from hf_posenc.evaluation.measuring.execute import Progress
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.run import PerplexityRun
     from hf_posenc.evaluation.retrieval.run import RetrievalRun
-    from hf_posenc.evaluation.tuning import Race
 
-    Job = Measurement[Any, Any] | BenchJob | Race[Any] | ExtendJob
+# PyTorch's own devices; a package that adds one is found by its entry point, and its names are checked by PyTorch.
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|maia|vulkan)(:\d+)?")
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "meta")
 
 PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5
@@ -48,8 +66,132 @@ GIB = 2**30
 ANSWER = 64  # tokens of an answer, in the estimate of a retrieval's cost
 
 
+# Words of a command, checked before torch is imported: names, numbers, files and folders.
+
+
+def check(
+    options: Any, model: ModelOptions, documents: DocumentOptions | None, run: RunOptions
+) -> None:
+    """Check the words of a command that measures: methods, model, protocol and documents."""
+    check_methods(getattr(options, "methods", None))
+    check_model(model, weights=not run.dry_run)
+    if isinstance(options, ProtocolOptions):
+        from hf_posenc.evaluation.perplexity import protocols
+
+        if isinstance(options, BenchOptions):
+            names = [field.name for field in dataclasses.fields(ProtocolOptions)]
+            shared = {name: getattr(options, name) for name in names}
+            options = PerplexityOptions(**shared, lengths=options.lengths)
+        protocols.check_options(options)
+        if options.longppl is not None:
+            name, spec = protocols.parse_evaluator(options.longppl)
+            check_methods([spec] if spec else None)
+            if name != protocols.SELF:
+                check_name(name)
+    if documents is not None:
+        from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
+
+        folder = re.match(r"[./~]", documents.dataset or "") and documents.dataset
+        if folder and not Path(folder).exists():
+            raise PosencError(
+                f"There is no folder {folder}. Give --dataset a hub name or a folder."
+            )
+        refuse_ignored(documents)
+        check_readable(source_of(documents), documents.text or ())
+
+
+def check_model(options: ModelOptions, *, weights: bool = False) -> None:
+    """Refuse a model, a tokenizer, a number format or a device that is not there, and weights that are damaged."""
+    device, device_map = options.device, options.device_map
+    if device is not None and device_map not in (None, "meta"):
+        raise PosencError("--device and --device-map exclude each other: give one of them.")
+    check_device(device)
+    if device_map not in _MAPS:
+        check_device(device_map, f"--device-map is {', '.join(_MAPS)} or a device.")
+    # a kernel of the hub has a slash
+    attn = "" if options.trust_remote_code else options.attn or ""
+    if attn.isidentifier() and not _named("modeling_utils.py", attn):
+        raise PosencError(
+            f"--attn {attn}: transformers has no such attention. Give sdpa, eager or flash_attention_2."
+        )
+    if options.model is not None:
+        check_checkpoint(options.model, options.revision)
+    if options.tokenizer is not None:
+        check_name(options.tokenizer, given="tokenizer")
+    source = options.tokenizer or options.model
+    if source is not None and not options.trust_remote_code:
+        check_tokenizer(source)
+    if not weights or options.model is None or options.trust_remote_code:
+        return
+    folder = Path(options.model).expanduser()
+    if (folder / ADAPTER).is_file():  # `check_checkpoint` has read it
+        folder = Path(read_json(folder / ADAPTER, folder)["base_model_name_or_path"])
+    damage = unreadable(folder)
+    if damage is not None:
+        raise PosencError(
+            f"The model {folder} cannot be loaded: {damage.rstrip('.')}. --dry-run reads no weights."
+        )
+
+
+def check_checkpoint(name: str, revision: str | None = None) -> str:
+    """Return the name of a model as `check_name`; check its config or header too, and of an adapter the base model."""
+    name = check_name(name, revision)
+    folder, gguf = Path(name), find_gguf(name)
+    if gguf is not None:
+        read_header(gguf)
+    elif (folder / ADAPTER).is_file():
+        check_checkpoint(*base_of(folder / ADAPTER, name))
+    elif folder.is_dir():
+        check_folder(folder, name)
+        values = read_json(folder / "config.json", name)
+        kind = values.get("model_type")
+        if isinstance(kind, str) and "auto_map" not in values and not _named("models/auto", kind):
+            raise PosencError(
+                f"The config.json of {name} cannot be read: The checkpoint you are trying to load has model type "
+                f"`{kind}`, and transformers {metadata.version('transformers')} does not have it. Correct it there, "
+                "or install a newer version."
+            )
+    return name
+
+
+def check_device(name: str | None, also: str = "") -> None:
+    """Refuse the name of a device that PyTorch does not have."""
+    if name == "meta":
+        raise PosencError("The device 'meta' holds no weights: give cpu, or an accelerator.")
+    if name is None or _DEVICE.fullmatch(name) or metadata.entry_points(group="torch.backends"):
+        return
+    raise PosencError(
+        f"The device {name!r} cannot be used: PyTorch has none of this name. Give cpu, cuda or cuda:1. {also}".rstrip()
+    )
+
+
+def _named(place: str, name: str) -> bool:
+    """Return whether a file of the source of transformers, or one of a folder, contains a name in quotes."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return True
+    path = Path(spec.origin).parent / place
+    files = path.glob("*auto*.py") if path.is_dir() else (path,)
+    return any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
+
+
+def check_methods(specs: Sequence[str] | None) -> None:
+    """Refuse unknown methods and options, and values that a method refuses on every model."""
+    if not specs:  # nothing to check, and no reason to import all methods
+        return
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+
+    for candidate in parse_candidates(specs):
+        candidate.check_values()
+
+
+# The course.
+
+
 class Frame:
-    """One run of a command that measures. Refuses a wrong share or output before a model is loaded.
+    """One run of a command that measures. Refuses wrong words, share or output before a model is loaded.
+
+    Without a `model`, the command has checked its words itself, and prepares its measurement.
 
     Attributes:
         shard: This process's place among those of the run.
@@ -60,32 +202,33 @@ class Frame:
     """
 
     def __init__(
-        self, context: typer.Context, options: RunOptions, methods: Sequence[str] = ()
+        self,
+        context: typer.Context,
+        run: RunOptions,
+        model: ModelOptions | None = None,
+        documents: DocumentOptions | None = None,
+        options: Any = None,
+        methods: Sequence[str] = (),
     ) -> None:
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
 
-        self._dry_run = options.dry_run
-        self.shard, self.output = current_shard(options.shard), options.output
-        if options.plot and not available():
+        if model is not None:
+            check(options, model, documents, run)
+        self._model, self._documents, self._options = model, documents, options
+        self._dry_run = run.dry_run
+        self.shard, self.output = current_shard(run.shard), run.output
+        if run.plot and not available():
             raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
-        self.plots = available() if options.plot is None else options.plot
+        self.plots = available() if run.plot is None else run.plot
         if not self._dry_run:
             if self.output.is_file():
                 raise PosencError(f"--output {self.output} is a file: give a folder.")
             with disk_errors(f"--output {self.output} cannot be written to"):
                 self.output.mkdir(parents=True, exist_ok=True)
-        self.methods, self.command = methods, command_line(context)
+        self.methods, self.command = methods, context.obj
 
-    def prepare(
-        self,
-        prepare: Callable[..., PreparedT],
-        model: ModelOptions,
-        documents: DocumentOptions | None,
-        options: Any,
-        *settings: Any,
-        **more: Any,
-    ) -> PreparedT:
+    def prepare(self, prepare: Callable[..., PreparedT], *settings: Any, **more: Any) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from rich.markup import escape
 
@@ -93,7 +236,9 @@ class Frame:
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
-        source = None if documents is None else source_of(documents)
+        model, options = self._model, self._options
+        assert model is not None
+        source = None if self._documents is None else source_of(self._documents)
         loaded, tokenizer, name = (open_sizes if self._dry_run else open_session)(model)
         self.device = device_of(model.device)
         # A model with a patch is measured as it is.
@@ -124,13 +269,18 @@ class Frame:
                 f"tail: the last {settings.tail_tokens:,} tokens of each document are scored."
             )
 
-    def measure(self, job: Job, print_cost: Callable[[], None]) -> Any:
-        """Measure this process's share; with `--dry-run`, print the cost instead.
+    def measure(self, job: Any, print_cost: Callable[[], None] | None = None) -> Any:
+        """Measure this process's share; with `--dry-run`, print the cost instead, by default the job's `estimate`.
 
         The result is `None` where nothing was measured, or where another process reports it.
         """
-        if self._dry_run:
+        if self._dry_run and print_cost is not None:
             print_cost()
+        elif self._dry_run:
+            values = job.estimate(self.device)
+            print_json(values)
+            print_items(values["cost"])
+        if self._dry_run:
             return None
         from hf_posenc.evaluation.measuring.execute import RESUMED
 
@@ -143,10 +293,16 @@ class Frame:
                 if todo:
                     _report_resumed(found, todo)
 
+        def waiting(count: int) -> None:
+            _print_dim(
+                f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same "
+                "--output."
+            )
+
         token = RESUMED.set(resumed)
         try:
             with self._progress() as progress:
-                result = job.run(self.output, self.shard, progress, _report_waiting)
+                result = job.run(self.output, self.shard, progress, waiting)
         finally:
             RESUMED.reset(token)
         if not left:
@@ -166,13 +322,7 @@ class Frame:
         from rich.markup import escape
 
         console = err()
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.TaskProgressColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-        )
+        columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
         hidden = self.shard.index > 0 or not console.is_terminal
         # a long memory: methods and lengths differ in the operations that they do in a second
         with progress.Progress(
@@ -187,12 +337,17 @@ class Frame:
 
             yield report
 
-    def finish(self, job: Job, print_cost: Callable[[], None]) -> None:
+    def finish(self, job: Any, print_cost: Callable[[], None]) -> None:
         """Measure and present the result; exit with status 1 where a number is missing."""
         result = self.measure(job, print_cost)
-        if result is not None:
-            self.present(result)
-            exit_on(result.problems())
+        if result is None:
+            return
+        self.present(result)
+        problems = list(result.problems())
+        for line in problems:
+            print_error(line)
+        if problems:
+            raise typer.Exit(1)
 
     def present(self, result: Result) -> None:
         """Write the files of a result; print it under its model."""
@@ -220,10 +375,14 @@ def _keep_other_run(result: Result, folder: Path) -> Path | None:
     path = folder / f"{result.kind}.json"
     if not path.exists():
         return None
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # damaged, or of no such form: it is kept
-        if _records(json.loads(path.read_bytes())) <= _records(finite(result.to_dict())):
+
+    def records(values: dict[str, Any]) -> set[str]:
+        parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+        return {json.dumps(record) for part in parts for record in part.get("records", ())}
+
+    # what is damaged, or of no such form, is kept
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if records(json.loads(path.read_bytes())) <= records(finite(result.to_dict())):
             return None
     numbered = (folder / f"{result.kind}-{number}" for number in itertools.count(1))
     place = next(each for each in numbered if not (each / path.name).exists())
@@ -231,17 +390,9 @@ def _keep_other_run(result: Result, folder: Path) -> Path | None:
     others = [folder / name for name in names - {path.name} if (folder / name).exists()]
     with disk_errors(f"{path} is of another run and cannot be kept", "Give another --output."):
         place.mkdir(exist_ok=True)
-        for file in (
-            *others,
-            path,
-        ):  # it comes last: a kill before that is repaired by the next run
+        for file in (*others, path):  # the last: a kill before it is repaired by the next run
             file.replace(place / file.name)
     return place
-
-
-def _records(values: dict[str, Any]) -> set[str]:
-    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-    return {json.dumps(record) for part in parts for record in part.get("records", ())}
 
 
 def _print_dim(line: str) -> None:
@@ -254,21 +405,6 @@ def _report_resumed(found: int, left: int) -> None:
         _print_dim(
             f"Items taken from the records of an earlier run: {found:,}; left to measure: {left:,}."
         )
-
-
-def _report_waiting(count: int) -> None:
-    _print_dim(
-        f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output."
-    )
-
-
-def exit_on(problems: Iterable[str]) -> None:
-    """Print the problems, one line each, and exit with status 1 where there is any."""
-    lines = list(problems)
-    for line in lines:
-        print_error(line)
-    if lines:
-        raise typer.Exit(1)
 
 
 # `--dry-run`: the cost of a run, method by method, before anything is run.
@@ -325,7 +461,8 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
     settings, candidate, costs = run.settings, items[0].candidate, []
     prefill = None if candidate.length_dependent else getattr(settings, "prefill", None)
     attention: ChainMap[str, bool] = ChainMap()
-    for lengths, group in itertools.groupby(items, key=_lengths):
+    by_lengths = itertools.groupby(items, key=lambda each: getattr(each, "lengths", (each.length,)))
+    for lengths, group in by_lengths:
         windows = [window for item in group for window in _windows(item)]
         with candidate.applied(run.model, lengths[-1]):
             cost = run_cost(
@@ -348,10 +485,6 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
         "weight_bytes": most.weights,
         "attention": dict(attention),
     }
-
-
-def _lengths(item: Any) -> tuple[int, ...]:
-    return tuple(getattr(item, "lengths", (item.length,)))
 
 
 def _windows(item: Any) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Commands on models that measure nothing: positions in a checkpoint, advice for a length, recipes, downloads."""
+"""Commands that measure nothing: methods, positions in a checkpoint, advice for a length, recipes, downloads."""
 
 from __future__ import annotations
 
@@ -12,25 +12,101 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli.command import completion
+from hf_posenc.cli.app import completion
 from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
-from hf_posenc.cli.early import check_checkpoint
+from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import Checked, parse_dtype, plain_option
 from hf_posenc.evaluation.loading import (
     embedded_model,
     live_model,
     load_config,
     parse_patch,
 )
-from hf_posenc.evaluation.options import CheckpointOptions
+from hf_posenc.evaluation.options import Checked, CheckpointOptions, parse_dtype, plain_option
 from hf_posenc.lengths import read_length
+from hf_posenc.methods import METHODS, Method, available_methods, get_method
+from hf_posenc.methods.facts import KINDS, facts, knob_rows, read_docstring
 
 if TYPE_CHECKING:
     from hf_posenc.engines.in_force import Scaling
     from hf_posenc.evaluation.grid import Grid
-    from hf_posenc.methods import RotaryBands
-    from hf_posenc.patch.report import EffectiveTable
+
+
+def kinds() -> dict[str, list[type[Method]]]:
+    """Return the methods by the title of their kind."""
+    return {title: [m for m in METHODS if m.kind == kind] for kind, title in KINDS.items()}
+
+
+def methods() -> None:
+    """List the methods by kind: name and aliases, what it does, what it needs, where it comes from."""
+    from hf_posenc.evaluation.grid import Field, Grid
+
+    groups = kinds()
+    if own := available_methods()[len(METHODS) :]:
+        groups["Of installed packages"] = [get_method(name) for name in own]
+    if print_json([_about(method) for group in groups.values() for method in group]):
+        return
+    width = max(len(method.name) for group in groups.values() for method in group)
+    for title, group in groups.items():
+        grid = Grid()
+        grid.column("", least=width)
+        grid.column("")
+        for method in group:
+            also = f" Also {', '.join(method.aliases)}." if method.aliases else ""
+            about = f"\nNeeds: {method.needs}. {method.source}.{also}"
+            grid.row(method.name, Field(method.summary).append(about, "aside"))
+        print_items("")
+        print_items(title, style="bold")
+        print_items(grid)
+
+
+def _about(method: type[Method]) -> dict[str, Any]:
+    """Return what `methods` and `show` print of a method; a knob that must be given has no default."""
+    names = ("name", "aliases", "kind", "summary", "needs", "source")
+    knobs = {
+        knob: {} if value is dataclasses.MISSING else {"default": value}
+        for knob, value in method.knobs().items()
+    }
+    return {**{name: getattr(method, name) for name in names}, "knobs": knobs}
+
+
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(help="A method or one of its aliases.", autocompletion=completion("patch")),
+    ],
+) -> None:
+    """Show a method: its equation, knobs with their defaults, source, and what it needs."""
+    from hf_posenc.evaluation.grid import Grid
+
+    def plain(text: str) -> str:
+        return text.replace("`", "")  # marks of code
+
+    method = get_method(name)
+    paragraphs, _ = read_docstring(method)
+    rows, about = knob_rows(method), _about(method)
+    for knob, _, meaning in rows:
+        about["knobs"][knob]["meaning"] = plain(meaning)
+    if print_json({**about, "facts": facts(method), "description": [*map(plain, paragraphs)]}):
+        return
+    also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
+    print_items(f"{method.name}{also}", style="bold")
+    print_items(*(f"\n{plain(paragraph)}" for paragraph in paragraphs))
+    if rows:
+        grid = Grid.of("", "knob", "default", "what it is")
+        for knob, default, meaning in rows:
+            grid.row(knob, default, plain(meaning))
+        print_items(grid)
+    print_items(*(f"{label}: {fact}" for label, fact in facts(method).items() if label != "Also"))
+    required = [knob for knob, value in method.knobs().items() if value is dataclasses.MISSING]
+    example = f"{method.name}:scale=8" if "scale" in required else method.name
+    trial = f"hf-posenc perplexity --patch none --patch {example}"
+    if set(required) - {"scale"}:  # such as lists, which the short form of --patch cannot express
+        shown = ", ".join(f"{knob}=..." for knob in required if knob != "scale")
+        trial = f"patch_model(model, {method.name!r}, {shown})"
+    elif not method.for_rotary:  # the embedded model has a rotary embedding
+        trial = f"patch_model(model, {method.name!r}, scale=8)"
+    print_items(f"Try: {trial}")
 
 
 def models() -> None:
@@ -64,9 +140,15 @@ def recipes(
     if model in names:
         names = (model,)
     elif model is not None:
-        config = _read_config(model)
+        model = check_checkpoint(model)
         from hf_posenc.engines.in_force import scaling_of  # imports torch
+        from hf_posenc.saving import take_patch
 
+        config = load_config(model)
+        if take_patch(config, model) is not None:
+            raise PosencError(
+                f"{model} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {model} prints it."
+            )
         types = {config.model_type, config.get_text_config(decoder=True).model_type}
         names = tuple(n for n in names if types & {*get_recipe(n)["recipe"]["model_types"]})
         advice = _advice_on(config, scaling_of(config)) or [
@@ -167,17 +249,13 @@ def doctor() -> None:
                     yield from libraries(other)
                 yield one.name
 
-    extras = sorted({*(about.get_all("Provides-Extra") or ())} - _OF_MAINTAINERS)
+    of_maintainers = {"dev", "docs", "mutation", "all"}
+    extras = sorted({*(about.get_all("Provides-Extra") or ())} - of_maintainers)
     missing = {
         e: [lib for lib in dict.fromkeys(libraries(e)) if not version_of(lib)] for e in extras
     }
-    values = {
-        "versions": found,
-        "devices": devices,
-        "missing": missing,
-        "cache": str(cache_folder()),
-    }
-    if print_json(values):
+    cache = str(cache_folder())
+    if print_json({"versions": found, "devices": devices, "missing": missing, "cache": cache}):
         return
     print_items(*(f"{name} {version or 'missing'}" for name, version in found.items()))
     print_items(
@@ -188,23 +266,7 @@ def doctor() -> None:
     for extra, names in missing.items():
         if names:
             print_items(f"pip install 'hf-posenc[{extra}]' adds {', '.join(names)}", wrap=False)
-    print_items(f"Checkpoints and kernels are kept in {cache_folder()}", wrap=False)
-
-
-_OF_MAINTAINERS = {"dev", "docs", "mutation", "all"}
-
-
-def _read_config(name: str) -> Any:
-    """Return the config of a model without the patch that it was saved with."""
-    name = check_checkpoint(name)
-    from hf_posenc.saving import take_patch
-
-    config = load_config(name)
-    if take_patch(config, name) is not None:
-        raise PosencError(
-            f"{name} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {name} prints it."
-        )
-    return config
+    print_items(f"Checkpoints and kernels are kept in {cache}", wrap=False)
 
 
 def _advice_on(config: Any, scaling: Scaling) -> list[str]:
@@ -245,19 +307,25 @@ class InspectOptions:
 def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     """Print where positions enter a model, with a certificate that no place is missing, and its rotary tables.
 
-    With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
-    config is named as a patch.
+    A scaling in the config is named as a patch.
     """
     revision, no_weights = checkpoint.revision, options.no_weights
     name = check_checkpoint(checkpoint.model or embedded_model(), revision)
     candidate = None if options.patch is None else parse_patch(options.patch)
     # what needs no torch was checked before it is imported
+    from hf_posenc.evaluation.grid import Column
     from hf_posenc.gguf_file import find_gguf, read_header
-    from hf_posenc.methods import RotaryBands
     from hf_posenc.model.context import length_of
     from hf_posenc.model.discovery import NoRotaryError
-    from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
+    from hf_posenc.patch.patching import (
+        get_patch,
+        inspect_positions,
+        inspect_rope,
+        native_seams,
+        patch_model,
+    )
     from hf_posenc.patch.report import EffectiveTables
+    from hf_posenc.seams.native import advice_on
 
     gguf = find_gguf(name)
     on_weights = candidate is not None and candidate.changes_attention
@@ -294,15 +362,27 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     if patch is not None:
         print_items(*str(patch).splitlines()[:2])
     if positions is not None:
-        _print_positions(positions)
+        heads, *rows = positions.rows()
+        grid = _grid(heads, *rows)
+        paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
+        grid.columns[:] = [Column(head, head in ("absolute", "relative")) for head in heads]
+        grid.columns[1:3] = Column(heads[1], least=paths), Column(heads[2], least=20)
+        print_items(grid, *positions.notes(), *advice_on(native_seams(), positions))
     if patch is not None and patch.places:
         print_items("\nPatched", _grid(*patch.places))
     for table in rotary:
-        _print_table(table)
-    for built in () if patch is None else patch.config.build():
-        if isinstance(built, RotaryBands) and not built.by_pair:
-            assert patch is not None
-            _print_distances(built, patch.original_max_position_embeddings)
+        factor = table.attention_factor
+        cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
+        theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
+        kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
+        print_items(f"\n{table.layer_type or 'all layers'}: {kind}")
+        print_items(f"in {', '.join(table.modules)}", style="dim")
+        grid = _grid(("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)"))
+        grid.columns[:] = [dataclasses.replace(column, numeric=True) for column in grid.columns]
+        for pair, frequency in enumerate(table.inv_freq.tolist()):
+            wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
+            grid.row(str(pair), f"{frequency:.6g}", wavelength)
+        print_items(*([table.difference] if table.difference else []), grid)
 
 
 def _grid(heads: Sequence[str], *rows: Sequence[str]) -> Grid:
@@ -312,37 +392,6 @@ def _grid(heads: Sequence[str], *rows: Sequence[str]) -> Grid:
     for row in rows:
         grid.row(*row)
     return grid
-
-
-def _print_positions(positions: Any) -> None:
-    from hf_posenc.evaluation.grid import Column
-    from hf_posenc.patch.patching import native_seams
-    from hf_posenc.seams.native import advice_on
-
-    heads, *rows = positions.rows()
-    grid = _grid(heads, *rows)
-    paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
-    grid.columns[:] = [Column(head, head in ("absolute", "relative")) for head in heads]
-    grid.columns[1:3] = Column(heads[1], least=paths), Column(heads[2], least=20)
-    print_items(grid, *positions.notes(), *advice_on(native_seams(), positions))
-
-
-def _print_table(table: EffectiveTable) -> None:
-    from hf_posenc.evaluation.grid import Grid
-
-    factor = table.attention_factor
-    cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
-    theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
-    kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
-    print_items(f"\n{table.layer_type or 'all layers'}: {kind}")
-    print_items(f"in {', '.join(table.modules)}", style="dim")
-    grid = Grid()
-    for head in ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)"):
-        grid.column(head, numeric=True)
-    for pair, frequency in enumerate(table.inv_freq.tolist()):
-        wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
-        grid.row(str(pair), f"{frequency:.6g}", wavelength)
-    print_items(*([table.difference] if table.difference else []), grid)
 
 
 def _scaling_of(live: Any) -> dict[str, Any] | None:
@@ -373,32 +422,6 @@ def _scaling_of(live: Any) -> dict[str, Any] | None:
     patch = None if scaling.patch is None else scaling.patch.to_dict()
     values = {"scaled": scaling.scaled, "patch": patch, "option": scaling.option, "notes": notes}
     return {**values, "lines": [*lines, *notes]}
-
-
-def _print_distances(method: RotaryBands, original: int) -> None:
-    """Print the rotary distances between the last query of a text of 8 times the original length and its keys."""
-    import torch
-
-    from hf_posenc.evaluation.grid import Grid
-
-    last = 8 * original - 1
-    query = torch.tensor(last)
-    bands = method.bands(original)
-    limits = (limit for band in bands if band.chunk is None for limit in (band.least, band.below))
-    edges = {limit for limit in limits if limit}
-    distances = {0, 1, *(edge + step for edge in edges for step in (-1, 0)), last}
-    distances |= {original * factor for factor in (1, 2, 4)} | {original // 2}
-    grid = Grid()
-    grid.column("tokens back", numeric=True)
-    grid.column("rotary distance", numeric=True)
-    for distance in sorted(d for d in distances if d <= last):
-        key = query - distance
-        band = next((band for band in bands if bool(band.contains(query, key))), None)
-        rotary = "not read"
-        if band is not None:
-            rotary = f"{float(band.query_position(query) - band.key_position(key)):,.6g}"
-        grid.row(f"{distance:,}", rotary)
-    print_items(f"\n{method.name}: the query at position {last:,} sees its keys", grid)
 
 
 @dataclass(frozen=True, kw_only=True)

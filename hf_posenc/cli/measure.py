@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli import early
 from hf_posenc.cli.console import (
-    in_words,
     print_error,
     print_items,
     print_json,
     print_note,
     print_warning,
 )
-from hf_posenc.cli.frame import Frame, print_cost
+from hf_posenc.cli.frame import (
+    Frame,
+    check_checkpoint,
+    check_device,
+    check_methods,
+    check_model,
+    print_cost,
+)
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import DOCUMENTS, refuse_others
 from hf_posenc.evaluation.loading import load_config, open_session
 from hf_posenc.evaluation.options import (
+    DOCUMENTS,
     PERPLEXITY_METHODS,
     RETRIEVAL_METHODS,
     SWEEP_METHODS,
@@ -36,11 +41,11 @@ from hf_posenc.evaluation.options import (
     SelftestOptions,
     SweepOptions,
     TailOptions,
+    refuse_others,
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.device.result import GpuResult
-    from hf_posenc.evaluation.tuning import Race
+    from hf_posenc.evaluation.tuning.sweep import Race
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
 REPORT = Path("report.html")
@@ -60,15 +65,14 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
     resumes an interrupted run.
     """
-    early.check(options, model, documents, run)
-    frame = Frame(context, run, PERPLEXITY_METHODS)
+    frame = Frame(context, run, model, documents, options, PERPLEXITY_METHODS)
     from hf_posenc.evaluation.perplexity.run import prepare
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
         return open_session(other)[:2]
 
-    job = frame.prepare(prepare, model, documents, options, load=load)
+    job = frame.prepare(prepare, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
     frame.finish(job, lambda: print_cost(job, frame.device))
 
@@ -102,7 +106,6 @@ def retrieval(
             lengths=options.lengths or EMBEDDED_LENGTHS,
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
-    early.check(options, model, None, run)
     settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
@@ -110,10 +113,10 @@ def retrieval(
             "leave it out."
         )
     text = _read(haystack, encoding) if haystack else None
-    frame = Frame(context, run, RETRIEVAL_METHODS)
+    frame = Frame(context, run, model, None, options, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
 
-    job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
+    job = frame.prepare(prepare, haystack=text, paths=haystack or ())
     frame.finish(job, lambda: print_cost(job, frame.device))
 
 
@@ -146,7 +149,7 @@ def bench(
     options: BenchOptions,
     run: RunOptions,
 ) -> None:
-    """Measure methods against each other in one table: perplexity, retrieval, tokens per second, peak memory.
+    """Measure methods against each other: perplexity, retrieval, tokens per second, peak memory.
 
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The weights are
     loaded once, every document is tokenized once. The same command resumes an interrupted run. Writes bench.json,
@@ -162,15 +165,24 @@ def bench(
         _bench_gpu(context, run, model, documents, options)
         return
     get_suite(options.suite)
-    early.check(options, model, documents, run)
     for task in options.tasks or ():
         get_task(task)
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.bench import prepare
 
-    job = frame.prepare(prepare, model, documents, options)
+    job = frame.prepare(prepare)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
-    frame.finish(job, lambda: _print_costs(job, frame.device))
+
+    def print_costs() -> None:
+        parts: dict[str, Any] = {
+            "retrieval": job.shared.get("retrieval"),
+            "timed prefill, warm-ups included": job.speed,
+        }
+        tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
+        print_cost(job.perplexity, frame.device, tokens=tokens)
+        print_items(*(f"{name}: {count:,} tokens" for name, count in tokens.items()))
+
+    frame.finish(job, print_costs)
 
 
 def _bench_gpu(
@@ -182,9 +194,9 @@ def _bench_gpu(
 ) -> None:
     if output.dry_run:
         raise PosencError("--dry-run has no meaning for --suite gpu: --budget limits its time.")
-    early.check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
-    folder = model.model and early.check_checkpoint(model.model, model.revision)
-    early.check_methods(options.methods)
+    check_model(dataclasses.replace(model, model=None))  # no weights, no tokenizer
+    folder = model.model and check_checkpoint(model.model, model.revision)
+    check_methods(options.methods)
     refuse_others(documents, ())
     refuse_others(model, ("model", "revision", "device", "dtype"))
     frame = Frame(context, output)
@@ -194,16 +206,6 @@ def _bench_gpu(
     about: dict[str, Any] = {"name": model.model, "command": frame.command}
     run = GpuRun(options, config, device=model.device, dtype=model.dtype, **about)
     frame.finish(run, lambda: None)
-
-
-def _print_costs(job: Any, device: Any) -> None:
-    parts = {
-        "retrieval": job.shared.get("retrieval"),
-        "timed prefill, warm-ups included": job.speed,
-    }
-    tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
-    print_cost(job.perplexity, device, tokens=tokens)
-    print_items(*(f"{name}: {count:,} tokens" for name, count in tokens.items()))
 
 
 def sweep(
@@ -221,7 +223,6 @@ def sweep(
     """
     from hf_posenc.evaluation.measuring.candidates import crossed
 
-    early.check(options, model, documents, run)
     methods = options.methods or SWEEP_METHODS
     crossed(methods, options.scales or (2.0,))  # refuse before loading
     if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
@@ -230,10 +231,10 @@ def sweep(
             f"--scales {scales} is for methods without a scale of their own, and no --patch here takes one: leave it "
             "out."
         )
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 
-    result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
+    result = _tune(frame, frame.prepare(prepare_sweep))
     if result is not None:
         print_items(f"Or: {result.call(result.winner)}", wrap=False)
 
@@ -251,17 +252,16 @@ def search(
     The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
-    early.check(options, model, documents, run)
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.tuning.search import prepare_search
 
-    _tune(frame, frame.prepare(prepare_search, model, documents, options, settings))
+    _tune(frame, frame.prepare(prepare_search, settings))
 
 
 def _tune(frame: Frame, job: Race[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings, job.whole.metadata["skipped"])
-    result = frame.measure(job, lambda: _print_line(job, frame.device))
+    result = frame.measure(job)
     if result is None:
         return None
     frame.present(result)
@@ -279,16 +279,6 @@ def _tune(frame: Frame, job: Race[Any]) -> Any:
     return result
 
 
-def _print_line(job: Race[Any], device: Any) -> None:
-    from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
-
-    target = job.settings.lengths[-1]
-    each = run_cost(job.whole.model, [(target, job.settings.tail_tokens)]).flops / target
-    seconds, takes = estimated(job.forwarded * each, device)
-    print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
-    print_items(f"{job.cost_line()} {takes}")
-
-
 def extend(
     context: typer.Context,
     model: ModelOptions,
@@ -300,22 +290,16 @@ def extend(
 
     Chooses a method on one half of the documents and judges it on the other: it must not lose to truncation, must find
     passkeys beyond the original length, and must leave short texts alone. Then the patched model is saved in --output,
-    with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
+    with card and recipe. Without arguments: the embedded model at four times its length. The same command
     resumes an interrupted run.
     """
-    early.check(options, model, documents, run)
-    frame = Frame(context, run)
+    frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.extend import prepare, write_page
 
-    job = frame.prepare(prepare, model, documents, options)
+    job = frame.prepare(prepare)
     job.say = print_note
 
-    def print_estimate() -> None:
-        values = job.estimate(frame.device)
-        print_json(values)
-        print_items(values["cost"])
-
-    result = frame.measure(job, print_estimate)
+    result = frame.measure(job)
     if result is not None:
         frame.present(result)
         print_note(f"Wrote {write_page(frame.output)}")
@@ -335,28 +319,23 @@ def selftest(
     """
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise PosencError(f"{file} cannot be written: give a file in a folder that exists.")
-    early.check_device(options.device)
+    check_device(options.device)
     from hf_posenc.evaluation.device.selftest import selftest as run
 
     result = run(options)
     if file is not None:
         result.write_json(file)
-    if file is not None or not print_json(result.to_dict()):
-        with in_words():
-            _print_findings(result)
-            if file is not None:
-                print_note(f"Wrote {file}.")
+    if not print_json(result.to_dict()):
+        versions = (f"{name}: {value or 'none'}" for name, value in result.environment.items())
+        print_items(*versions, *result.tables(), *result.notes())
+        if result.device == "cpu":
+            print_items("Host waits, graphs and memory are not measured on a CPU.")
+        print_items(*(f"failed: {line}" for line in result.problems()), style="red", wrap=False)
+        print_items(f"{result.seconds:.0f} s", result.summary, wrap=False)
+    if file is not None:
+        print_note(f"Wrote {file}.")
     if not result.passed:
         raise typer.Exit(1)
-
-
-def _print_findings(result: GpuResult) -> None:
-    versions = (f"{name}: {value or 'none'}" for name, value in result.environment.items())
-    print_items(*versions, *result.tables(), *result.notes())
-    if result.device == "cpu":
-        print_items("Host waits, graphs and memory are not measured on a CPU.")
-    print_items(*(f"failed: {line}" for line in result.problems()), style="red", wrap=False)
-    print_items(f"{result.seconds:.0f} s", result.summary, wrap=False)
 
 
 def report(

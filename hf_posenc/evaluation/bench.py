@@ -16,8 +16,10 @@ from hf_posenc.evaluation.device.result import to_page
 from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.flags import output_folder, with_fields
-from hf_posenc.evaluation.grid import Grid, Result
+from hf_posenc.evaluation.grid import (
+    Grid,
+    Result,
+)
 from hf_posenc.evaluation.measuring.candidates import (
     original_length,
     parse_candidates,
@@ -25,7 +27,13 @@ from hf_posenc.evaluation.measuring.candidates import (
 )
 from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.store import ALONE, Shard
-from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions, ProtocolOptions
+from hf_posenc.evaluation.options import (
+    BenchOptions,
+    PerplexityOptions,
+    ProtocolOptions,
+    output_folder,
+    with_fields,
+)
 from hf_posenc.evaluation.perplexity import run as measurement
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure

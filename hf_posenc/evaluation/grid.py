@@ -1,24 +1,29 @@
 """Tables as data, their renderings for terminals, notebooks and Markdown, and results that consist of them.
 
 A `Grid` has columns, rows of fields and marks such as `"best"`. Whoever measures builds grids, and every renderer takes
-grids and nothing else. The HTML page renders them by its own template (`page/grid.html`).
+grids and nothing else. The HTML page renders them by its own template (`page/grid.html`). A `Result` has grids, figures
+and files; a `MethodsResult` is one of methods that are compared under conditions, such as protocols or tasks.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 import io
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from hf_posenc.errors import naming_extras
+from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
-from hf_posenc.files import to_csv, to_json, write_atomically
+from hf_posenc.files import finite, to_csv, to_json, write_atomically
 
 with naming_extras():
     from rich import box
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
+CellT = TypeVar("CellT")
 MARKS = {
     "best": "bold",
     "heading": "bold italic",
@@ -248,18 +254,15 @@ def _lines(grid: Grid) -> Iterator[RenderableType]:
 def to_markdown(grid: Grid) -> str:
     """Render a grid as Markdown, without its title; of the marks only bold type is kept."""
     heads = ["<br>".join(map(escaped, column.head.split("\n"))) for column in grid.columns]
-    rows = [
-        [*map(_markdown_field, row.fields), *[""] * (len(heads) - len(row.fields))]
-        for row in grid.rows
-    ]
+
+    def shown(field: Field) -> str:
+        first, *others = field.text.split("\n")
+        bold = "bold" in MARKS.get(field.spans[0].mark, "").split()
+        first = f"**{escaped(first)}**" if bold and first else escaped(first)
+        return "<br>".join((first, *map(escaped, others)))
+
+    rows = [[*map(shown, row.fields), *[""] * (len(heads) - len(row.fields))] for row in grid.rows]
     return markdown_table(heads, rows, numeric=[column.numeric for column in grid.columns])
-
-
-def _markdown_field(field: Field) -> str:
-    first, *others = field.text.split("\n")
-    bold = "bold" in MARKS.get(field.spans[0].mark, "").split()
-    shown = f"**{escaped(first)}**" if bold and first else escaped(first)
-    return "<br>".join((shown, *map(escaped, others)))
 
 
 def markdown_table(
@@ -328,13 +331,13 @@ class Result(abc.ABC):
         """Yield how the numbers are to be read."""
         return iter(())
 
-    @abc.abstractmethod
     def problems(self) -> Iterator[str]:
         """Yield one line for everything that has no number; a run with any of them has failed."""
+        return iter(())
 
-    @abc.abstractmethod
     def figures(self) -> dict[str, Figure]:
         """Draw the figures, by the names of their files. Needs matplotlib."""
+        return {}
 
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of `frame` and of the CSV file."""
@@ -387,3 +390,179 @@ class Result(abc.ABC):
 
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)
+
+
+# Results of methods that are compared.
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """A method of a result: what describes its `Candidate`, JSON-ready.
+
+    `prefix_from_one_forward` is true if one forward at the longest length gave the prefix of every length.
+    """
+
+    label: str
+    spec: str
+    method: str | None
+    parts: Sequence[Mapping[str, Any]]
+    beside: Mapping[str, Any]
+    scale: float | None
+    auto_scale: bool
+    original: int | None
+    prefix_from_one_forward: bool = False
+
+    @classmethod
+    def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
+        """Return the entry of a candidate; `shared` is `prefix_from_one_forward`."""
+        names = ("label", "spec", "method", "scale", "auto_scale", "original")
+        same: dict[str, Any] = {name: getattr(candidate, name) for name in names}
+        parts = [{"method": part.method, "options": dict(part.options)} for part in candidate.parts]
+        beside = dict(candidate.beside)
+        return cls(**same, parts=parts, beside=beside, prefix_from_one_forward=shared)
+
+    def scale_at(self, length: int) -> float | None:
+        """Return the scale in force at a length."""
+        if self.auto_scale and self.original:
+            return max(1.0, length / self.original)
+        return self.scale
+
+
+@dataclass(repr=False, kw_only=True)
+class MethodsResult(Result, Generic[CellT]):
+    """Result of methods under conditions; `condition` names their field in records and their list in the settings.
+
+    Attributes:
+        settings: Conditions, lengths and the other numbers.
+        candidates: The methods, in the order of the table.
+        records: What was measured, a method, condition and length at a time.
+        failures: Cells without a number.
+        model: The measured model: name, class, dtype, attention backend, tokenizer hash, ... (`describe_model`).
+        original: The context length that the model was trained on, in tokens, where it is known.
+        head_replay: Outcome of the scorer's probe, which compares it with full logits.
+        environment: Versions of the packages that computed.
+        command: The command that reproduces this result.
+        fingerprint: Hash of everything that determines a number; the records are stored under it.
+        cells: The numbers of the table, computed from the records.
+    """
+
+    condition: ClassVar[str]
+    version: ClassVar[int]
+    intervals: ClassVar[Sequence[tuple[str, str]]]
+    """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
+    nothing: ClassVar[str]
+    """The status of a row without a number that did not fail."""
+
+    settings: Any
+    candidates: Sequence[MethodEntry]
+    records: Sequence[Any]
+    failures: Sequence[Any]
+    model: dict[str, Any] = default(default_factory=dict)
+    original: int | None = None
+    head_replay: str = "off"
+    environment: dict[str, Any] = default(default_factory=dict)
+    command: str | None = None
+    fingerprint: str | None = None
+    cells: list[CellT] = default(init=False)
+
+    def cell(self, method: str, condition: str, length: int) -> CellT | None:
+        """Return the number of a method under a condition at a length; `None` where it could not be measured."""
+        return self._by_key.get((method, condition, length))
+
+    @functools.cached_property
+    def _by_key(self) -> dict[tuple[str, str, int], CellT]:
+        return {self._key(cell): cell for cell in self.cells}
+
+    def _key(self, entry: Any) -> tuple[str, str, int]:
+        return entry.method, getattr(entry, self.condition), entry.length
+
+    def failure(self, method: str, condition: str, length: int) -> str | None:
+        """Return the reason why there is no number."""
+        key = (method, condition, length)
+        return next((each.reason for each in self.failures if self._key(each) == key), None)
+
+    @property
+    def conditions(self) -> Sequence[str]:
+        """The conditions, in the order of the tables."""
+        names: Sequence[str] = getattr(self.settings, f"{self.condition}s")
+        return names
+
+    def __repr__(self) -> str:
+        methods = ", ".join(entry.label for entry in self.candidates)
+        return f"{type(self).__name__}({methods}; {', '.join(self.conditions)}, lengths {list(self.settings.lengths)})"
+
+    def described(self, definitions: Mapping[str, Any], **details: Any) -> dict[str, Any]:
+        """Return everything as JSON-ready values; `definitions` of the conditions come before the settings."""
+        values: dict[str, Any] = {
+            "format": self.version,
+            "kind": self.kind,
+            "command": self.command,
+            "fingerprint": self.fingerprint,
+            "model": self.model,
+            "original_max_position_embeddings": self.original,
+            **definitions,
+            "settings": dataclasses.asdict(self.settings),
+            "environment": self.environment,
+            "head_replay": self.head_replay,
+            "methods": self.candidates,
+            **details,
+        }
+        ready: dict[str, Any] = finite(
+            {
+                name: listed_fields(value) if isinstance(value, list | tuple) else value
+                for name, value in values.items()
+            }
+        )
+        return ready
+
+    @staticmethod
+    def description(values: Mapping[str, Any], lists: Mapping[str, type]) -> dict[str, Any]:
+        """Return the fields that `described` wrote, except the settings; `lists` are sequences of dataclasses."""
+        names = ("model", "head_replay", "environment", "command", "fingerprint")
+        return {
+            **{name: values[name] for name in names},
+            "original": values["original_max_position_embeddings"],
+            "candidates": [MethodEntry(**entry) for entry in values["methods"]],
+            **{name: [kind(**entry) for entry in values[name]] for name, kind in lists.items()},
+        }
+
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the rows of every method, condition and length: one per cell, or one with the reason of its absence."""
+        lengths = self.settings.lengths
+        for entry, name, length in itertools.product(self.candidates, self.conditions, lengths):
+            key = {"method": entry.label, self.condition: name, "length": length}
+            key["scale"] = entry.scale_at(length)
+            cells = self.cells_of(entry.label, name, length)
+            if not cells:
+                reason = self.failure(entry.label, name, length)
+                yield {**key, "status": reason or self.nothing}
+            for cell in cells:
+                values = dataclasses.asdict(cell)
+                for column, interval in self.intervals:
+                    ends = values.pop(interval) or (None, None)
+                    values[f"{column}_low"], values[f"{column}_high"] = ends
+                known = math.isfinite(values["nats"] or 0)
+                yield {**values, **key, "status": "ok" if known else "not finite"}
+
+    def cells_of(self, method: str, condition: str, length: int) -> list[Any]:
+        """Return the cells with a row of their own in `frame`."""
+        cell = self.cell(method, condition, length)
+        return [] if cell is None else [cell]
+
+    def lengths_of_failures(self, *names: str) -> dict[tuple[str, ...], str]:
+        """Return the lengths at which methods failed, by these attributes of the failures."""
+        lengths: dict[tuple[str, ...], set[int]] = {}
+        for failure in self.failures:
+            key = tuple(getattr(failure, name) for name in names)
+            lengths.setdefault(key, set()).add(failure.length)
+        return {key: listed(sorted(found)) for key, found in lengths.items()}
+
+
+def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the fields of dataclasses as dictionaries; dictionaries stay as they are."""
+    return [dict(e) if isinstance(e, Mapping) else dataclasses.asdict(e) for e in entries]
+
+
+def nan_if_none(value: float | None) -> float:
+    """Return a number of a JSON file, which has no NaN."""
+    return math.nan if value is None else value

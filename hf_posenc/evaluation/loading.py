@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,13 @@ ADAPTER = "adapter_config.json"
 def parse_patch(text: str) -> Candidate:
     """Return the patch that an option names; no text is read here whose length could set an automatic scale."""
     from hf_posenc.evaluation.measuring.candidates import Candidate
+    from hf_posenc.methods import get_method
 
-    candidate = Candidate.parse(text, unpatched=False).without_automatic_scale()
+    candidate = Candidate.parse(text, unpatched=False)
+    for part in (part for part in candidate.parts if part.auto):
+        get_method(part.method).from_options(**part.options)  # raises where it requires a scale
+    parts = tuple(dataclasses.replace(part, auto=False) for part in candidate.parts)
+    candidate = dataclasses.replace(candidate, parts=parts)
     candidate.check_values()
     return candidate
 

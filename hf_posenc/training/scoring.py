@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents, special_prefix
-from hf_posenc.evaluation.flags import output_folder, read_whole
-from hf_posenc.evaluation.grid import number
+from hf_posenc.evaluation.grid import MethodEntry, number
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
-from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
+from hf_posenc.evaluation.options import output_folder, read_whole
 from hf_posenc.evaluation.perplexity.protocols import make_settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.run import PerplexityRun

@@ -43,7 +43,7 @@ def _expand(entries: list[Any], docs: Path, named: set[str]) -> list[Any]:
 
 def _methods(pages: list[str]) -> list[Any]:
     """Return the pages of methods by kind; a page that is of no method comes first."""
-    from hf_posenc.cli.methods import kinds
+    from hf_posenc.cli.inspection import kinds
 
     result: list[Any] = []
     left = dict.fromkeys(pages)

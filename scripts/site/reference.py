@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from hf_posenc.cli.inspection import recipe_table
-from hf_posenc.cli.methods import kinds
+from hf_posenc.cli.inspection import kinds, recipe_table
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.grid import Grid, escaped, markdown_table, to_markdown
 from hf_posenc.methods import METHODS, Method

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.evaluation.bench import BenchResult
-from hf_posenc.evaluation.flags import parse_tasks
+from hf_posenc.evaluation.options import parse_tasks
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.evaluation.suites import SUITES

@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
-from hf_posenc.cli.command import expand
-from hf_posenc.evaluation.flags import MODEL, help_texts, option, parse_lengths
+from hf_posenc.cli.app import expand
+from hf_posenc.evaluation.options import MODEL, help_texts, option, parse_lengths
 from hf_posenc.lengths import even_depths
 
 RUNNER = CliRunner()
@@ -83,31 +83,21 @@ def invoke(*arguments: str) -> tuple[Any, list[Any]]:
     return RUNNER.invoke(app, list(arguments)), seen
 
 
-def test_what_is_not_given_is_the_default() -> None:
+def test_values_are_parsed_into_their_classes() -> None:
     result, (options, other) = invoke()
     assert result.exit_code == 0, result.output
-    assert options == Options(depths=(0.0, 0.5, 1.0), short=True)
-    assert other == Other()
-
-
-def test_values_are_parsed_into_their_classes() -> None:
+    assert (options, other) == (Options(depths=(0.0, 0.5, 1.0), short=True), Other())
     arguments = "--patch a --patch b --lengths 1k,64 --depths 2 --no-short --count 5 --replace x"
     result, (options, other) = invoke(*arguments.split())
     assert result.exit_code == 0, result.output
-    assert options == Options(
-        methods=["a", "b"], lengths=(64, 1024), depths=(0.0, 1.0), count=5, replace=True
-    )
+    given: dict[str, Any] = {"methods": ["a", "b"], "lengths": (64, 1024), "depths": (0.0, 1.0)}
+    assert options == Options(**given, count=5, replace=True)
     assert (other.name, options.python_only) == ("x", 7)
 
 
 def test_refused_values_and_unknown_options() -> None:
-    for arguments in (
-        ["--count", "0"],
-        ["--no-replace"],
-        ["--python-only", "1"],
-        ["--methods", "a"],
-    ):
-        assert invoke(*arguments)[0].exit_code == 2
+    for arguments in ("--count 0", "--no-replace", "--python-only 1", "--methods a"):
+        assert invoke(*arguments.split())[0].exit_code == 2
 
 
 def test_help_is_wrapped_to_the_terminal_and_nowhere_else() -> None:

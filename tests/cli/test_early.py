@@ -81,7 +81,7 @@ WRONG = [
     ("sweep --patch none", "There is nothing to compare"),
     ("sweep --scales 0.5", "--scales 0.5: give numbers above 1"),
     ("sweep ./nowhere", "There is no model folder ./nowhere"),
-    ("search --objective speed", "Unknown value of --objective 'speed'"),
+    ("search --short-texts long", "Unknown value of --short-texts 'long'"),
     ("search --text nowhere.txt", "No document can be used"),
     ("extend --target-length 4x", "--target-length 4x: '4x' is no length"),
     ("extend --budget soon", "'soon' is no time"),

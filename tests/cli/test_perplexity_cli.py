@@ -64,17 +64,6 @@ def test_shares_in_several_terminals_give_what_one_process_gives(
     assert read(tmp_path / "one")["command"].endswith("--patch none --patch yarn")
 
 
-def test_a_finished_run_is_shown_again_without_a_forward(
-    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(model, texts, tmp_path).exit_code == 0
-    monkeypatch.setattr(
-        "hf_posenc.evaluation.scoring.head_replay.TokenScorer.__call__",
-        lambda *_, **__: pytest.fail("it was measured again"),
-    )
-    assert "Wrote perplexity.json" in run(model, texts, tmp_path).stdout
-
-
 def test_a_resumed_run_counts_what_is_in_the_records(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:

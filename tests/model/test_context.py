@@ -160,7 +160,7 @@ def test_what_is_recommended_and_truncated(
     assert advice.needed
     assert (advice.carried.original, advice.carried.trained) == (read.original, read.trained)
     scaled = read.original < read.reach
-    assert advice.limits.original in ((read.original, read.reach) if scaled else (read.reach,))
+    assert advice.start in ((read.original, read.reach) if scaled else (read.reach,))
 
 
 @pytest.mark.parametrize("checkpoint", TWO_WAYS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.documents import Skipped
-from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.page import collect, render
 from hf_posenc.evaluation.perplexity.protocols import Settings

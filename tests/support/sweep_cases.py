@@ -11,18 +11,17 @@ from typing import Any, TypeVar
 import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.measuring.result import MethodEntry
+from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
-from hf_posenc.evaluation.tuning import Race
-from hf_posenc.evaluation.tuning.search import SearchJob, SearchRun
-from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
+from hf_posenc.evaluation.tuning.search import SearchJob
+from hf_posenc.evaluation.tuning.sweep import Race, SweepJob, SweepResult, TuningResult
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
-ResultT = TypeVar("ResultT")
+ResultT = TypeVar("ResultT", bound=TuningResult)
 SETTINGS = Settings((64, 160), ("tail",))
 ABOUT: dict[str, Any] = {
     "model": {"name": "tiny"},
@@ -53,7 +52,7 @@ def sweep_of(model: Any, count: int, candidates: Any, settings: Settings = SETTI
 
 def search_of(model: Any, count: int, own: SearchSettings, bound: float | None = None) -> SearchJob:
     """A search over so many documents."""
-    whole = SearchRun(model, texts(count), (), SETTINGS, metadata=ABOUT)
+    whole = PerplexityRun(model, texts(count), (), SETTINGS, metadata=ABOUT)
     return SearchJob(whole=whole, own=own, max_regression=bound)
 
 

@@ -38,7 +38,6 @@ from hf_posenc.evaluation.device.result import (
     Row,
 )
 from hf_posenc.evaluation.documents import TokenizedDocument
-from hf_posenc.evaluation.flags import refuse_others
 from hf_posenc.evaluation.grid import Grid, failure_field, listed, number
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
@@ -51,7 +50,7 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import BenchOptions
+from hf_posenc.evaluation.options import BenchOptions, refuse_others
 from hf_posenc.evaluation.scoring import release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost

@@ -29,9 +29,8 @@ from hf_posenc.attention.checks.comparison import (
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.device import Clock, Layers, device_of
 from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
-from hf_posenc.evaluation.flags import with_fields
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.options import SelftestOptions
+from hf_posenc.evaluation.options import SelftestOptions, with_fields
 from hf_posenc.evaluation.scoring import reason_of, release
 
 ROUNDS, ENOUGH = 7, 0.1

@@ -19,23 +19,27 @@ import torch
 from torch import nn
 
 from hf_posenc.embedded import model_path
-from hf_posenc.engines import ENGINES, export, write_export
+from hf_posenc.engines import ENGINES, export
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend.result import ATTENTION, TABLE, Choice, ExtendResult, choose
-from hf_posenc.evaluation.flags import duration, output_folder, with_fields
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import CONTROLS, TRUNCATION, Candidate
-from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
+from hf_posenc.evaluation.measuring.execute import Progress, silent
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
-from hf_posenc.evaluation.options import ExtendOptions, RetrievalOptions
-from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.evaluation.options import (
+    ExtendOptions,
+    RetrievalOptions,
+    duration,
+    output_folder,
+    with_fields,
+)
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval import run as retrieval
 from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
-from hf_posenc.evaluation.tuning.results import recipe
+from hf_posenc.evaluation.tuning.sweep import recipe
 from hf_posenc.files import disk_errors, write_atomically
 from hf_posenc.model.context import readings
 from hf_posenc.model.discovery import rotary_tables
@@ -82,12 +86,6 @@ class ExtendJob(Rung[ExtendResult]):
     say: Callable[[str], None] = silent
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """The original and the target length, in tokens."""
-        original, target = self.settings.lengths
-        return original, target
-
-    @property
     def halves(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """The documents that choose, and those that report: every second one, so that an order is in both alike."""
         return self.whole.documents[0::2], self.whole.documents[1::2]
@@ -125,8 +123,19 @@ class ExtendJob(Rung[ExtendResult]):
         chosen = next((c for c in methods if c.label == choice.winner), None)
         if chosen is not None:
             parts["perplexity"] = course(self.whole.part([*controls, chosen], reporting_half))
+            passkeys = RetrievalOptions(
+                methods=(TRUNCATION, chosen.spec),
+                lengths=self.settings.lengths,
+                tasks=("passkey",),
+                depths=depths(*self.settings.lengths),
+                samples=plan.samples,
+                bos=self.options.bos,
+                chunk=self.options.chunk,
+            )
+            named = {"name": self.name, "command": self.whole.metadata["command"]}
             try:
-                parts["retrieval"] = course(self._passkeys(chosen, plan))
+                job = retrieval.prepare(self.whole.model, self.tokenizer, passkeys, **named)
+                parts["retrieval"] = course(job)
             except PosencError as error:
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
@@ -138,8 +147,8 @@ class ExtendJob(Rung[ExtendResult]):
                 "environment": identity.environment(),
             },
             settings={
-                "original": self.lengths[0],
-                "target": self.lengths[1],
+                "original": self.settings.lengths[0],
+                "target": self.settings.lengths[1],
                 "budget": options.budget,
                 "max_regression": options.max_regression,
             },
@@ -157,20 +166,6 @@ class ExtendJob(Rung[ExtendResult]):
                 f"{folder} holds the model that an earlier run saved, and this one does not confirm it: remove it."
             )
         return result
-
-    def _passkeys(self, chosen: Candidate, plan: Plan) -> Measurement[Any, Any]:
-        """Return the retrieval of the chosen method and of truncation."""
-        options = RetrievalOptions(
-            methods=(TRUNCATION, chosen.spec),
-            lengths=self.lengths,
-            tasks=("passkey",),
-            depths=depths(*self.lengths),
-            samples=plan.samples,
-            bos=self.options.bos,
-            chunk=self.options.chunk,
-        )
-        about = {"name": self.name, "command": self.whole.metadata["command"]}
-        return retrieval.prepare(self.whole.model, self.tokenizer, options, **about)
 
     # The fit to the budget.
 
@@ -192,46 +187,43 @@ class ExtendJob(Rung[ExtendResult]):
                 rate = float(value["seconds"]) / run.forwarded
                 return self._fitted(rate), rate, remarks
             remarks.append(f"{candidate.spec} gave no number: {value['failed'][0][-1]}.")
+        specs = " nor ".join(each.spec for each in first)
         raise PosencError(
-            f"Neither {' nor '.join(each.spec for each in first)} gives a number at {self.lengths[1]:,} tokens: "
-            "nothing can be chosen. `hf-posenc perplexity` shows why."
+            f"Neither {specs} gives a number at {self.settings.lengths[1]:,} tokens: nothing can be chosen. `hf-posenc "
+            "perplexity` shows why."
         )
 
     def _fitted(self, rate: float) -> Plan:
         """Return the largest plan that fits the budget at so many seconds per token."""
-        plans, budget = self._plans(), self.options.budget
+        costs: Counter[str] = Counter()
+        for item in self.whole.items:
+            costs[item.label] += item.cost * (item.order == 0)
+        budget, most, plans = self.options.budget, min(HALF, len(self.halves[1])), []
+        original, target = self.settings.lengths
+        prompt = ANSWERS * (original + target + 2 * original)
+        for each, samples in itertools.product(EACH, SAMPLES):
+            labels = [candidate.label for candidate in self.taken(each)]
+            # both halves have the controls that they need, the reporting one the dearest method that can win
+            measured = [*labels, max(labels, key=costs.__getitem__), TRUNCATION]
+            tokens = sum(costs[label] for label in (*measured, *(c.label for c in self.controls)))
+            # fewer documents than `FEW_DOCUMENTS` only if there are no more
+            for documents in range(min(FEW_DOCUMENTS, most), most + 1):
+                total = tokens * documents + DEPTHS * samples * prompt
+                plans.append(Plan(each, documents, samples, total))
         fitting = [plan for plan in plans if plan.tokens * rate <= budget]
         if not fitting:
             least = min(plans, key=lambda plan: plan.tokens)
             needed = least.tokens * rate
             raise PosencError(
                 f"--budget {duration(budget)} is too short: the least that makes sense, {self._amounts(least)}, takes "
-                f"about {duration(needed)} here ({duration(rate * self.lengths[1])} a window of {self.lengths[1]:,} "
-                f"tokens). Give --budget {math.ceil(needed / 60)}m, or a shorter --target-length. What was measured is "
-                "kept."
+                f"about {duration(needed)} here ({duration(rate * target)} a window of {target:,} tokens). Give "
+                f"--budget {math.ceil(needed / 60)}m, or a shorter --target-length. What was measured is kept."
             )
 
         def worth(plan: Plan) -> tuple[int, ...]:
             return min(plan.documents, ENOUGH), plan.each, plan.samples, plan.documents
 
         return max(fitting, key=worth)
-
-    def _plans(self) -> list[Plan]:
-        """Return every sensible plan; fewer documents than `FEW_DOCUMENTS` only if there are no more."""
-        costs: Counter[str] = Counter()
-        for item in self.whole.items:
-            costs[item.label] += item.cost * (item.order == 0)
-        most, plans = min(HALF, len(self.halves[1])), []
-        prompt = ANSWERS * (sum(self.lengths) + 2 * self.lengths[0])
-        for each, samples in itertools.product(EACH, SAMPLES):
-            labels = [candidate.label for candidate in self.taken(each)]
-            # both halves have the controls that they need, the reporting one the dearest method that can win
-            measured = [*labels, max(labels, key=costs.__getitem__), TRUNCATION]
-            tokens = sum(costs[label] for label in (*measured, *(c.label for c in self.controls)))
-            for documents in range(min(FEW_DOCUMENTS, most), most + 1):
-                total = tokens * documents + DEPTHS * samples * prompt
-                plans.append(Plan(each, documents, samples, total))
-        return plans
 
     def _amounts(self, plan: Plan) -> str:
         methods, documents = len(self.taken(plan.each)), plan.documents
@@ -242,16 +234,13 @@ class ExtendJob(Rung[ExtendResult]):
         return f"{self._amounts(plan)}: about {takes} of {budget}."
 
     def estimate(self, device: torch.device) -> dict[str, Any]:
-        """Return the plan that fits the budget by the rate of a device, the seconds that it takes, and both as a line.
-
-        Nothing is run, and a run fits its plan to the seconds of one window.
-        """
+        """Return the plan that fits the budget by the rate of a device; a run fits its own to one timed window."""
         operations, source = rate_of(device)
         if operations is None:
             raise PosencError(
                 f"The time is unknown: {source}. Without --dry-run one window is timed."
             )
-        target = self.lengths[1]
+        target = self.settings.lengths[1]
         rate = run_cost(self.whole.model, [(target, 1)]).flops / target / operations
         plan = self._fitted(rate)
         line = f"{self._announcement(plan, rate)} That is {source}; a run times one window first."
@@ -297,10 +286,21 @@ class ExtendJob(Rung[ExtendResult]):
             plain = patch.export is not None
             verified = verify_export(folder, model, plain=plain)
             require(verified)
+        exports = {}
+        for engine in ENGINES:
+            made = export(folder, engine)
+            way = (
+                ", as it is"
+                if engine == "transformers5"
+                else f": hf-posenc export PATH --to {engine}"
+            )
+            exports[engine] = f"yes{way}"
+            if not made.possible:  # empty where nothing is known
+                exports[engine] = made.reason and f"no: {made.reason}"
         result.saved = {
             "folder": str(folder),
             "verified": str(verified).replace(str(folder), "The saved model", 1),
-            "exports": {engine: _exported(folder, engine) for engine in ENGINES},
+            "exports": exports,
         }
         write_atomically(folder / "README.md", result.card(plain, patch.methods))
 
@@ -308,8 +308,8 @@ class ExtendJob(Rung[ExtendResult]):
         """Return the command that fine-tunes the model with the best table, or with yarn."""
         tables = [label for label in choice.ranked if kinds[label] == TABLE]
         specs = {candidate.label: candidate.spec for candidate in self.methods(TABLE)}
-        spec = specs[tables[0]] if tables else f"yarn:target_length={self.lengths[1]}"
-        target = str(self.lengths[1])
+        spec = specs[tables[0]] if tables else f"yarn:target_length={self.settings.lengths[1]}"
+        target = str(self.settings.lengths[1])
         command = ["hf-posenc", "finetune", "--patch", spec, "--target_length", target]
         if name := _argument(self.whole.model, self.name):
             command += ["--model", name]
@@ -319,22 +319,6 @@ class ExtendJob(Rung[ExtendResult]):
             command += ["--text", "YOUR_TRAINING_TEXT", "--score_text"]
             command += source.get("paths") or ["OTHER_TEXT"]
         return shlex.join(command)
-
-
-def _exported(folder: Path, engine: str) -> str:
-    """Export the saved model to an engine, and return the answer of the card; empty where nothing is known."""
-    made, target = export(folder, engine), folder / "exports" / engine
-    if not made.possible:
-        return made.reason and f"no: {made.reason}"
-    if engine == "transformers5":
-        return "yes, as it is"
-    if engine.startswith("transformers"):
-        return f"yes: hf-posenc export {folder} --to {engine}"
-    for name in ("config.json", "export.json"):  # of an earlier run, maybe elsewhere
-        (target / name).unlink(missing_ok=True)
-    write_export(made, target)
-    flags = f", with {' '.join(made.flags)}" if made.flags else ""
-    return f"yes: exports/{engine}{flags}"
 
 
 def _argument(model: Any, name: str | None) -> str:
@@ -426,7 +410,6 @@ def prepare(
         replace(options, target_length=target, limit=options.limit or 2 * HALF),
         original,
         embedded_limit=2 * HALF,
-        kind=PerplexityRun,
         candidates=candidates,
         name=name,
         command=command,

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from huggingface_hub import ModelCardData
 
-from hf_posenc.evaluation.flags import duration
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
@@ -22,14 +21,12 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import NEEDED, TOO_FEW, Cell, Interval
+from hf_posenc.evaluation.options import duration
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
-from hf_posenc.evaluation.tuning.board import Board
-from hf_posenc.evaluation.tuning.results import recipe_file, with_range
+from hf_posenc.evaluation.tuning import Board
+from hf_posenc.evaluation.tuning.sweep import recipe_file, with_range
 from hf_posenc.files import finite
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SINKS = "attention_sinks"
 TABLE, ATTENTION = "table", "attention"
@@ -130,21 +127,13 @@ class ExtendResult(Result):
     demands: list[Demand] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bound = float(self.settings["max_regression"])
+        self.lengths: tuple[int, int] = self.settings["original"], self.settings["target"]
         self.choice = choose(self.choosing, self.kinds, self.bound)
         self.demands = list(self._demands())
 
     def __repr__(self) -> str:
         return f"ExtendResult({self.lines()[0]})"
-
-    @property
-    def bound(self) -> float:
-        """The accepted growth of perplexity."""
-        return float(self.settings["max_regression"])
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """The original and the target length, in tokens."""
-        return self.settings["original"], self.settings["target"]
 
     @property
     def winner(self) -> str | None:
@@ -256,16 +245,23 @@ class ExtendResult(Result):
         cell = self.winner and self.against(self.winner, TRUNCATION, target)
         perplexity = f"perplexity {number(cell.perplexity)}{_ends(cell.interval)}, " if cell else ""
         documents = 0 if self.perplexity is None else len(self.perplexity.documents)
-        found = "; ".join(f"{each.name}: {_met([each])}{each.numbers}" for each in needles)
         if self.winner in others:
             others.remove(self.winner)
+
+        def met(demands: Sequence[Demand]) -> str:
+            return "" if all(demand.met for demand in demands) else "NOT MET: "
+
+        def numbers(demands: Sequence[Demand]) -> str:
+            return ", ".join(demand.numbers for demand in demands) or "not measured"
+
+        found = "; ".join(f"{each.name}: {met([each])}{each.numbers}" for each in needles)
         equal = f"; not told apart from it: {', '.join(others)}" if others else ""
         measured, budget = duration(self.plan["measured"]), duration(self.settings["budget"])
         return [
             verdict,
-            f"Long texts, {documents} documents that did not choose: {_met(long)}{perplexity}{_numbers(long)}.",
+            f"Long texts, {documents} documents that did not choose: {met(long)}{perplexity}{numbers(long)}.",
             f"N{found[1:]}." if found else "Needles: not measured.",
-            f"Short texts: {_met(short)}{_numbers(short)}.",
+            f"Short texts: {met(short)}{numbers(short)}.",
             (
                 f"Chosen among {len(self.kinds)} methods by {len(self.choosing.documents)} other documents{equal}. "
                 f"Measured in {measured} of {budget}; ranges: 95 %."
@@ -281,12 +277,6 @@ class ExtendResult(Result):
             for engine, support in self.saved["exports"].items():
                 engines.setdefault(support, []).append(engine)
             yield from (f"{', '.join(names)}: {support}" for support, names in engines.items())
-
-    def problems(self) -> Iterator[str]:
-        return iter(())  # a method that fails is an answer
-
-    def figures(self) -> dict[str, Figure]:
-        return {}
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the perplexities of both halves."""
@@ -386,14 +376,6 @@ class ExtendResult(Result):
             f"```bash\n{self.about['command']}\n```" if self.about["command"] else "",
         )
         return "\n\n".join(filter(None, sections)) + "\n"
-
-
-def _met(demands: Sequence[Demand]) -> str:
-    return "" if all(demand.met for demand in demands) else "NOT MET: "
-
-
-def _numbers(demands: Sequence[Demand]) -> str:
-    return ", ".join(demand.numbers for demand in demands) or "not measured"
 
 
 def _ends(interval: Interval | None, more: str = "") -> str:

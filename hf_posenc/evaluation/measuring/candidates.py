@@ -249,13 +249,6 @@ class Candidate:
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
 
-    def without_automatic_scale(self) -> Candidate:
-        """Return the candidate where no length of a text sets a scale; raise if a method requires one."""
-        for part in (part for part in self.parts if part.auto):
-            get_method(part.method).from_options(**part.options)
-        parts = tuple(dataclasses.replace(part, auto=False) for part in self.parts)
-        return dataclasses.replace(self, parts=parts)
-
     def arguments(self, scale: float = 1.0) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of `patch_model` with this automatic scale: method or methods, and keyword arguments."""
         if len(self.parts) > 1:
@@ -438,7 +431,25 @@ def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]
     Returns:
         The candidates, each with True if it is a control; the controls first.
     """
-    requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
+    requested = []
+    for candidate in map(Candidate.parse, specs):
+        takers = [part for part in candidate.parts if part.auto] or [
+            part  # works without a scale, and was given none (`dynamic_ntk`)
+            for part in candidate.parts
+            if isinstance(get_method(part.method).knobs().get("scale"), int | float)
+            and "scale" not in part.options
+        ]
+        if "target_length" in candidate.beside or not takers:
+            requested.append(candidate)
+            continue
+        for scale in scales(candidate) if callable(scales) else scales:
+            parts = [
+                Part(part.method, {"scale": scale, **part.options}) if part in takers else part
+                for part in candidate.parts
+            ]
+            for part in parts:
+                part.build(1.0)  # raises if the method refuses the scale
+            requested.append(Candidate.of(parts, candidate.beside))
     check_unique(requested)
     competing = [candidate for candidate in requested if candidate.parts]
     labels = [candidate.label for candidate in competing]
@@ -448,33 +459,6 @@ def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]
         )
     controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
-
-
-def at_scales(spec: str, scales: Scales) -> list[Candidate]:
-    """Return the candidates of one value of `--patch`."""
-    candidate = Candidate.parse(spec)
-    if callable(scales):
-        scales = scales(candidate)
-    takers = [part for part in candidate.parts if part.auto]
-    takers = takers or [part for part in candidate.parts if _has_default_scale(part)]
-    if "target_length" in candidate.beside or not takers:
-        return [candidate]
-    candidates = []
-    for scale in scales:
-        parts = [
-            Part(part.method, {"scale": scale, **part.options}) if part in takers else part
-            for part in candidate.parts
-        ]
-        for part in parts:
-            part.build(1.0)  # raises if the method refuses the scale
-        candidates.append(Candidate.of(parts, candidate.beside))
-    return candidates
-
-
-def _has_default_scale(part: Part) -> bool:
-    """Return whether a method that works without a scale was given none (`dynamic_ntk`)."""
-    default = get_method(part.method).knobs().get("scale")
-    return isinstance(default, int | float) and "scale" not in part.options
 
 
 def _number(text: str) -> float:

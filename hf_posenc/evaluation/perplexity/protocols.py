@@ -15,8 +15,7 @@ from importlib import resources
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.flags import read_whole
-from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.options import PerplexityOptions, read_whole
 
 DEFINITIONS = {
     "prefix": "the first L tokens of each document",

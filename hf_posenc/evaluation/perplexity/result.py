@@ -11,15 +11,16 @@ from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
+    MethodsResult,
     auto_scale_note,
     failure_field,
     length_head,
     listed,
+    nan_if_none,
     number,
     number_range,
 )
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
-from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
     CLAIM,
     FEW_NOTE,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.flags import output_folder, with_fields
+from hf_posenc.evaluation.grid import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import (
@@ -42,10 +42,9 @@ from hf_posenc.evaluation.measuring.candidates import (
 )
 from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
-from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
-from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.options import PerplexityOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.protocols import (
     SELF,
     Settings,

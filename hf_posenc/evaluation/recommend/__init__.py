@@ -1,4 +1,4 @@
-"""Recommendation of a method for a length: closed-form limits, published evidence, and a trial on the model.
+"""Recommendation of a method for a length: closed formulas, published evidence, and a trial on the model.
 
 From a model and a target length to classes of methods, each with its reason, and the cost of the cache.
 """
@@ -20,17 +20,13 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
-    FAST_TURNS,
     REFUSED,
     TOLERANCE,
-    TRAINED,
     WORKS,
     Option,
-    RotaryLimits,
     Start,
     option_of,
     rank,
-    rotary_limits,
     verdict,
 )
 from hf_posenc.lengths import read_length
@@ -43,11 +39,11 @@ from hf_posenc.patch.frequencies import refuse_local
 from hf_posenc.patch.patching import get_patch, moving_notes
 from hf_posenc.patch.request import resolve_request
 
-__all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
+__all__ = ["Advice", "CacheCost", "Carried", "Option", "recommend"]
 
 _PROBE_TOKENS = 4
 SHOWN = 3
-"""Methods of one kind that the table shows in a class; the notes name the others."""
+"""Methods of one kind that the answer names in a class."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,7 @@ class Advice:
         model_type: The type of its text decoder, and if the test matrix covers it (`tested`).
         carried: The scaling of the checkpoint's config, and the lengths with it and before it.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
-        limits: The limits of the table that frequency methods start from.
-        least_base: The least base for the target, by the condition of arXiv 2405.14591; `None`: no base meets it.
+        start: The length that they start from, in tokens.
         cache: The memory of keys and values at the target; `None` if it is unknown.
         options: Every method, by how it works at the target; within such a class the order is no finding.
     """
@@ -114,8 +109,7 @@ class Advice:
     target: int
     carried: Carried
     beside: dict[str, Any]
-    limits: RotaryLimits
-    least_base: float | None
+    start: int
     cache: CacheCost | None
     options: tuple[Option, ...]
 
@@ -127,7 +121,7 @@ class Advice:
     @property
     def factor(self) -> float:
         """The target as a multiple of the length that frequency methods start from."""
-        return self.target / self.limits.original
+        return self.target / self.start
 
     @property
     def best(self) -> list[Option]:
@@ -250,8 +244,7 @@ def recommend(
         target=target_length,
         carried=carried,
         beside=beside,
-        limits=rotary_limits(spec, target_length),
-        least_base=start.least_base if needed else None,
+        start=start.original,
         cache=cache_cost(inner, target_length, dtype),
         options=tuple(rank(options, start.factor)),
     )
@@ -355,36 +348,22 @@ def answer(advice: Advice) -> Iterator[str]:
         f"{name}: {named[name]}" for name in ("in a cache", "already scaled") if name in named
     )
     if advice.needed:
-        shown: dict[str, list[str]] = {}
-        for (works, kind), options in _groups(advice).items():
-            methods = ", ".join(option.method for option in options[:SHOWN])
-            shown.setdefault(works, []).append(f"{kind} {methods}")
-        yield from (f"{works}: {'; '.join(kinds)}" for works, kinds in list(shown.items())[:2])
+        shown: dict[str, dict[str, list[str]]] = {}
+        for option in advice.options:
+            shown.setdefault(option.works, {}).setdefault(option.kind, []).append(option.method)
+        for works, kinds in list(shown.items())[:2]:
+            named_kinds = (f"{kind} {', '.join(own[:SHOWN])}" for kind, own in kinds.items())
+            yield f"{works}: {'; '.join(named_kinds)}"
     yield from next_steps(advice)
 
 
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
-    carried, limits, target = advice.carried, advice.limits, advice.target
+    carried, target = advice.carried, advice.target
     kind, original, reach = carried.rope_type, carried.original, carried.reach
     by = f", by rope_type {kind} from {original:,}" if carried.scaled else ""
     unneeded = "" if advice.needed else f": {target:,} need no patch"
     yield "checkpoint", f"{reach:,} tokens by its config{by}{unneeded}."
-    turns = (
-        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
-        f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
-        f"model has not met. Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
-    )
-    yield "turns", turns
-    until, least = limits.similar_until, advice.least_base
-    similar = "no distance up to the target" if until is None else f"{until:,} tokens"
-    avoids = "no base avoids that" if least is None else f"{least:,.0f} is the least that does not"
-    base = (
-        f"{limits.theta:,.0f}. The first distance at which a similar token may lose to a random one: {similar}; up to "
-        f"{target:,} tokens {avoids} (arXiv 2405.14591, for this model's {limits.rotated} pairs). A rule of thumb, for "
-        "training."
-    )
-    yield "base", base
     unknown = "unknown: this model does not run without its weights."
     yield "cache", unknown if advice.cache is None else str(advice.cache)
     if carried.note:
@@ -418,50 +397,29 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
 
 
 def table(advice: Advice) -> Grid:
-    """Return the classes of methods that work without training from scratch, with up to three methods of each kind."""
-    groups = _groups(advice)
+    """Return every method with its class and the reason for it, in the order of the options."""
     title = f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
-    grid, names = Grid(title), [option.method for option in advice.options]
-    heads = {"works": [works for works, _ in groups], "changes": [kind for _, kind in groups]}
-    for head, shown in (heads | {"method": names}).items():
+    grid, before, kinds = Grid(title), "", [option.kind for option in advice.options]
+    heads = {"works": WORKS, "changes": kinds, "method": [o.method for o in advice.options]}
+    for head, shown in heads.items():
         grid.column(head, least=max(map(len, shown), default=0))
     grid.column("why")
-    for group, options in groups.items():
-        for number, option in enumerate(options[:SHOWN]):
-            reason = option.reason + (" [*]" if _untried(option) else "")
-            grid.row(*(("", "") if number else group), option.method, reason, rule=not number)
-    return grid
-
-
-def _groups(advice: Advice) -> dict[tuple[str, str], list[Option]]:
-    """Return the methods of each class and kind that `table` shows."""
-    groups: dict[tuple[str, str], list[Option]] = {}
     for option in advice.options:
-        if option.works not in (TRAINED, REFUSED):
-            groups.setdefault((option.works, option.kind), []).append(option)
-    # stable: kinds by their first method
-    return dict(sorted(groups.items(), key=lambda group: WORKS.index(group[0][0])))
+        works, new = option.works, option.works != before
+        reason = option.reason + (" [*]" if _untried(option) else "")
+        grid.row(works * new, option.kind, option.method, reason, rule=new)
+        before = works
+    return grid
 
 
 def notes(advice: Advice) -> Iterator[str]:
     """Yield the notes that belong to the table."""
-    for (works, kind), options in _groups(advice).items():
-        if more := [option.method for option in options[SHOWN:]]:
-            yield f"Also {works}, {kind}: {', '.join(more)}."
     if any(_untried(option) for option in advice.options):
         covered = "covers" if advice.tested else "does not cover"
         yield (
             f"[*] computes attention itself, and is tried only on a loaded model: --weights. The test matrix {covered} "
             f"{advice.model_type} (docs/architectures.md)."
         )
-    if trained := [option.method for option in advice.options if option.works == TRAINED]:
-        yield f"After training only: {', '.join(trained)}."
-    refused: dict[str, list[str]] = {}
-    for option in advice.options:
-        if option.works == REFUSED:
-            refused.setdefault(option.reason, []).append(option.method)
-    for reason, methods in refused.items():
-        yield f"Not {', '.join(methods)}: {reason}"
     yield (
         f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
         "length, on the model and text of that table; it says little about other models and longer texts. The classes "

@@ -1,4 +1,4 @@
-"""Closed-form limits of a rotary table, and the judgement of each method at a target length that follows from them.
+"""The judgement of each method at a target length, in closed form.
 
 Two things go wrong past the trained length, and each method trades one for the other. Slow pairs, which made less than
 one turn in training, reach angles that the model has never met. Slowed-down fast pairs, which distinguish neighbouring
@@ -22,7 +22,6 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.methods import (
     ABF,
     DPE,
-    Band,
     GrowingBands,
     LaMPE,
     LengthDependent,
@@ -64,55 +63,6 @@ _BLOCK = 1 << 14
 _LARGEST_SCALE = 16  # the search for a larger scale ends at this multiple of the plain one
 
 
-@dataclass(frozen=True)
-class RotaryLimits:
-    """Limits that follow from a table of base `theta` and rotary dimension `dim`, trained at `original` tokens.
-
-    Attributes:
-        turns: Turns that each pair makes over L tokens, `L f_i / (2 pi)`; shape (d/2,).
-        rotated: Number of pairs that rotate.
-        full_turns: Number of pairs that made one whole turn in training.
-        fast: Number of pairs that made `FAST_TURNS` turns in training.
-        critical_dimension: Features of these whole-turn pairs, `2 ceil(d/2 log_b(L / (2 pi)))` for a plain table (Liu
-            et al. 2023, arXiv 2310.05209); those past it have not seen all their angles.
-        similar_until: The first distance at which `sum_i cos(m f_i)` is negative, so that a similar token no longer
-            gets more attention than a random one (arXiv 2405.14591, theorem 1); `None`: not up to the target.
-    """
-
-    original: int
-    theta: float
-    dim: int
-    turns: tuple[float, ...]
-    rotated: int
-    full_turns: int
-    fast: int
-    critical_dimension: int
-    similar_until: int | None
-
-    @property
-    def slow(self) -> int:
-        """Number of pairs that rotate, but made less than one turn in training."""
-        return self.rotated - self.full_turns
-
-
-def rotary_limits(spec: RopeSpec, target: int) -> RotaryLimits:
-    """Compute the limits of a table; `similar_until` is sought up to `target` tokens."""
-    table = spec.default_inv_freq()
-    turns = _turns(table, spec.original_max_position_embeddings)
-    full = int((turns >= 1).sum())
-    return RotaryLimits(
-        original=spec.original_max_position_embeddings,
-        theta=spec.theta,
-        dim=spec.dim,
-        turns=tuple(turns.tolist()),
-        rotated=int((table > 0).sum()),
-        full_turns=full,
-        fast=int((turns >= FAST_TURNS).sum()),
-        critical_dimension=2 * full,
-        similar_until=_similar_until(table, target),
-    )
-
-
 def least_base(spec: RopeSpec, length: int) -> float | None:
     """Return the least base of two digits with which a similar token gets more attention at all distances < `length`.
 
@@ -121,17 +71,16 @@ def least_base(spec: RopeSpec, length: int) -> float | None:
     `None` if there is no such base up to `LARGEST_BASE`.
     """
     searched = min(length, SEARCHED)
-    probes = [  # most bases fail at a few of them
+    probes = [  # most bases fail at a few distances; then all of them
         torch.linspace(searched // 64, searched - 1, count, dtype=torch.float64).round()
         for count in (100, 3_000, 50_000)
     ]
+    probes += torch.arange(searched, dtype=torch.float64).split(_BLOCK)
     for exponent in range(1, round(math.log10(LARGEST_BASE))):
         for digits in range(10, 100):
             base = digits * 10.0 ** (exponent - 1)
             table = ABF(rope_theta=base).inv_freq(spec)
-            if any(bool((torch.outer(each, table).cos().sum(1) < 0).any()) for each in probes):
-                continue
-            if _similar_until(table, searched) is None:
+            if not any(bool((torch.outer(each, table).cos().sum(1) < 0).any()) for each in probes):
                 return base * math.pow(length / searched, EXPONENT)
     return None
 
@@ -148,26 +97,9 @@ def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
     return original * float((trained[slow] / patched[slow]).min())
 
 
-def slowed_by(trained: Tensor, patched: Tensor, original: int) -> float:
-    """Return the largest factor by which a fast pair is slowed; at least 1."""
-    fast = (_turns(trained, original) >= FAST_TURNS) & (patched > 0)
-    if not bool(fast.any()):
-        return 1.0
-    return max(1.0, float((trained[fast] / patched[fast]).max()))
-
-
 def _turns(table: Tensor, length: int) -> Tensor:
     """Turns that each pair makes over a length, shape (d/2,)."""
     return table * (length / (2 * math.pi))
-
-
-def _similar_until(table: Tensor, limit: int) -> int | None:
-    for start in range(0, limit, _BLOCK):
-        distances = torch.arange(start, min(start + _BLOCK, limit), dtype=torch.float64)
-        negative = (torch.outer(distances, table).cos().sum(1) < 0).nonzero()
-        if len(negative):
-            return start + int(negative[0])
-    return None
 
 
 # Published evidence for methods without training: a digest of the tables in docs/data/published.json, which
@@ -242,11 +174,6 @@ class Start:
     def factor(self) -> float:
         """The target as a multiple of the trained length."""
         return self.target / self.original
-
-    @functools.cached_property
-    def least_base(self) -> float | None:
-        """The least base for the target length, which takes a fraction of a second to find."""
-        return least_base(self.spec, self.target)
 
 
 @dataclass(frozen=True)
@@ -329,7 +256,9 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     trained, original = start.spec.default_inv_freq(), start.original
     patched = method.inv_freq(start.spec, start.target)
     met = met_until(trained, patched, original)
-    slowed = slowed_by(trained, patched, original)
+    fast = (_turns(trained, original) >= FAST_TURNS) & (patched > 0)
+    ratios = trained[fast] / patched[fast]  # by how much neighbours are slowed
+    slowed = max(1.0, float(ratios.max())) if bool(fast.any()) else 1.0
     reaches = met >= start.target * (1 - 1e-9)
     works = AS_IT_IS if untrained else FINE_TUNED
     angles, near = "slow pairs stay at angles met in training", "fast pairs are untouched"
@@ -347,7 +276,7 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
 def _another_base(start: Start) -> Option:
     """A larger base, for a model that is then trained with it."""
     dim = start.spec.dim
-    least = start.least_base
+    least = least_base(start.spec, start.target)
     ntk = start.spec.theta * start.factor ** (dim / max(1, dim - 2))
     base = max(least or 0.0, ntk)
     step = 10.0 ** (math.floor(math.log10(base)) - 1)
@@ -397,7 +326,15 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands | GrowingBands)
     length = (target,) if isinstance(method, GrowingBands) else ()
-    farthest, read, sees_first = _distances(method.bands(original, *length), target)
+    # what the last query reads: the largest rotary distance, the number of keys, and if the first is one
+    query, keys = torch.tensor(target - 1), torch.arange(target)
+    farthest, read, sees_first = 0.0, 0, False
+    for band in method.bands(original, *length):
+        inside = keys[band.contains(query, keys)]
+        if len(inside):
+            distance = band.query_position(query) - band.key_position(inside)
+            farthest, read = max(farthest, float(distance.max())), read + len(inside)
+            sees_first = sees_first or int(inside[0]) == 0
     works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:
         works = WINDOW
@@ -412,19 +349,6 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
         reason = f"{reason}; {summary(evidence, target / original)}"
     options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
     return Option(kind.name, works, reason, options, attention=True, evidence=evidence)
-
-
-def _distances(bands: Sequence[Band], target: int) -> tuple[float, int, bool]:
-    """Return what the last query reads: the largest rotary distance, the number of keys, and if the first is one."""
-    query, keys = torch.tensor(target - 1), torch.arange(target)
-    farthest, read, sees_first = 0.0, 0, False
-    for band in bands:
-        inside = keys[band.contains(query, keys)]
-        if len(inside):
-            distance = band.query_position(query) - band.key_position(inside)
-            farthest, read = max(farthest, float(distance.max())), read + len(inside)
-            sees_first = sees_first or int(inside[0]) == 0
-    return farthest, read, sees_first
 
 
 def rank(options: list[Option], factor: float) -> list[Option]:

@@ -12,13 +12,14 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
+    MethodsResult,
     auto_scale_note,
     failure_field,
     length_head,
+    nan_if_none,
     percent,
     percent_range,
 )
-from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
 from hf_posenc.evaluation.plots import heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 

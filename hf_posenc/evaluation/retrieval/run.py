@@ -33,14 +33,13 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.flags import output_folder, with_fields
+from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
 from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
-from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import RetrievalOptions
+from hf_posenc.evaluation.options import RetrievalOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval import Answer, Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult

@@ -30,7 +30,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import duration
+from hf_posenc.evaluation.options import duration
 from hf_posenc.evaluation.scoring.decoder import sizes_alone
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.model.attention import native_implementation

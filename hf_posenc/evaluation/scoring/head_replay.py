@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache
 
 from hf_posenc.errors import PosencError, one_line
-from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.measuring.candidates import movement
+from hf_posenc.evaluation.options import read_whole
 from hf_posenc.evaluation.scoring import is_out_of_memory, release
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,

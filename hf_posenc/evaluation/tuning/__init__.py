@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import identity
-from hf_posenc.evaluation.measuring.candidates import Candidate, agreed
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, agreed
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
@@ -30,15 +30,21 @@ from hf_posenc.evaluation.measuring.execute import (
     silent,
     wait_for_all,
 )
-from hf_posenc.evaluation.measuring.statistics import Record
+from hf_posenc.evaluation.measuring.statistics import (
+    Cell,
+    Failure,
+    Interval,
+    Record,
+    side_of_one,
+    summarize,
+)
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, fingerprint_of
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
-from hf_posenc.evaluation.tuning.board import Board
 
 ResultT = TypeVar("ResultT")
-RunT = TypeVar("RunT", bound=PerplexityRun)
 
 
 class Course(contextlib.ExitStack):
@@ -119,6 +125,10 @@ class Rung(abc.ABC, Generic[ResultT]):
     def conduct(self, course: Course) -> ResultT:
         """Measure step by step, and return the result."""
 
+    @abc.abstractmethod
+    def estimate(self, device: torch.device) -> dict[str, Any]:
+        """Return the amounts, the `seconds` that they take on a device, and both as a line: the `cost`."""
+
     def run(
         self,
         folder: Path | None = None,
@@ -130,59 +140,6 @@ class Rung(abc.ABC, Generic[ResultT]):
         with Course(folder, shard, progress, waiting) as course:
             result = self.conduct(course)
         return None if shard.index else result
-
-
-@dataclass(kw_only=True)
-class Race(Rung[ResultT]):
-    """Sweep or search; the candidates of `whole` are those of each batch."""
-
-    result: ClassVar[type[Any]]
-
-    max_regression: float | None = None
-
-    @abc.abstractmethod
-    def course(self, board: Board) -> tuple[Sequence[tuple[Candidate, bool]], dict[str, Any]]:
-        """Measure batch by batch by `board.measure`, each depending on those before it.
-
-        Returns:
-            The candidates of the table, each with True for a control, the unpatched model first; and the fields that
-            only this kind of result has.
-        """
-
-    def conduct(self, course: Course) -> ResultT:
-        course.total = self.forwarded
-        board = Board(self.settings, self.max_regression)
-        board.measured = lambda *batch: course(self.whole.part(*batch))
-        result: ResultT = self.result.measured(self, *self.course(board), board)
-        return result
-
-    @functools.cached_property
-    def planned(self) -> tuple[int, dict[str, Any]]:
-        """The tokens that the model reads if no method fails, and the fields of a course that measures nothing."""
-        costs: dict[Key, int] = {}
-
-        def count(*batch: Any) -> Any:
-            records = []
-            for item in self.whole.part(*batch).items:
-                costs[item.key] = item.cost
-                for protocol, length in item.cells:
-                    # each is better than those before it, and the same on short texts: a search never returns to one
-                    nats = -float(len(costs) * (length == self.settings.lengths[-1]))
-                    about = item.label, str(protocol), int(length), item.document
-                    records.append(Record(*about, nats, 1, None, None, nats, 1.0))
-            return SimpleNamespace(records=records, failures=())
-
-        _, own = self.course(Board(self.settings, self.max_regression, measured=count))
-        return sum(costs.values()), own
-
-    @property
-    def forwarded(self) -> int:
-        """Tokens that the model reads in the whole course."""
-        return self.planned[0]
-
-    @abc.abstractmethod
-    def cost_line(self) -> str:
-        """Return the cost in one sentence."""
 
 
 def tried(
@@ -210,11 +167,10 @@ def prepared(
     original: int | None,
     *,
     embedded_limit: int,
-    kind: type[RunT],
     candidates: Sequence[Candidate] = (),
     name: str | None = None,
     command: str | None = None,
-) -> RunT:
+) -> PerplexityRun:
     """Read documents of at least the target length; return the run of all of them.
 
     `original` is the original length in tokens, `embedded_limit` the default number of the held-out modules, `name` the
@@ -255,4 +211,164 @@ def prepared(
         "skipped": skipped,
         "command": command,
     }
-    return kind(model, documents, candidates, settings, special=special, metadata=metadata)
+    return PerplexityRun(model, documents, candidates, settings, special=special, metadata=metadata)
+
+
+# Comparisons of methods by tail perplexity, for every rung.
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the table: a method over so many documents, or the reason why it `failed`.
+
+    Attributes:
+        perplexity: At the target length, with its 95 % interval over documents; NaN if it failed.
+        ratio: Its perplexity at the target length by that of the best method, over the documents of this row. The
+            interval is one of the board's `comparisons`; there is none on too few documents, or if it left early.
+        needed: Documents with which a ratio of 1.01 would be significant in 80 % of samples.
+        short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
+            a regression of 2 %. `None` if one of them failed.
+        left: True if it left a sweep before the last round: no verdict, since a bad start made it leave.
+    """
+
+    label: str
+    control: bool
+    documents: int
+    perplexity: float
+    interval: Interval | None
+    ratio: float | None
+    ratio_interval: Interval | None
+    short: float | None
+    failed: str | None
+    left: bool = False
+    needed: int | None = None
+
+    @property
+    def significant(self) -> bool:
+        """True if it differs significantly from the best method, all comparisons of the table considered."""
+        return side_of_one(self.ratio_interval) != 0
+
+
+@dataclass
+class Board:
+    """Comparisons of everything measured so far; methods have their labels, documents their names.
+
+    Attributes:
+        max_regression: The accepted growth of the perplexity of short texts, against `control` there.
+        comparisons: Comparisons with the best method that could have been made: their intervals hold together.
+        measured: Measures candidates on documents at lengths; its result has `records` and `failures`.
+    """
+
+    settings: Settings
+    max_regression: float | None = None
+    comparisons: int = 1
+    control: str = UNPATCHED
+    measured: Callable[..., Any] | None = None
+    records: dict[tuple[str, int, str], Record] = field(default_factory=dict)
+    failures: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: PerplexityResult, *bounds: Any) -> Board:
+        """Return the comparisons of a result; `bounds` are the other arguments."""
+        board = cls(result.settings, *bounds)
+        board.add(result.records, result.failures)
+        return board
+
+    def add(self, records: Iterable[Record], failures: Iterable[Failure]) -> None:
+        """Add what was measured."""
+        for record in records:
+            self.records.setdefault((record.method, record.length, record.document), record)
+        for failure in failures:
+            self.failures.setdefault((failure.method, failure.length), failure.reason)
+
+    def measure(self, *batch: Any) -> None:
+        """Measure candidates on documents at lengths, and add what was measured."""
+        assert self.measured is not None
+        result = self.measured(*batch)
+        self.add(result.records, result.failures)
+
+    def records_of(self, label: str, length: int, documents: Sequence[str]) -> list[Record]:
+        """Return the records of a method at a length on some documents, as far as there are any."""
+        found = (self.records.get((label, length, document)) for document in documents)
+        return [record for record in found if record is not None]
+
+    def failure(self, label: str, length: int, documents: Sequence[str]) -> str | None:
+        """Return the reason why there is no perplexity; `None` if there is one."""
+        if len(self.records_of(label, length, documents)) < len(documents):
+            return self.failures.get((label, length), "not measured")
+        finite = math.isfinite(self.loss(label, length, documents))
+        return None if finite else "the loss is not a finite number"
+
+    def loss(self, label: str, length: int, documents: Sequence[str]) -> float:
+        """Return total nats by total tokens; NaN without any."""
+        records = self.records_of(label, length, documents)
+        tokens = sum(record.tokens for record in records)
+        return math.fsum(record.nats for record in records) / tokens if tokens else math.nan
+
+    def cell(
+        self,
+        label: str,
+        length: int,
+        documents: Sequence[str],
+        other: str | None = None,
+        comparisons: int = 1,
+    ) -> Cell | None:
+        """Return the perplexity of a method, and its paired ratio to another; `None` if it failed."""
+        if self.failure(label, length, documents) is not None:
+            return None
+        records = self.records_of(label, length, documents)
+        if other is not None and self.failure(other, length, documents) is None:
+            records += self.records_of(other, length, documents)
+        return summarize(records, baseline=other or "", comparisons=comparisons)[0]
+
+    def past(self, label: str, documents: Sequence[str]) -> float:
+        """Return 0 within the bound on short texts, else the ratio there; infinite if there is none."""
+        if self.max_regression is None:
+            return 0.0
+        short = self.cell(label, self.settings.lengths[0], documents, self.control)
+        if short is None or short.ratio is None:
+            return math.inf
+        return short.ratio if short.ratio > 1 + self.max_regression else 0.0
+
+    def rank(self, labels: Iterable[str], documents: Sequence[str]) -> list[str]:
+        """Rank the methods that gave numbers on some documents, the best first.
+
+        Methods past the bound follow those within it, the nearest to the bound first: few documents then do not
+        exclude a method that more of them would admit.
+        """
+        target = self.settings.lengths[-1]
+        order = {
+            label: (self.past(label, documents), self.loss(label, target, documents))
+            for label in labels
+            if self.failure(label, target, documents) is None
+        }
+        return sorted(order, key=order.__getitem__)  # stable: the first named wins a tie
+
+    def row(
+        self,
+        label: str,
+        documents: Sequence[str],
+        best: str | None,
+        *,
+        control: bool = False,
+        left: bool = False,
+    ) -> Row:
+        """Return the row of a method over some documents, compared with the best one."""
+        original, target = self.settings.lengths
+        cell = self.cell(label, target, documents, best, self.comparisons)
+        near = self.cell(label, original, documents, self.control)
+        ratio = None if cell is None or label == best else cell.ratio
+        told = ratio is not None and not left
+        return Row(
+            label=label,
+            control=control,
+            documents=len(documents),
+            perplexity=math.nan if cell is None else cell.perplexity,
+            interval=None if cell is None else cell.interval,
+            ratio=ratio,
+            ratio_interval=cell.ratio_interval if cell is not None and told else None,
+            short=None if near is None or label == self.control else near.ratio,
+            failed=self.failure(label, target, documents),
+            left=left,
+            needed=None if cell is None else cell.needed,
+        )

@@ -1,31 +1,373 @@
-"""Sweep of methods times scales by successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, section 2).
+"""A race of methods by tail perplexity, and the sweep: successive halving of methods times scales.
 
-All methods are compared on a few documents, the better half of them on twice as many, and so on.
+`Race` and `TuningResult` are what sweep and search share. In a sweep (Jamieson and Talwalkar 2016, arXiv 1502.07943,
+section 2) all methods are compared on a few documents, the better half of them on twice as many, and so on.
 """
 
 from __future__ import annotations
 
+import abc
+import functools
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 
+from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import number
-from hf_posenc.evaluation.measuring.candidates import Candidate, crossed, original_length
-from hf_posenc.evaluation.measuring.result import listed_fields
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    MethodEntry,
+    failure_field,
+    listed_fields,
+    number,
+    number_range,
+)
+from hf_posenc.evaluation.measuring import identity
+from hf_posenc.evaluation.measuring.candidates import (
+    TRUNCATION,
+    UNPATCHED,
+    Candidate,
+    crossed,
+    original_length,
+)
+from hf_posenc.evaluation.measuring.statistics import (
+    FEW_DOCUMENTS,
+    FEW_NOTE,
+    NEEDED,
+    TOO_FEW,
+    Failure,
+    Interval,
+    Record,
+)
+from hf_posenc.evaluation.measuring.store import Key, fingerprint_of
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
-from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
 from hf_posenc.evaluation.plots import sweep_figure
-from hf_posenc.evaluation.tuning import Race, prepared, tried
-from hf_posenc.evaluation.tuning.board import Board, Row
-from hf_posenc.evaluation.tuning.results import TuningResult
+from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
+from hf_posenc.evaluation.tuning import Board, Course, Row, Rung, prepared, tried
+from hf_posenc.files import finite
+from hf_posenc.patch.patching import get_patch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+ResultT = TypeVar("ResultT", bound="TuningResult")
+
+
+@dataclass(kw_only=True)
+class Race(Rung[ResultT]):
+    """Sweep or search; the candidates of `whole` are those of each batch."""
+
+    result: ClassVar[type[Any]]
+
+    max_regression: float | None = None
+
+    @abc.abstractmethod
+    def course(self, board: Board) -> tuple[Sequence[tuple[Candidate, bool]], dict[str, Any]]:
+        """Measure batch by batch by `board.measure`, each depending on those before it.
+
+        Returns:
+            The candidates of the table, each with True for a control, the unpatched model first; and the fields that
+            only this kind of result has.
+        """
+
+    def conduct(self, course: Course) -> ResultT:
+        course.total = self.forwarded
+        board = Board(self.settings, self.max_regression)
+        board.measured = lambda *batch: course(self.whole.part(*batch))
+        compared, own = self.course(board)
+        whole, by_label = self.whole, {candidate.label: candidate for candidate, _ in compared}
+        documents = [document.to_dict() for document in whole.documents]
+        order = {name: index for index, name in enumerate(by_label)}
+        order |= {each["name"]: index for index, each in enumerate(documents)}
+        records = (record for record in board.records.values() if record.method in by_label)
+        result: ResultT = self.result(
+            settings=self.settings,
+            candidates=list(map(MethodEntry.of, by_label.values())),
+            controls=[candidate.label for candidate, control in compared if control],
+            documents=documents,
+            records=sorted(records, key=lambda r: (order[r.method], r.length, order[r.document])),
+            failures=[
+                Failure(label, "tail", length, reason)
+                for (label, length), reason in board.failures.items()
+                if label in by_label
+            ],
+            head_replay=whole.scorer.head_replay,
+            environment=identity.environment(),
+            fingerprint=fingerprint_of(whole.decisive),
+            **{**whole.metadata, **own},
+        )
+        if result.winner is not None:
+            about = str(result.model["name"]), *result.origin()
+            result.recipe = recipe(by_label[result.winner], whole.model, result.kind, *about)
+        return result
+
+    @functools.cached_property
+    def planned(self) -> tuple[int, dict[str, Any]]:
+        """The tokens that the model reads if no method fails, and the fields of a course that measures nothing."""
+        costs: dict[Key, int] = {}
+
+        def count(*batch: Any) -> Any:
+            records = []
+            for item in self.whole.part(*batch).items:
+                costs[item.key] = item.cost
+                for protocol, length in item.cells:
+                    # each is better than those before it, and the same on short texts: a search never returns to one
+                    nats = -float(len(costs) * (length == self.settings.lengths[-1]))
+                    about = item.label, str(protocol), int(length), item.document
+                    records.append(Record(*about, nats, 1, None, None, nats, 1.0))
+            return SimpleNamespace(records=records, failures=())
+
+        _, own = self.course(Board(self.settings, self.max_regression, measured=count))
+        return sum(costs.values()), own
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens that the model reads in the whole course."""
+        return self.planned[0]
+
+    @abc.abstractmethod
+    def cost_line(self) -> str:
+        """Return the tokens in one sentence."""
+
+    def estimate(self, device: torch.device) -> dict[str, Any]:
+        target = self.settings.lengths[-1]
+        window = run_cost(self.whole.model, [(target, self.settings.tail_tokens)])
+        seconds, takes = estimated(self.forwarded * (window.flops / target), device)
+        line = f"{self.cost_line()} {takes}"
+        return {"tokens": self.forwarded, "cost": line, "seconds": seconds}
+
+
+@dataclass(repr=False, kw_only=True)
+class TuningResult(PerplexityResult):
+    """Tail perplexities of methods at the original and the target length, and what follows from them.
+
+    Attributes:
+        race: The command's own settings, `max_regression` among them.
+        controls: Labels of the methods that are measured on every document and cannot win.
+        recipe: The best method as `load_patch` reads it; `None` if there is none.
+        rows: The rows of the table.
+        winner: The label of the best method; `None` if no method gave numbers within the bound.
+    """
+
+    version = 2
+    title: ClassVar[str]
+    stored: ClassVar[Sequence[str]] = ()
+    """Fields of the subclass in the JSON file."""
+
+    race: dict[str, Any]
+    controls: Sequence[str]
+    recipe: dict[str, Any] | None = None
+    rows: list[Row] = field(init=False)
+    winner: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.board = Board.of(self, self.race.get("max_regression"), self.comparisons)
+        self.rows = []
+        read = self._compare()
+        cells = (
+            self.board.cell(label, length, documents, UNPATCHED, max(1, len(read) - 1))
+            for label, documents in read.items()
+            for length in self.settings.lengths
+        )
+        self.cells = [cell for cell in cells if cell is not None]
+
+    @abc.abstractmethod
+    def _compare(self) -> dict[str, Sequence[str]]:
+        """Choose the best method, and fill `rows`; return the documents of each method, by label."""
+
+    @abc.abstractmethod
+    def origin(self) -> tuple[str, str]:
+        """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
+
+    @abc.abstractmethod
+    def _own(self) -> dict[str, Any]:
+        """The values of `to_dict` that only this kind of result has."""
+
+    @property
+    @abc.abstractmethod
+    def comparisons(self) -> int:
+        """Number of comparisons with the best method that could have been made; their intervals hold together."""
+
+    @property
+    def target(self) -> int:
+        """The target length, in tokens."""
+        return self.settings.lengths[-1]
+
+    @property
+    def kept(self) -> Row | None:
+        """A method to use instead of the best one, which did not beat it; `None` if the recipe is to be used."""
+        return None
+
+    def row(self, label: str) -> Row:
+        """Return the row of a method."""
+        return next(row for row in self.rows if row.label == label)
+
+    def entry(self, label: str) -> MethodEntry:
+        """Return the method of a label."""
+        return next(entry for entry in self.candidates if entry.label == label)
+
+    def call(self, label: str) -> str:
+        """Return the call of `patch_model` for a method."""
+        return Candidate.parse(self.entry(label).spec).call
+
+    def to_dict(self) -> dict[str, Any]:
+        described = self.described(
+            {"protocols": {"tail": self.settings.definition("tail")}},
+            source=self.source,
+            documents=self.documents,
+            skipped=self.skipped,
+            summary=self.rows,
+            recipe=self.recipe,
+            failures=self.failures,
+            records=self.records,
+        )
+        own: dict[str, Any] = finite(self._own())
+        about = {"race": self.race, "controls": list(self.controls)}
+        return {**described, **about, "comparisons": self.comparisons, **own}
+
+    @classmethod
+    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
+        """Read what `to_dict` returned; everything that follows from the records is computed again."""
+        names = ("race", "controls", "source", "documents", "recipe", *cls.stored)
+        return cls(
+            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
+            settings=Settings(**values["settings"]),
+            records=list(map(record_of, values["records"])),
+            **{name: values[name] for name in names},
+        )
+
+    def files(self) -> dict[str, str]:
+        return super().files() | recipe_file(self.kind, self.recipe)
+
+    def figures(self) -> dict[str, Figure]:
+        return {self.kind: self.plot()}
+
+    def guide(self) -> Iterator[str]:
+        return iter(())
+
+    def tables(self) -> list[Grid]:
+        """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
+        original, target = self.settings.lengths
+        grid = Grid(f"{self.title}, tail: {self.settings.definition('tail')}")
+        grid.column("method", least=12)  # longer text is wrapped
+        heads = ("docu-\nments", f"tail at\n{target:,}", f"at {original:,}, by\nunpatched")
+        for head in (*heads, "by the\nbest"):
+            grid.column(head, numeric=True)
+        grid.column("", least=9)
+        for row in self.rows:
+            grid.row(
+                row.label,
+                f"{row.documents:,}",
+                "-" if row.failed is not None else with_range(row.perplexity, row.interval, 3),
+                _percent(row.short),
+                "" if row.ratio is None else with_range(row.ratio, row.ratio_interval),
+                self.verdict(row),
+                mark="best" if row.label == self.winner else "control" if row.control else "",
+            )
+        return [grid]
+
+    def verdict(self, row: Row) -> Field:
+        """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
+
+        With fewer than five documents, or if it left a sweep early, there is no word about it.
+        """
+        bound = self.board.max_regression
+        if row.failed is not None:
+            return failure_field(row.failed)
+        if row.label == self.winner:
+            return Field("best")
+        if bound is not None and row.short is not None and row.short > 1 + bound:
+            word = "past the bound"
+        elif row.ratio is None:
+            return Field("control" if row.control else "")
+        elif row.left:
+            word = "left early"
+        elif row.documents < FEW_DOCUMENTS:
+            word = TOO_FEW
+        else:
+            word = ("worse" if row.ratio > 1 else "better") if row.significant else "undecided"
+        return Field(word + (", control" if row.control else ""))
+
+    # Sentences of the notes.
+
+    def _family(self) -> str:
+        """Describe the intervals of the ratios in a table."""
+        return (
+            f"those of the ratios are paired, and all {self.comparisons:,} comparisons that could have been made hold "
+            "together in 95 % of samples (Bonferroni)"
+        )
+
+    def _on_short(self, row: Row) -> str:
+        """Return the price on short texts, as the end of a sentence."""
+        at = self.settings.lengths[0]
+        return "" if row.short is None else f", {_percent(row.short)} at {at:,}"
+
+    def _against(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Compare the best method to each control among some rows, as a sentence."""
+        window = f"{TRUNCATION}, which reads only the last {self.settings.lengths[0]:,} tokens"
+        for row in (row for row in rows if row.control):
+            names = {UNPATCHED: "the unpatched model", TRUNCATION: window}
+            name = names.get(row.label, row.label)
+            if row.ratio is None:
+                yield f"{row.label} gave no number to compare with."
+            elif row.documents < FEW_DOCUMENTS:
+                yield f"There are {TOO_FEW} to compare it with {name}."
+            elif not row.significant:
+                needs = NEEDED.format(row.needed or 0)
+                yield f"It is not significantly different from {name} ({needs})."
+            elif row.ratio > 1:
+                yield f"It is better than {name}."
+            else:
+                yield (
+                    f"It is worse than {name}: on these documents, no method here benefits from the longer context."
+                )
+
+
+def recipe(
+    chosen: Candidate, model: Any, kind: str, checkpoint: str, source: str, description: str
+) -> dict[str, Any]:
+    """Return a candidate as `save_patch` writes it, with its name (the kind of the result) and origin."""
+    with chosen.applied(model, 1):
+        patch = get_patch(model)
+    assert patch is not None
+    about = {
+        "name": kind,
+        "model_types": [model.config.model_type],
+        "checkpoint": checkpoint,
+        "source": source,
+        "description": description,
+    }
+    return {**patch.config.to_dict(), "recipe": about}
+
+
+def recipe_file(kind: str, recipe: dict[str, Any] | None) -> dict[str, str]:
+    """Return the file of a recipe, formatted as those in the package; none without one."""
+    if recipe is None:
+        return {}
+    return {f"{kind}_recipe.json": json.dumps(recipe, indent=2, allow_nan=False) + "\n"}
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+
+def with_range(value: float, interval: Interval | None, digits: int = 4) -> Field:
+    """Return a field of a number, and below it the ends of its interval with so many digits."""
+    field = Field(number(value), value=value)
+    return field.append(f"\n{number_range(interval, digits)}", "aside") if interval else field
+
+
+# The sweep.
+
 
 LEAST = 2
 """Least number of methods in the last round, so that the best one is compared on every document."""
@@ -48,11 +390,6 @@ def round_sizes(documents: int, first: int) -> list[int]:
     return [*sizes[:-1], documents]
 
 
-def kept_of(entered: int) -> int:
-    """Return the number of methods that a round keeps."""
-    return min(entered, max(LEAST, -(-entered // 2)))
-
-
 def run_rounds(
     racers: Sequence[str],
     sizes: Sequence[int],
@@ -69,8 +406,8 @@ def run_rounds(
     for index, size in enumerate(sizes):
         measure(entered, size)
         ranked = rank(entered, size)
-        last = index + 1 == len(sizes)
-        kept = tuple(ranked if last else ranked[: kept_of(len(entered))])
+        half = min(len(entered), max(LEAST, -(-len(entered) // 2)))
+        kept = tuple(ranked if index + 1 == len(sizes) else ranked[:half])
         rungs.append(Round(size, entered, kept))
         entered = tuple(label for label in racers if label in kept)
         if not entered:
@@ -149,7 +486,18 @@ class SweepResult(TuningResult):
         if self.rungs[-1].documents < FEW_DOCUMENTS:
             yield FEW_NOTE
         if self.winner is None:
-            yield self._no_winner()
+            bound, original = self.board.max_regression, self.settings.lengths[0]
+            racing = [row for row in self.rows if not row.control and row.failed is None]
+            shorts = [(row.short, row.label) for row in racing if row.short is not None]
+            if bound is None or not shorts:
+                yield "No method gave a number: there is no winner."
+                return
+            ratio, label = min(shorts)
+            yield (
+                f"No method stays within +{100 * bound:.1f} % at {original:,} tokens; the nearest is {label} with "
+                f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
+                "alone, such as dynamic_yarn."
+            )
             return
         best = self.row(self.winner)
         yield (
@@ -162,20 +510,7 @@ class SweepResult(TuningResult):
             yield "It is significantly different from every other method of the last round."
         yield from self._against(self.rows)
 
-    def _no_winner(self) -> str:
-        bound, original = self.board.max_regression, self.settings.lengths[0]
-        racing = [row for row in self.rows if not row.control and row.failed is None]
-        shorts = [(row.short, row.label) for row in racing if row.short is not None]
-        if bound is None or not shorts:
-            return "No method gave a number: there is no winner."
-        ratio, label = min(shorts)
-        return (
-            f"No method stays within +{100 * bound:.1f} % at {original:,} tokens; the nearest is {label} with "
-            f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
-            "alone, such as dynamic_yarn."
-        )
-
-    def _origin(self) -> tuple[str, str]:
+    def origin(self) -> tuple[str, str]:
         row, plain = self.row(str(self.winner)), self.rows[0].perplexity
         price = row.short and f"; {row.short - 1:+.1%} at {self.settings.lengths[0]:,} tokens"
         return "hf-posenc sweep: methods times scales by successive halving", (
@@ -220,8 +555,7 @@ def prepare_sweep(
     methods = options.methods or SWEEP_METHODS
     candidates = tried(model, crossed(methods, options.scales or (2.0,)))
     original = original_length(model, [candidate for candidate, _ in candidates])
-    about |= {"embedded_limit": 20, "kind": PerplexityRun}
-    whole = prepared(model, tokenizer, source, options, original, **about)
+    whole = prepared(model, tokenizer, source, options, original, embedded_limit=20, **about)
     if options.scales is None:
         read, target = whole.settings.lengths
         originals = {repr(c.beside): c.original for c, _ in candidates if c.patches}

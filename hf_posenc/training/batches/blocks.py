@@ -31,8 +31,8 @@ from hf_posenc.evaluation.documents import (
     tokenize,
 )
 from hf_posenc.evaluation.documents.document import as_entries
-from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.measuring.identity import check_tokenizer, tokenizer_hash
+from hf_posenc.evaluation.options import read_whole
 from hf_posenc.files import disk_errors, to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.training.batches.collator import Numbers

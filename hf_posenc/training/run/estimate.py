@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_posenc.evaluation.flags import duration
+from hf_posenc.evaluation.options import duration
 from hf_posenc.evaluation.scoring.estimate import (
     FLOAT,
     ModelShape,

@@ -20,9 +20,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
-from hf_posenc.evaluation.flags import Flag, help_texts, option
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
-from hf_posenc.evaluation.options import DocumentOptions
+from hf_posenc.evaluation.options import DocumentOptions, Flag, help_texts, option
 from hf_posenc.lengths import read_length
 from hf_posenc.training.names import DRAWN, POSITIONS, PROMPTED, Trained
 

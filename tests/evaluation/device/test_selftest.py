@@ -153,7 +153,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     monkeypatch.setattr(run, "selftest", small)
     verdicts.write(CPU, {Case("old", "bands", "float32", 16): None})
     file = tmp_path / "selftest.json"
-    result = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--json", str(file)])
+    result = CliRunner().invoke(app, ["selftest", "--device", "cpu", str(file)])
     assert result.exit_code == 1, result.output
     values = json.loads(file.read_text())
     assert not values["passed"]

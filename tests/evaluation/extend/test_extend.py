@@ -25,10 +25,9 @@ from hf_posenc.evaluation import extend as room
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend import ExtendJob, Plan, depths, extend, prepare
 from hf_posenc.evaluation.extend.result import ExtendResult
-from hf_posenc.evaluation.flags import duration, read_duration
 from hf_posenc.evaluation.measuring import execute
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.options import ExtendOptions, SweepOptions
+from hf_posenc.evaluation.options import ExtendOptions, SweepOptions, duration, read_duration
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
@@ -325,8 +324,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert get_patch(job.whole.model) is None
     card = (tmp_path / "README.md").read_text()
     assert result.lines()[1] in card
-    assert "| vllm | yes: exports/vllm" in card
-    assert (tmp_path / "exports" / "vllm" / "config.json").is_file()
+    assert "| vllm | yes: hf-posenc export PATH --to vllm |" in card
 
 
 def losing_to(control: str, ratio: float = 0.03) -> Loss:

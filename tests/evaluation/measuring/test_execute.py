@@ -81,22 +81,6 @@ class Losses(Measurement[Text, tuple[Sums, dict[Any, str]]]):
         return losses, Failures.of(self.items, values.get).reasons()
 
 
-def test_what_is_stored_is_skipped_and_shares_add_up() -> None:
-    whole, alone = Losses(("none", "yarn:scale=2")), Records()
-    execute(whole, alone)
-    expected = collected(whole, alone)
-    shared = Records()
-    for index in range(3):
-        run = Losses(("none", "yarn:scale=2"))
-        assert collected(run, shared) is None
-        execute(run, shared, Shard(index, 3))
-        assert len(run.measured) in (2, 3)
-    assert collected(whole, shared) == expected
-    again = Losses(("none", "yarn:scale=2"))
-    execute(again, shared)
-    assert not again.measured
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[int, int]) -> None:
     store = Records()

@@ -9,8 +9,8 @@ import pytest
 
 import hf_posenc
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import MethodEntry
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.methods import METHODS, LengthDependent, LogN, ReRoPE, YaRN
 from tests.support import zoo
 from tests.support.references import REQUIRED

@@ -10,8 +10,8 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.flags import parse_lengths
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
+from hf_posenc.evaluation.options import parse_lengths
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, make_settings, plan
 from hf_posenc.evaluation.perplexity.run import joined
 from tests.support import peers, zoo

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.flags import parse_lengths
+from hf_posenc.evaluation.options import parse_lengths
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, default_lengths, plan
 
 

@@ -19,10 +19,9 @@ from rich.console import Console
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
-from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook
+from hf_posenc.evaluation.grid import Column, Grid, MethodEntry, number, to_notebook
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult

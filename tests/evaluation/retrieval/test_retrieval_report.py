@@ -32,7 +32,7 @@ LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 
 
 def entry(label: str, method: str | None, auto: bool = False) -> Any:
-    from hf_posenc.evaluation.measuring.result import MethodEntry
+    from hf_posenc.evaluation.grid import MethodEntry
 
     return MethodEntry(label, label, method, [], {}, None, auto, 256, False)
 

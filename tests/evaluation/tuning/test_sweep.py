@@ -15,17 +15,15 @@ import torch
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.measuring.candidates import Candidate, crossed
 from hf_posenc.evaluation.measuring.execute import Attempt
 from hf_posenc.evaluation.measuring.statistics import estimate
-from hf_posenc.evaluation.options import SweepOptions
+from hf_posenc.evaluation.options import SweepOptions, parse_scales
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.tuning import tried
 from hf_posenc.evaluation.tuning.sweep import (
     SweepResult,
-    kept_of,
     prepare_sweep,
     round_sizes,
     run_rounds,
@@ -112,7 +110,9 @@ def test_rounds_double_the_documents_and_halve_the_methods() -> None:
     assert round_sizes(20, 5) == [5, 10, 20]
     assert round_sizes(12, 5) == [5, 10, 12]
     assert round_sizes(3, 5) == [3]
-    assert [kept_of(n) for n in (16, 9, 3, 2, 1)] == [8, 5, 2, 2, 1]
+    for entered, kept in {16: 8, 9: 5, 3: 2, 2: 2, 1: 1}.items():
+        first, _ = run_rounds(list("abcdefghijklmnop"[:entered]), [1, 2], lambda own, _: list(own))
+        assert len(first.kept) == kept
     seen: list[tuple[int, int]] = []
     quality = {f"m{index}": (index * 7) % 16 for index in range(16)}
     rungs = run_rounds(

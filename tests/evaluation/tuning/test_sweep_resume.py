@@ -135,12 +135,8 @@ def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path)
     ("more", "said"),
     [
         (("sweep", "--target-length", "64"), "trained at 64"),
-        (("sweep", "--scales", "1"), "--scales 1"),
-        (("sweep", "--patch", "none"), "nothing to compare"),
         (("sweep", "--patch", "yarn", "--patch", "yarn:scale=4"), "yarn (scale 4) is given twice"),
         (("sweep", "--target-length", "4k"), "No document can be used"),
-        (("search", "--short-texts", "other"), "Unknown value of --short-texts 'other'"),
-        (("search", "--attention-factor", "-1"), "attention_factor is a number of at least 0"),
         (("search", "--target-length", "128", "--limit", "1"), "needs two documents"),
         (
             ("search", "--target-length", "128", "--search-documents", "5"),
