@@ -28,9 +28,8 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.options import RECIPES, read_yaml
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training.options import RECIPES, read_yaml
+from hf_posenc.training.train import finetune, parse_arguments
 
 LENGTHS = (256, 512, 1024)
 EMBEDDED_PATCH = "yarn:scale=4"  # that of the recipe embedded

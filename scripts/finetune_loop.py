@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_see
 
 from hf_posenc import embedded, evaluation, from_pretrained, get_patch, patch_model, training
 from hf_posenc.patch.config import parse_method
-from hf_posenc.training import checks, folder
-from hf_posenc.training.batches import blocks, collator
+from hf_posenc.training import blocks, collator, folder, processes
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Options:
 
 def main() -> None:
     """Train; the same command resumes a killed run."""
-    checks.join_on_cpu()
+    processes.join_on_cpu()
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)

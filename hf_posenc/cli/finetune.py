@@ -1,4 +1,4 @@
-"""`hf-posenc finetune`: help, completion and checks of the options that `hf_posenc.training.run` reads."""
+"""`hf-posenc finetune`: help, completion and checks of the options that `hf_posenc.training` reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hf_posenc.cli import early
 from hf_posenc.cli.command import parameter, signed
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import ModelOptions
-from hf_posenc.training.run import options, run
+from hf_posenc.training import options
+from hf_posenc.training.__main__ import run
 
 ALL = "--help-all"
 EPILOG = (
@@ -36,7 +37,7 @@ def finetune(context: typer.Context, **_: Any) -> None:
 
 
 class Finetune(TyperCommand):
-    """The command: typer shows and completes its options, and `hf_posenc.training.run` reads them."""
+    """The command: typer shows and completes its options, and `hf_posenc.training` reads them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # a shell asks for names

@@ -29,8 +29,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import write_atomically
 from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.training.checks import launcher
-from hf_posenc.training.ranks import gather, random_state
+from hf_posenc.training.processes import gather, launcher, random_state
 from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))

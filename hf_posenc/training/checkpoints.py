@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_posenc.errors import PosencError
 from hf_posenc.files import WEIGHT_FILES, disk_errors, to_json, write_atomically
-from hf_posenc.training.ranks import barrier
+from hf_posenc.training.processes import barrier
 
 MANIFEST = "complete.json"
 CONFIGS = ("config.json", "adapter_config.json")

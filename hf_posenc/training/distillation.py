@@ -14,7 +14,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch.patching import unpatch_model
-from hf_posenc.training.batches.collator import DRAWS, IGNORED
 from hf_posenc.training.chunked_loss import (
     Arguments,
     ChunkedLoss,
@@ -22,7 +21,8 @@ from hf_posenc.training.chunked_loss import (
     shifted,
     without_loss,
 )
-from hf_posenc.training.names import Trained
+from hf_posenc.training.collator import DRAWS, IGNORED
+from hf_posenc.training.options import Trained
 
 
 def distill(

@@ -40,7 +40,7 @@ from hf_posenc.training.checkpoints import (
     save_result,
     step_of,
 )
-from hf_posenc.training.ranks import barrier, gather, leave_group
+from hf_posenc.training.processes import barrier, gather, leave_group
 
 Settings = Mapping[str, Any]
 SETTINGS = "settings.json"

@@ -21,7 +21,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import patch_to_save
 from hf_posenc.seams.inspection import is_formula
-from hf_posenc.training.names import Trained
+from hf_posenc.training.options import Trained
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -31,7 +31,7 @@ from hf_posenc.files import to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.model.unwrapping import is_sharded, unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training import ranks
+from hf_posenc.training import processes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -107,8 +107,8 @@ class GroupRecords(Records):
         super().append(key, value)
 
     def refresh(self) -> None:
-        """Exchange values with the other ranks. Call it on all ranks."""
-        for values in ranks.gather({key: self._own.get(key) for key in self._keys}):
+        """Exchange values with the other processes. Call it on all processes."""
+        for values in processes.gather({key: self._own.get(key) for key in self._keys}):
             for key, value in values.items():
                 if value is not None:
                     super().append(key, value)
@@ -219,11 +219,13 @@ class Scores:
         precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._autocast is not None:
             precision = torch.autocast(next(model.parameters()).device.type, self._autocast)
-        with ranks.without_side_effects(model), precision:
+        with processes.without_side_effects(model), precision:
             described = identity.describe_model(
                 None, model, self._tokenizer, self._special, self._bos
             )
-            hashes = ranks.gather(described["weights_sha256"])  # each rank may hold another shard
+            hashes = processes.gather(
+                described["weights_sha256"]
+            )  # each rank may hold another shard
             both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
             described["weights_sha256"] = both if sharded else hashes[0]
             if self._autocast is not None:
@@ -232,7 +234,7 @@ class Scores:
             unchanging = ("name", "revision", "tokenizer", "bos")
             state = fingerprint_of({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            table = ranks.broadcast(self._read_table())
+            table = processes.broadcast(self._read_table())
             stages = [] if table is None else stages_of(table)
             if table is None or stage not in stages:
                 row = self._measure_row(model, stage, described, sharded, progress)
@@ -243,7 +245,7 @@ class Scores:
             else:
                 return table
         self._kept = table
-        if self.output is not None and ranks.group_shard().index == 0:
+        if self.output is not None and processes.group_shard().index == 0:
             values = table.to_dict()
             text = to_json({**values, "checksum": fingerprint_of(values)})
             write_atomically(self.output / FILE, text)
@@ -257,7 +259,7 @@ class Scores:
         sharded: bool,
         progress: Progress,
     ) -> PerplexityResult:
-        shard = ranks.group_shard()
+        shard = processes.group_shard()
         together = sharded and shard.count > 1
         share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
@@ -287,7 +289,7 @@ class Scores:
         return result
 
     def _read_table(self) -> PerplexityResult | None:
-        if self.output is None or ranks.group_shard().index:
+        if self.output is None or processes.group_shard().index:
             return self._kept
         path = self.output / FILE
         if not path.exists():

@@ -16,12 +16,9 @@ from hf_posenc import PosencError, from_pretrained, get_patch
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.batches.blocks import Blocks
-from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.run import main
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.model import apply_patch, resolve_lengths
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training.__main__ import main
+from hf_posenc.training.collator import PositionCollator
+from hf_posenc.training.train import apply_patch, finetune, parse_arguments, resolve_lengths
 from tests.support.selection import late
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
@@ -280,8 +277,8 @@ def test_what_is_scored_is_held_out_of_the_texts(
     finetune(parse_arguments([*given, "--text", *paths]))
     assert f"Held out to be scored: {paths[1]}\n" in capsys.readouterr().out
     assert f"without what was scored ({NAMES[1]}.txt)" in (tmp_path / "run/README.md").read_text()
-    blocks = Blocks.read(next((tmp_path / "run/blocks").glob("*/")))
-    assert blocks.counts.documents == len(paths) - 1
+    (counts,) = tmp_path.glob("run/blocks/*/blocks.json")
+    assert json.loads(counts.read_text())["documents"] == len(paths) - 1
     scores = json.loads((tmp_path / "run/scores/perplexity.json").read_text())
     assert [document["name"] for document in scores["documents"]] == [paths[1]]
 
@@ -311,7 +308,7 @@ def test_an_interruption_is_one_line(
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_posenc.training.run.train.finetune", interrupted)
+    monkeypatch.setattr("hf_posenc.training.train.finetune", interrupted)
     monkeypatch.setattr("sys.argv", ["finetune.py", "--use_cpu"])
     with pytest.raises(SystemExit) as raised:
         main()

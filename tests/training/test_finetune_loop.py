@@ -25,9 +25,9 @@ from hf_posenc.training import (
     last_complete_checkpoint,
     prepare_blocks,
 )
-from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
-from hf_posenc.training.run.model import apply_patch, resolve_lengths
+from hf_posenc.training.collator import DRAWS
+from hf_posenc.training.train import apply_patch, resolve_lengths
 from scripts import finetune_loop
 from tests.support import zoo
 from tests.support.selection import late

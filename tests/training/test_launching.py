@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
 from hf_posenc import PosencError
-from hf_posenc.training import checks as launching
-from hf_posenc.training.checks import check_launch, join_on_cpu, launched_processes
+from hf_posenc.training import processes as launching
+from hf_posenc.training.processes import check_launch, join_on_cpu, launched_processes
 
 
 @pytest.fixture

@@ -20,14 +20,21 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.log import FILE as LOG
-from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.result import CARD, PLOT, write_card
-from hf_posenc.training.run.arguments import command_line
-from hf_posenc.training.run.result import Hub, print_report
+from hf_posenc.training.result import (
+    CARD,
+    LOG,
+    PLOT,
+    Hub,
+    TrainingLog,
+    print_report,
+    published,
+    shown_name,
+    write_card,
+)
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
+from hf_posenc.training.train import command_line
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_posenc import from_pretrained
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.ranks import group_shard
+from hf_posenc.training.processes import group_shard
 from hf_posenc.training.scoring import FILE, stages_of
 from tests.support.killing import in_two_processes
 from tests.support.tiny_text import byte_tokenizer, prose

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 
 from hf_posenc.errors import PosencError
-from hf_posenc.training.batches.collator import (
+from hf_posenc.training.collator import (
     DRAWS,
     Draw,
     PositionCollator,
@@ -31,8 +31,8 @@ from hf_posenc.training.batches.collator import (
     random_floats,
     randomized,
 )
-from hf_posenc.training.names import DRAWN as NAMES
-from hf_posenc.training.names import PROMPTED
+from hf_posenc.training.options import DRAWN as NAMES
+from hf_posenc.training.options import PROMPTED
 from tests.support import zoo
 
 DRAWN = tuple(name for name in DRAWS if name not in PROMPTED)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_posenc.training.batches.collator import PositionCollator
+from hf_posenc.training.collator import PositionCollator
 from tests.support.killing import in_two_processes
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from transformers.modeling_flash_attention_utils import (
 
 from hf_posenc import patched as posenc_patched
 from hf_posenc.errors import PosencError
-from hf_posenc.training.batches.collator import DRAWS, PositionCollator
-from hf_posenc.training.batches.dependencies import check_dependencies
-from hf_posenc.training.names import POSITIONS
-from hf_posenc.training.run.model import needs_one_row
+from hf_posenc.training.checks import check_dependencies
+from hf_posenc.training.collator import DRAWS, PositionCollator
+from hf_posenc.training.options import POSITIONS
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (
@@ -347,11 +345,3 @@ def test_weights_that_are_elsewhere_are_not_looked_at() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(zoo.build("llama"), "packed")
-
-
-def test_packed_batches_are_of_one_row_for_flash_attention() -> None:
-    flash = ("flash_attention_2", "kernels-community/flash-attn")
-    for attention in (*flash, "sdpa", None):
-        model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
-        assert needs_one_row(model, "packed") == (attention in flash)
-        assert not needs_one_row(model, "pose")

@@ -1,7 +1,7 @@
 """The options of a fine-tuning, in groups, and what is wrong with their words; nothing heavy is imported here.
 
 A field's line under `Attributes:` is its help; one of rank 1 is in `--help-all` alone. Of transformers' own options
-only the names are known here: `arguments.py` parses them.
+only the names are known here: `train.py` parses them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from hf_posenc.evaluation.flags import Flag, help_texts, option
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.lengths import read_length
-from hf_posenc.training.names import DRAWN, POSITIONS, PROMPTED, Trained
 
+Trained = Literal["full", "lora", "encoding"]
+PROMPTED = ("endprompt", "endprompt_random")
+DRAWN = ("pose", "random", "random_float", "cream", *PROMPTED)
+POSITIONS = ("contiguous", "packed", *DRAWN)
 RECIPES = Path(__file__).parent / "recipes"
 PROMPT = " That is the end of the text. The answer to the question about the text above is:"
 HELP = "See hf-posenc finetune --help-all."
@@ -270,9 +273,11 @@ def pick(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**{each.name: values[each.name] for each in dataclasses.fields(kind)})
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
-        """Raise an error of one line, without all options in front of it."""
+        """Raise an error of one line, without the hundred options in front of it."""
         raise PosencError(f"{message}. {HELP}")
 
 
@@ -281,7 +286,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
     `--help` prints all options, and exits.
     """
-    parser = _Parser("hf-posenc finetune", allow_abbrev=False)
+    parser = Parser("hf-posenc finetune", allow_abbrev=False)
     add_options(parser)
     known = parser._option_string_actions
     others = [name for name in _training_arguments() if f"--{name}" not in known]

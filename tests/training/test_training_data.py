@@ -22,15 +22,15 @@ from hf_posenc.evaluation.documents import (
     read_dataset,
     read_paths,
 )
-from hf_posenc.training.batches.blocks import (
+from hf_posenc.training.blocks import (
     STANDARD_LIBRARY,
     Blocks,
     Cutter,
     prepare_blocks,
     read_standard_library,
 )
-from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.names import POSITIONS
+from hf_posenc.training.collator import PositionCollator
+from hf_posenc.training.options import POSITIONS
 from tests.support.tiny_text import byte_tokenizer, prose
 
 datasets: Any = pytest.importorskip("datasets")

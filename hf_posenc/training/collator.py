@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.lengths import read_length
-from hf_posenc.training.names import POSITIONS, PROMPTED
+from hf_posenc.training.options import POSITIONS, PROMPTED
 
 Numbers = NDArray[np.int64]
 Draw = Callable[..., NDArray[Any]]

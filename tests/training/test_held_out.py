@@ -16,7 +16,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
 )
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.training.run.documents import candidates, without
+from hf_posenc.training.blocks import candidates, without
 
 TEXT = "".join(chr(97 + i % 26) for i in range(120))
 

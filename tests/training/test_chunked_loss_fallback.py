@@ -15,7 +15,7 @@ from hf_posenc.training import chunked_loss as loss_probe
 from hf_posenc.training.chunked_loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
-from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, texts, trained
+from tests.training.test_chunked_loss import CHUNK, assert_same, texts, trained
 
 pytestmark = pytest.mark.slow  # whole trainings or graphs
 
