@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_see
 
 from hf_posenc import embedded, evaluation, from_pretrained, get_patch, patch_model, training
 from hf_posenc.patch.config import parse_method
-from hf_posenc.training import blocks, collator, folder, processes
+from hf_posenc.training import blocks, checkpoints, collator, processes
 
 
 @dataclass
@@ -64,7 +64,7 @@ def main() -> None:
     accelerator.register_for_checkpointing(scheduler)  # prepared, it would step per process
     accelerator.init_trackers("finetune_loop", asdict(run))
     set_seed(run.seed)
-    step = folder.resume(accelerator, output, {**asdict(run), "blocks": data.counts.sha256})
+    step = checkpoints.resume(accelerator, output, {**asdict(run), "blocks": data.counts.sha256})
     while step < run.max_steps:
         epoch, done = divmod(step, len(range(0, len(loader), accumulated)))
         collate.set_epoch(epoch)
@@ -92,7 +92,7 @@ def main() -> None:
             accelerator.print(f"step {step}/{run.max_steps}  loss {total:.6f}  gradient {norm:.3f}")
             accelerator.log({"loss": total, "grad_norm": norm}, step)
             if step % run.save_steps == 0 or step == run.max_steps:
-                folder.save(accelerator, output, step)
+                checkpoints.save(accelerator, output, step)
             parts = [part for _, part in zip(range(accumulated), batches, strict=False)]
     result, weights = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
     result.save_pretrained(output, state_dict=weights, is_main_process=accelerator.is_main_process)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_posenc.training.callbacks import PerplexityCallback as PerplexityCallback
     from hf_posenc.training.callbacks import SaveOnSignal as SaveOnSignal
     from hf_posenc.training.checkpoints import SafeCheckpoints as SafeCheckpoints
+    from hf_posenc.training.checkpoints import TrainingFolder as TrainingFolder
     from hf_posenc.training.checkpoints import last_complete_checkpoint as last_complete_checkpoint
     from hf_posenc.training.checks import check_dependencies as check_dependencies
     from hf_posenc.training.checks import check_run as check_run
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hf_posenc.training.collator import PositionCollator as PositionCollator
     from hf_posenc.training.distillation import distill as distill
     from hf_posenc.training.distillation import unpatched_teacher as unpatched_teacher
-    from hf_posenc.training.folder import TrainingFolder as TrainingFolder
     from hf_posenc.training.parameters import choose_parameters as choose_parameters
     from hf_posenc.training.parameters import lora_config as lora_config
     from hf_posenc.training.result import TrainingLog as TrainingLog
@@ -31,11 +31,10 @@ _MODULES = {
     "blocks": "prepare_blocks",
     "collator": "PositionCollator",
     "callbacks": "PerplexityCallback SaveOnSignal",
-    "checkpoints": "SafeCheckpoints last_complete_checkpoint",
+    "checkpoints": "SafeCheckpoints TrainingFolder last_complete_checkpoint",
     "checks": "check_dependencies check_run",
     "chunked_loss": "chunk_loss",
     "distillation": "distill unpatched_teacher",
-    "folder": "TrainingFolder",
     "parameters": "choose_parameters lora_config",
     "result": "TrainingLog write_card",
     "scoring": "Scores score",

@@ -8,12 +8,12 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -133,6 +133,9 @@ class Counts:
         )
 
 
+Cut = Callable[[Cutter, Counts], Iterator[Block]]
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Training data.
@@ -216,11 +219,14 @@ def prepare_blocks(
         )
     suffix = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     packed = positions == "packed"
-    reader = _Reader(entries, tokenizer, Cutter(length, packed, prefix, suffix), limit)
+    cutter, cut = (
+        Cutter(length, packed, prefix, suffix),
+        partial(_blocks, entries, tokenizer, limit),
+    )
     if cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
         with disk_errors(f"{_UNWRITTEN} {place}"), tempfile.TemporaryDirectory() as folder:
-            return _written(Path(folder), reader, in_memory=True)
+            return _written(Path(folder), cutter, cut, in_memory=True)
     if not isinstance(source, Mapping):
         raise PosencError(
             "A cache needs source, the description of the documents: a dictionary such as {'kind': 'mine'}."
@@ -236,7 +242,7 @@ def prepare_blocks(
     }
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
     with disk_errors(f"{_UNWRITTEN} the cache {cache}"):
-        return _written(Path(cache) / key[:32], reader)
+        return _written(Path(cache) / key[:32], cutter, cut)
 
 
 def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -253,7 +259,7 @@ def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
 
-def _written(folder: Path, reader: _Reader, *, in_memory: bool = False) -> Blocks:
+def _written(folder: Path, cutter: Cutter, cut: Cut, *, in_memory: bool = False) -> Blocks:
     """Return the blocks in a folder, by datasets' own cache: one process writes them, the others wait for it.
 
     The counts come last of what the generator writes, so that there is no complete dataset without them.
@@ -263,14 +269,12 @@ def _written(folder: Path, reader: _Reader, *, in_memory: bool = False) -> Block
     from datasets.exceptions import DatasetGenerationError
 
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("input_ids", "document_lengths") if reader.cutter.packed else ("input_ids",)
+    names = ("input_ids", "document_lengths") if cutter.packed else ("input_ids",)
 
     def rows() -> Iterator[dict[str, Any]]:
-        counts = Counts(reader.cutter.length)
-        for block in reader.cut(counts):
+        counts = Counts(cutter.length)
+        for block in cut(cutter, counts):
             yield dict(zip(names, block, strict=False))
-        if not counts.blocks:
-            reader.refuse(counts)
         write_atomically(folder / _COUNTS, to_json(asdict(counts)))
 
     try:
@@ -291,64 +295,38 @@ def _written(folder: Path, reader: _Reader, *, in_memory: bool = False) -> Block
     return Blocks(dataset.with_format("numpy"), counts)
 
 
-@dataclass
-class _Reader:
-    """Reads documents and cuts them into blocks."""
-
-    entries: Iterable[str | Entry]
-    tokenizer: Any
-    cutter: Cutter
-    limit: int | None
-
-    def cut(self, counts: Counts) -> Iterator[Block]:
-        """Yield all blocks, in the order of the documents, and count them."""
-        vocabulary, digest = Vocabulary(self.tokenizer), hashlib.sha256()
-        for entry in as_entries(self.entries):
-            try:
-                document = self._usable(entry, vocabulary)
-            except UnreadableError as error:
-                counts.skipped += 1
-                counts.reason = counts.reason or f"{entry.name}: {error}"
-                continue
-            counts.documents += 1
-            for block in self.cutter.cut(document):
-                counts.blocks += 1
-                counts.largest = max(counts.largest, int(block.ids.max()))
-                for numbers in (block.ids, np.asarray(block.documents)):
-                    digest.update(numbers.astype("<i8").tobytes())
-                yield block
-            if counts.documents == self.limit:
-                break
-        self.cutter.finish()
-        counts.tokens, counts.unused = self.cutter.tokens - self.cutter.unused, self.cutter.unused
-        counts.sha256 = digest.hexdigest()
-
-    def _usable(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument:
-        """Return a document's tokens, or raise `UnreadableError` with the reason why it is skipped."""
-        if isinstance(entry, Skipped):
-            raise UnreadableError(entry.reason)
-        if isinstance(entry, Document) and not entry.text.strip():
-            raise UnreadableError("empty")
-        if isinstance(entry, TokenizedDocument):
-            try:
-                document = vocabulary.usable(entry)
-            except UnreadableError as error:
-                raise PosencError(
-                    f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
-                ) from error
-        else:
-            document = tokenize(entry, self.tokenizer)
-        cut = self.cutter
-        least = 1 if cut.packed else cut.length - len(cut.prefix) - len(cut.suffix)
-        if len(document) < least:
-            raise UnreadableError(f"too short: {len(document):,} tokens, {least:,} are needed")
-        return document
-
-    def refuse(self, counts: Counts) -> NoReturn:
-        """Raise with the reason why no document gave a block."""
-        if not counts.skipped and not counts.documents:
-            raise PosencError("There is no document to read.")
-        why = f"together they have {self.cutter.tokens:,} tokens"
+def _blocks(
+    entries: Iterable[str | Entry],
+    tokenizer: Any,
+    limit: int | None,
+    cutter: Cutter,
+    counts: Counts,
+) -> Iterator[Block]:
+    """Yield all blocks, in the order of the documents, and count them; raise if there is none."""
+    vocabulary, digest = Vocabulary(tokenizer), hashlib.sha256()
+    for entry in as_entries(entries):
+        try:
+            document = _usable(entry, tokenizer, vocabulary, cutter)
+        except UnreadableError as error:
+            counts.skipped += 1
+            counts.reason = counts.reason or f"{entry.name}: {error}"
+            continue
+        counts.documents += 1
+        for block in cutter.cut(document):
+            counts.blocks += 1
+            counts.largest = max(counts.largest, int(block.ids.max()))
+            for numbers in (block.ids, np.asarray(block.documents)):
+                digest.update(numbers.astype("<i8").tobytes())
+            yield block
+        if counts.documents == limit:
+            break
+    cutter.finish()
+    counts.tokens, counts.unused = cutter.tokens - cutter.unused, cutter.unused
+    counts.sha256 = digest.hexdigest()
+    if not counts.skipped and not counts.documents:
+        raise PosencError("There is no document to read.")
+    if not counts.blocks:
+        why = f"together they have {cutter.tokens:,} tokens"
         if counts.skipped:
             more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
             why = f"{counts.reason}{more}"
@@ -356,6 +334,29 @@ class _Reader:
             f"No document can be used for training ({why}). A block has {counts.length:,} tokens: give more or longer "
             "texts, a shorter --block_length, or --positions packed, which puts short documents side by side."
         )
+
+
+def _usable(
+    entry: Entry, tokenizer: Any, vocabulary: Vocabulary, cutter: Cutter
+) -> TokenizedDocument:
+    """Return a document's tokens, or raise `UnreadableError` with the reason why it is skipped."""
+    if isinstance(entry, Skipped):
+        raise UnreadableError(entry.reason)
+    if isinstance(entry, Document) and not entry.text.strip():
+        raise UnreadableError("empty")
+    if isinstance(entry, TokenizedDocument):
+        try:
+            document = vocabulary.usable(entry)
+        except UnreadableError as error:
+            raise PosencError(
+                f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
+            ) from error
+    else:
+        document = tokenize(entry, tokenizer)
+    least = 1 if cutter.packed else cutter.length - len(cutter.prefix) - len(cutter.suffix)
+    if len(document) < least:
+        raise UnreadableError(f"too short: {len(document):,} tokens, {least:,} are needed")
+    return document
 
 
 # Which documents are held out.
@@ -416,15 +417,13 @@ def _cut(document: Entry) -> Iterator[Entry]:
         except UnreadableError as error:
             yield Skipped(document.name, str(error))
             return
-        start = size * 9 // 10
-        yield LongDocument(document.name, partial(_characters, document, 0, start))
-        yield LongDocument(end, partial(_characters, document, start, size))
+        yield LongDocument(document.name, partial(_part, document, 0, size * 9 // 10))
+        yield LongDocument(end, partial(_part, document, size * 9 // 10, size))
     else:
         yield document
 
 
-def _characters(document: Document | LongDocument, start: int, stop: int) -> Iterator[str]:
-    """Yield a part of a text."""
+def _part(document: Document | LongDocument, start: int, stop: int) -> Iterator[str]:
     position = 0
     for chunk in document.chunks():
         yield chunk[max(start - position, 0) : max(stop - position, 0)]

@@ -268,8 +268,7 @@ class ChunkedLoss:
         with evaluation_mode(self.model), torch.random.fork_rng(list(devices)):
             try:
                 with torch.no_grad():
-                    self._find_decoder(arguments)
-                    output = self.run(without_loss(arguments))[1]
+                    output = self._find_decoder(arguments)
             except Exception as error:
                 if last:
                     self._use_plain(one_line(error))
@@ -283,30 +282,31 @@ class ChunkedLoss:
         else:
             self._use_plain(reason)
 
-    def _find_decoder(self, arguments: Arguments) -> None:
-        """Find the part of the model that its forward calls first, and stop it before the first embedding.
+    def _find_decoder(self, arguments: Arguments) -> Any:
+        """Find the outermost part that reads tokens and returns hidden states, and return its output.
 
-        A LookupError is raised if it calls no part that holds the embeddings.
+        A LookupError is raised if the model's forward calls no such part that holds its embeddings.
         """
+        embeddings, found = input_embeddings(self.model), dict[str, Any]()
 
-        def stop(path: str, *_: Any) -> None:
-            raise _ReachedError(path)
+        def note(path: str, module: nn.Module, _: Any, output: Any) -> None:
+            if hidden_states(output) is not None:
+                found[path] = output  # hooks run when a part returns: the outermost comes last
 
-        embeddings = input_embeddings(self.model)
         hooks = [
-            module.register_forward_pre_hook(partial(stop, path), prepend=True)
+            module.register_forward_hook(partial(note, path))
             for path, module in self.model.named_modules()
             if module not in (self.model, embeddings) and embeddings in module.modules()
         ]
         try:
             self._forward(**without_loss(arguments))
-        except _ReachedError as reached:
-            self._path = str(reached)
-        else:
-            raise LookupError("its forward calls no part that holds its embeddings")
         finally:
             for hook in hooks:
                 hook.remove()
+        if not found:
+            raise LookupError("its forward calls no part that holds its embeddings")
+        self._path, output = found.popitem()
+        return output
 
     @property
     def _decoder(self) -> nn.Module:
@@ -365,10 +365,6 @@ class _Stub(nn.Module):
         if name in ("decoder", "output"):
             return super().__getattr__(name)
         return getattr(self.decoder, name)
-
-
-class _ReachedError(Exception):
-    """The forward has called a part that holds the embeddings: its path."""
 
 
 # The probe: both losses on a few tokens, compared in value and in gradients.

@@ -147,35 +147,29 @@ class TrainingLog:
 
 def _run(trainer: Trainer) -> dict[str, Any]:
     arguments, state = trainer.args, trainer.state
+    values = arguments.to_dict()  # names instead of enumerations
+    names = ("learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed")
     seconds = [entry["train_runtime"] for entry in state.log_history if "train_runtime" in entry]
     precision = precision_of(arguments)
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps
     checkpointing = getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing)
-    distributed = None if arguments.world_size == 1 else trainer.accelerator.distributed_type
+    distributed = trainer.accelerator.distributed_type.value
     return {
         "steps": state.global_step,
         "epochs": state.epoch,
         "tokens_seen": state.num_input_tokens_seen or None,
         "sequences_per_step": batch * arguments.world_size,
         "processes": arguments.world_size,
-        "distributed": None if distributed is None else _plain(distributed),
+        "distributed": None if arguments.world_size == 1 else distributed,
         "device": arguments.device.type,
         "seconds": seconds[-1] if seconds else None,
-        "learning_rate": arguments.learning_rate,
-        "lr_scheduler_type": _plain(arguments.lr_scheduler_type),
+        **{name: values[name] for name in names},
         "warmup_steps": arguments.get_warmup_steps(state.max_steps),
-        "optimizer": _plain(arguments.optim),
+        "optimizer": values["optim"],
         "betas": [arguments.adam_beta1, arguments.adam_beta2],
-        "weight_decay": arguments.weight_decay,
-        "max_grad_norm": arguments.max_grad_norm,
         "precision": None if precision is None else str(precision).removeprefix("torch."),
         "gradient_checkpointing": bool(checkpointing),
-        "seed": arguments.seed,
     }
-
-
-def _plain(option: Any) -> str:
-    return str(getattr(option, "value", option))
 
 
 def shown_name(name: str) -> str:
@@ -359,58 +353,29 @@ def upload(repository: str, folder: Path | str) -> str:
     return f"hf upload {shlex.quote(repository)} {shlex.quote(str(folder))} . {excluded}"
 
 
-@dataclass(frozen=True)
-class Hub:
-    """A repository on the Hugging Face hub that a result is pushed to: `user/name`, or a name of the token's user.
+def create_repository(arguments: TrainingArguments) -> str:
+    """Create the repository of `--push_to_hub` if missing, and return its full name."""
+    name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
+    api, branch = HfApi(token=arguments.hub_token), arguments.hub_revision
+    with _explained(f"The hub refuses {name}", "Log in (`hf auth login`), or drop --push_to_hub"):
+        repo = api.create_repo(name, private=arguments.hub_private_repo, exist_ok=True)
+        if branch is not None:
+            api.create_branch(repo.repo_id, branch=branch, exist_ok=True)
+    return str(repo.repo_id)
 
-    The defaults are those of `hf auth login`, of the user's settings, the branch `main`, and HF_ENDPOINT.
-    """
 
-    repo: str
-    token: str | None = None
-    private: bool | None = None
-    revision: str | None = None
-    endpoint: str | None = None
-
-    @classmethod
-    def taken_from(cls, arguments: TrainingArguments) -> Hub | None:
-        """Read `--push_to_hub` and its options, if given, and switch off the Trainer's own pushes.
-
-        The Trainer would overwrite the card with its own, and save into the folder once more.
-        """
-        if not arguments.push_to_hub:
-            return None
-        arguments.push_to_hub = False
-        name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
-        return cls(name, arguments.hub_token, arguments.hub_private_repo, arguments.hub_revision)
-
-    @property
-    def _api(self) -> HfApi:
-        return HfApi(endpoint=self.endpoint, token=self.token)
-
-    def create(self) -> str:
-        """Create the repository if missing, and return its full name."""
-        with _explained(
-            f"The hub refuses {self.repo}", "Log in (`hf auth login`), or drop --push_to_hub"
-        ):
-            repo = self._api.create_repo(self.repo, private=self.private, exist_ok=True)
-            if self.revision is not None:
-                self._api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
-        return str(repo.repo_id)
-
-    def push(self, directory: Path | str) -> str:
-        """Upload a saved model with its card, but without subfolders, and return the commit's address."""
-        name = self.create()
-        way = f"The result is complete in {directory}; push it with `{upload(name, directory)}`"
-        with _explained(f"Pushing to {name} failed", way):
-            commit = self._api.upload_folder(
-                repo_id=name,
-                folder_path=directory,
-                commit_message="Fine-tuned with hf_posenc",
-                revision=self.revision,
-                ignore_patterns=list(_NOT_PUSHED),
-            )
-        return str(commit.commit_url)
+def push(folder: Path, repository: str, arguments: TrainingArguments) -> str:
+    """Upload a saved model with its card, but without subfolders, and return the commit's address."""
+    way = f"The result is complete in {folder}; push it with `{upload(repository, folder)}`"
+    with _explained(f"Pushing to {repository} failed", way):
+        commit = HfApi(token=arguments.hub_token).upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Fine-tuned with hf_posenc",
+            revision=arguments.hub_revision,
+            ignore_patterns=list(_NOT_PUSHED),
+        )
+    return str(commit.commit_url)
 
 
 @contextlib.contextmanager

@@ -42,11 +42,11 @@ from hf_posenc.training.blocks import (
     read_standard_library,
     without,
 )
+from hf_posenc.training.checkpoints import TrainingFolder, settings_of
 from hf_posenc.training.chunked_loss import chunk_loss
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.distillation import distill, unpatched_teacher
 from hf_posenc.training.estimate import print_cost
-from hf_posenc.training.folder import TrainingFolder, settings_of
 from hf_posenc.training.options import (
     DRAWN,
     HELP,
@@ -154,9 +154,11 @@ def finetune(parsed: Arguments) -> None:
         flatten=one_row,
         terminal_prompt=prompt,
     )
-    hub, repository = result.Hub.taken_from(arguments), "PATH"
-    if hub is not None and output is not None and arguments.process_index == 0:
-        repository = hub.create()  # a wrong token fails before the training
+    # The Trainer's own pushes would overwrite the card, and save into the folder once more.
+    pushes, arguments.push_to_hub = arguments.push_to_hub, False
+    repository = "PATH"
+    if pushes and output is not None and arguments.process_index == 0:
+        repository = result.create_repository(arguments)  # a wrong token fails before the training
 
     scores, held_out = None, list[str]()
     spans = data.score_lengths or [lengths.original, lengths.target]
@@ -257,8 +259,8 @@ def finetune(parsed: Arguments) -> None:
     if arguments.process_index == 0:
         result.print_report(table, output)
         result.print_next(output, data.score_text or held_out, spans)
-        if hub is not None:
-            hub.push(output)
+        if pushes:
+            result.push(output, repository, arguments)
 
 
 def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:

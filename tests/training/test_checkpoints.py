@@ -13,23 +13,21 @@ import pytest
 from transformers import TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
-from hf_posenc.training import folder as folder_module
+from hf_posenc.training import checkpoints as folder_module
 from hf_posenc.training.checkpoints import (
     MANIFEST,
+    SETTINGS,
     SafeCheckpoints,
+    TrainingFolder,
     checkpoints,
     clear_partial,
     complete_checkpoints,
+    differences,
     discard,
     last_complete_checkpoint,
     mark_complete,
-    rotate,
-)
-from hf_posenc.training.folder import (
-    SETTINGS,
-    TrainingFolder,
-    differences,
     resume_point,
+    rotate,
     settings_of,
 )
 from tests.support.processes import running

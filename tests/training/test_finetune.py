@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import PosencError, from_pretrained, get_patch
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training import TrainingLog
+from hf_posenc.training import TrainingLog, result
 from hf_posenc.training.__main__ import main
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.train import apply_patch, finetune, parse_arguments, resolve_lengths
@@ -62,9 +62,15 @@ def losses(output: Path) -> list[float]:
 def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     tmp_path: Path,
     texts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = run(tmp_path, texts)
+    pushed = list[Any]()
+    monkeypatch.setattr(result, "create_repository", lambda _: "me/it")
+    monkeypatch.setattr(result, "push", lambda *given: pushed.append(given[:2]))
+    output = run(tmp_path, texts, "--push_to_hub")  # which the Trainer itself does not do
+    assert pushed == [(output, "me/it")]
+    assert '.from_pretrained("me/it")' in (output / "README.md").read_text(encoding="utf-8")
     shown = capsys.readouterr().out
     assert "'train_loss'" in shown
     assert "after 2 steps" in shown

@@ -157,7 +157,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
 def test_a_cache_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(PosencError, match=r"cannot be written to the cache .*cache: Not a directory"):
+    with pytest.raises(
+        PosencError, match=r"cannot be written to the cache .*cache: Not a directory"
+    ):
         cached(tmp_path, documents(25))
 
 
