@@ -58,7 +58,6 @@ POSITIONS: dict[str, list[str]] = {
     "PoSE": ["--positions", "pose", *_SHORT],
     "random (Randomized YaRN)": ["--positions", "random", *_SHORT],
     "the same with a curriculum": ["--positions", "random", "--curriculum", "1,2,4", *_SHORT],
-    "random real numbers": ["--positions", "random_float", *_SHORT],
 }  # fmt: skip
 # Ways that train on blocks of 256 tokens alone, for 1,024.
 _PI = ["--patch", "pi:scale=4", *_SHORT]

@@ -69,12 +69,6 @@ def check_run(
             "method (yarn, ntk_by_parts, ...)."
         )
     _check_parallelism(model, patch, positions, arguments)
-    sharded = wants_fsdp(arguments) or is_set("ACCELERATE_USE_DEEPSPEED")
-    if positions == "random_float" and (sharded or (arguments and arguments.deepspeed)):
-        raise PosencError(
-            "FSDP and DeepSpeed convert a model's floating-point inputs to the dtype they compute in, and "
-            "positions='random_float' would be rounded to it. Use positions='random', or train without sharding."
-        )
     _check_equal_weights(model)
     if arguments is None:
         return
@@ -228,18 +222,10 @@ def check_dependencies(
             "flatten=True)."
         )
     batch = _probe_batch(model, collator)
-    drawn = batch["position_ids"] if positions in DRAWS else torch.empty(0)
-    fractions = positions in DRAWS and drawn.is_floating_point()
     try:
         exact = _logits(model, batch)
         reads = [] if positions == "contiguous" else _reads_across(model, batch, exact)
     except (RuntimeError, ImportError) as error:  # a kernel may require another device
-        with contextlib.suppress(RuntimeError, ImportError):
-            if fractions and _logits(model, batch, drawn.long()) is not None:
-                raise PosencError(
-                    f"{name} takes whole positions only, not positions={positions!r}: {one_line(error)}. Use "
-                    "positions='random'."
-                ) from error
         warnings.warn(f"{unverified}: {one_line(error)}.", stacklevel=2)
         return
     if positions == "packed" and any(reads):
@@ -255,15 +241,12 @@ def check_dependencies(
             f"{name} separates the parts of a text where positions jump: positions={positions!r} would train on short "
             "texts. Use positions='contiguous'."
         )
-    if torch.equal(exact, _logits(model, batch, torch.arange(drawn.shape[1]).expand_as(drawn))):
+    drawn = batch["position_ids"]
+    plain = torch.arange(drawn.shape[1]).expand_as(drawn)
+    if torch.equal(exact, _logits(model, {**batch, "position_ids": plain})):
         raise PosencError(
             f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
             "positions='contiguous'."
-        )
-    whole = (to(drawn).long() for to in (torch.floor, torch.round, torch.ceil) if fractions)
-    if any(torch.equal(exact, _logits(model, batch, each)) for each in whole):
-        raise PosencError(
-            f"{name} rounds positions: positions={positions!r} would train on whole ones. Use positions='random'."
         )
 
 
@@ -283,14 +266,9 @@ def _reads_across(model: nn.Module, batch: Mapping[str, Any], exact: Tensor) -> 
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, batch: Mapping[str, Any], positions: Tensor | None = None) -> Tensor:
-    """Return the logits of a batch in evaluation mode, at other positions if given."""
-    device = next(model.parameters()).device
-    given = {
-        "use_cache": False,
-        **batch,
-        **({} if positions is None else {"position_ids": positions}),
-    }
+def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return the logits of a batch in evaluation mode."""
+    device, given = next(model.parameters()).device, {"use_cache": False, **batch}
     values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
     try:
         with evaluation_mode(model):

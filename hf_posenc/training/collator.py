@@ -1,8 +1,7 @@
 """Batches for all kinds of positions, and positions that reach a long context from short examples.
 
 Each draw takes the number of tokens n, the target length L and a random generator, and returns n rising positions
-within 0 .. L - 1, shape (n,): whole numbers, or float32 of any value. Those of a terminal prompt also take its number
-of tokens k, the last k of the n.
+within 0 .. L - 1, shape (n,). Those of a terminal prompt also take its number of tokens k, the last k of the n.
 
 Without an attention mask, transformers reads document boundaries from `position_ids`: every step other than 1 between
 two neighbours begins a new document, and attention does not cross it (`masking_utils.find_packed_sequence_indices`).
@@ -62,15 +61,6 @@ def randomized(length: int, target: int, random: np.random.Generator) -> Numbers
     return np.sort(chosen).astype(np.int64)
 
 
-def random_floats(length: int, target: int, random: np.random.Generator) -> NDArray[np.float32]:
-    """Random Float Sampling (Shimizu et al. 2026, arXiv 2602.14050): n real positions, uniform in 0 .. L - 1, in order.
-
-    float32, as transformers' rotary modules compute: 2e-3 apart at 32,768 tokens. The paper samples positions
-    at inference too; here a trained model is measured and served at whole ones.
-    """
-    return np.sort(random.uniform(0, target - 1, length)).astype(np.float32)
-
-
 def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
     """CREAM (Wu et al. 2024, arXiv 2406.07138): a head at 0, a tail that ends at L, a middle in between.
 
@@ -115,7 +105,6 @@ def endprompt_random(
 DRAWS: dict[str, Draw] = {
     "pose": pose,
     "random": randomized,
-    "random_float": random_floats,
     "cream": cream,
     "endprompt": endprompt,
     "endprompt_random": endprompt_random,
@@ -141,8 +130,8 @@ class PositionCollator(TrainerCallback):
 
     Args:
         positions: `"contiguous"`: 0 .. n - 1. `"packed"`: an example holds several documents, which begin at 0 each
-            and do not attend to each other. `"pose"`, `"random"`, `"random_float"`, `"cream"`, `"endprompt"`,
-            `"endprompt_random"`: the draws of `DRAWS`.
+            and do not attend to each other. `"pose"`, `"random"`, `"cream"`, `"endprompt"`, `"endprompt_random"`:
+            the draws of `DRAWS`.
         target_length: The long context that drawn positions reach, in tokens, also as `"32k"`; unused by the other two.
             By default the last length of the curriculum.
         curriculum: Rising lengths in tokens, up to the long context (Randomized YaRN, arXiv 2606.23687).

@@ -27,7 +27,7 @@ from hf_posenc.lengths import read_length
 
 Trained = Literal["full", "lora", "encoding"]
 PROMPTED = ("endprompt", "endprompt_random")
-DRAWN = ("pose", "random", "random_float", "cream", *PROMPTED)
+DRAWN = ("pose", "random", "cream", *PROMPTED)
 POSITIONS = ("contiguous", "packed", *DRAWN)
 RECIPES = Path(__file__).parent / "recipes"
 PROMPT = " That is the end of the text. The answer to the question about the text above is:"
@@ -119,7 +119,7 @@ class DataArguments:
         tokenized: Column of token ids, instead of --column.
         documents: Usable documents to read; by default all.
         positions: contiguous: blocks of one document; packed: short documents side by side that do not attend to each
-            other; pose, random, random_float, cream, endprompt, endprompt_random: short blocks whose positions reach
+            other; pose, random, cream, endprompt, endprompt_random: short blocks whose positions reach
             the target length.
         terminal_prompt: The end of every block, of --positions endprompt.
         curriculum: Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after

@@ -28,7 +28,6 @@ from hf_posenc.training.collator import (
     endprompt_random,
     generator,
     pose,
-    random_floats,
     randomized,
 )
 from hf_posenc.training.options import DRAWN as NAMES
@@ -115,9 +114,8 @@ def test_drawn_batches_come_with_a_mask_of_ones(positions: str) -> None:
     batch = collator(positions)([example(16), example(9, seed=1)])
     assert set(batch) == {"input_ids", "labels", "position_ids", "attention_mask"}
     assert batch["attention_mask"].sum(-1).tolist() == [16, 9]
-    assert batch["position_ids"].is_floating_point() == (positions == "random_float")
     for row, length in zip(batch["position_ids"], (16, 9), strict=True):
-        assert bool((row[:length].diff() >= (0 if row.is_floating_point() else 1)).all())
+        assert bool((row[:length].diff() >= 1).all())
         assert int(row[0]) >= 0
         assert int(row[length - 1]) < 64
 
@@ -283,12 +281,11 @@ def test_the_middle_of_cream_lies_before_the_centre_on_average(n: int, target: i
 def test_any_lengths_give_rising_positions_within_the_long_context(
     draw: Draw, n: int, target: int
 ) -> None:
-    whole = draw is not random_floats
     for seed in range(200):
         row = draw(n, target, np.random.default_rng(seed))
         assert row.shape == (n,)
-        assert row.dtype == (np.int64 if whole else np.float32)
-        assert (np.diff(row) >= int(whole)).all()
+        assert row.dtype == np.int64
+        assert (np.diff(row) >= 1).all()
         assert 0 <= row[0] <= row[-1] <= target - 1
 
 
@@ -296,18 +293,6 @@ def test_any_lengths_give_rising_positions_within_the_long_context(
 def test_together_the_draws_reach_every_position_of_the_long_context(draw: Draw) -> None:
     rows = [draw(24, 96, np.random.default_rng(seed)) for seed in range(3000)]
     assert {round(p) for row in rows for p in row.tolist()} == set(range(96))
-
-
-def test_random_floats_are_uniform_and_independent() -> None:
-    """The i-th of n sorted uniform numbers has a beta distribution: its mean and variance."""
-    n, target, times = 5, 101, 20_000
-    random = np.random.default_rng(0)
-    rows = np.stack([random_floats(n, target, random) for _ in range(times)]).astype(float) / 100
-    i = np.arange(1, n + 1)
-    mean, variance = i / (n + 1), i * (n + 1 - i) / (n + 1) ** 2 / (n + 2)
-    assert np.abs(rows.mean(0) - mean).max() < 4 * np.sqrt(variance.max() / times)
-    assert np.abs(rows.var(0) / variance - 1).max() < 0.05
-    assert (rows * 100 != np.round(rows * 100)).mean() > 0.99
 
 
 # A curriculum: what a batch holds for each length, and which one a step gets

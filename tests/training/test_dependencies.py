@@ -16,7 +16,6 @@ from transformers.modeling_flash_attention_utils import (
     prepare_fa_kwargs_from_position_ids,
 )
 
-from hf_posenc import patched as posenc_patched
 from hf_posenc.errors import PosencError
 from hf_posenc.training.checks import check_dependencies
 from hf_posenc.training.collator import DRAWS, PositionCollator
@@ -66,8 +65,6 @@ def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "positions"), covering(MODELS, POSITIONS), ids=str)
 def test_architectures(model: tuple[str, str], positions: str) -> None:
-    if (model[0], positions) == ("gptj", "random_float"):
-        pytest.skip("takes whole positions only, and is refused below")
     assert torch.equal(by_change(tiny(*model), batch_of(positions)), expected(positions))
     check(tiny(*model), positions)
 
@@ -263,39 +260,6 @@ def test_drawn_positions_are_refused_where_they_change_nothing(how: str, drawn: 
     model = patched("nope") if how == "nope" else zoo.build(how, is_decoder=True)
     with pytest.raises(PosencError, match=r"does not read position_ids.*'contiguous'"):
         check(model, drawn)
-
-
-@pytest.mark.parametrize("name", ["shaw", "transformer_xl", "gptj"])
-def test_positions_between_whole_numbers_are_refused_where_they_are_rounded(name: str) -> None:
-    model = zoo.build(name) if name == "gptj" else patched(name)
-    check(model, "random")
-    with pytest.raises(PosencError, match=r"takes whole positions only.*'random'"):
-        check(model, "random_float")
-
-
-@pytest.mark.parametrize(
-    "model_type", ["llama", "cohere", "gpt_neox", "gemma3_text", "deepseek_v3"]
-)
-def test_rotary_modules_take_positions_between_whole_numbers_exactly(model_type: str) -> None:
-    """Interpolation by 4 turns by p / 4: an unpatched model at p / 4 computes the same."""
-    model = zoo.build(model_type)
-    ids, positions = zoo.tokens(8), torch.tensor([[0.0, 1.5, 2.25, 6.75, 7.5, 20.25, 31.0, 50.5]])
-    mask = torch.ones_like(ids)
-    given: Any = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    with torch.no_grad():
-        plain = model(position_ids=positions, **given).logits
-        with posenc_patched(model, "pi", scale=4.0, layers="all"):
-            scaled = model(position_ids=4 * positions, **given).logits
-        rounded = model(position_ids=positions.long(), **given).logits
-        whole = model(position_ids=positions.floor(), **given).logits
-    torch.testing.assert_close(plain, scaled, atol=1e-4, rtol=1e-4)
-    assert torch.equal(whole, rounded)
-    assert not torch.allclose(plain, rounded, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["rerope", "self_extend", "kerple_log", "log_n"])
-def test_methods_that_compute_attention_take_positions_between_whole_numbers(name: str) -> None:
-    check(patched(name), "random_float")
 
 
 def test_a_model_without_positions_or_without_a_head_says_so() -> None:

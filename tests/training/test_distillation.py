@@ -93,9 +93,9 @@ def defined(model: Any, batch: dict[str, Any], teaches: bool, items: int | None)
         (True, "packed", "rerope", "full", False),
         (True, "endprompt", "kerple_log", "encoding", True),
         *late(
-            [False], ["random", "random_float", "cream"], ["yarn"], ["full"], [False]
+            [False], ["random", "cream"], ["yarn"], ["full"], [False]
         ),
-        *late([True], ["contiguous", "random_float"], ["yarn"], ["full", "lora"], [True]),
+        *late([True], ["contiguous", "random"], ["yarn"], ["full", "lora"], [True]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("items", [None, *late([ITEMS])])

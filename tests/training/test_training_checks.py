@@ -185,14 +185,3 @@ def test_processes_that_start_from_different_weights(
     check_run(model, positions="contiguous", arguments=given)
     monkeypatch.setattr(checks, "gather", lambda value: [value, {**value, norm: "0"}])
     refused(model, given, f"Process 1 starts from another {norm} .* same seed")
-
-
-def test_positions_between_whole_numbers_are_refused_under_sharding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_run(PLAIN, positions="random_float", arguments=arguments(tmp_path))
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(checks, "check_launch", lambda _: None)
-    check_run(PLAIN, positions="random")
-    with pytest.raises(PosencError, match=r"would be rounded to it. Use positions='random'"):
-        check_run(PLAIN, positions="random_float")
