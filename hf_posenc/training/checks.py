@@ -6,11 +6,12 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -27,7 +28,7 @@ from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.chunked_loss import ChunkedLoss
 from hf_posenc.training.collator import DRAWS, PositionCollator
-from hf_posenc.training.processes import check_launch, gather, is_set, wants_fsdp
+from hf_posenc.training.processes import check_launch, gather, wants_fsdp
 
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
 _TOKENS, _PROMPT = 12, 4
@@ -57,7 +58,17 @@ def check_run(
     """
     check_launch(arguments)
     patch = get_patch(model)
-    for name, update in _moving_tables(model, patch).items():
+    # The frequency tables that depend on the length of a batch, with their update mode.
+    moving = {
+        method.name: method.update
+        for method in (() if patch is None else patch.config.build())
+        if isinstance(method, Growing)
+    }
+    with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
+        for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
+            if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
+                moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
+    for name, update in moving.items():
         if positions == "contiguous" or update == "row":
             continue  # blocks of one length, or one table per position
         if update == "request" and positions != "packed":
@@ -68,7 +79,7 @@ def check_run(
             "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
             "method (yarn, ntk_by_parts, ...)."
         )
-    _check_parallelism(model, patch, positions, arguments)
+    _check_parallelism(patch, [*moving], positions, arguments)
     _check_equal_weights(model)
     if arguments is None:
         return
@@ -93,42 +104,25 @@ def check_run(
         )
 
 
-def _moving_tables(model: nn.Module, patch: Patch | None) -> dict[str, str]:
-    """Return name and update mode of the frequency tables that depend on the length of a batch."""
-    moving = {
-        method.name: method.update
-        for method in (() if patch is None else patch.config.build())
-        if isinstance(method, Growing)
-    }
-    with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
-        for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
-            if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
-                moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
-    return moving
-
-
 def _check_parallelism(
-    model: nn.Module, patch: Patch | None, positions: str, arguments: TrainingArguments | None
+    patch: Patch | None, moving: Sequence[str], positions: str, arguments: TrainingArguments | None
 ) -> None:
     config: Any = None if arguments is None else getattr(arguments, "parallelism_config", None)
-    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
-    moving = [*_moving_tables(model, patch)]
+    dropped = None
     if patch is not None and patch.layers:
-        dropped = (
-            f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence"
-        )
+        methods = " + ".join(patch.methods)
+        dropped = f"what {methods} changes in attention would be dropped in silence"
     elif positions == "packed":
         dropped = "packed documents would attend to each other"
     elif moving:
         dropped = f"{moving[0]}, which scales with the positions in a part, would differ between processes"
-    else:
-        return
     for name, kind in (("Context", "cp_size"), ("Sequence", "sp_size")):
         size = getattr(config, kind, None) or 1
-        if size > 1:
+        if size > 1 and dropped is not None:
             raise PosencError(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
                 f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and "

@@ -57,22 +57,12 @@ _ELSEWHERE = {
 
 
 @dataclass
-class RecipeArguments:
-    """The recipe.
-
-    Attributes:
-        recipe: A YAML file of these options, which the command line overrides, or one that comes with the package:
-            drope, embedded, lora_24gb, lora_80gb, swan. Without --model: embedded.
-    """
-
-    recipe: str | None = _model()
-
-
-@dataclass
 class PatchArguments:
     """The model, its patch, and the parameters that are trained.
 
     Attributes:
+        recipe: A YAML file of these options, which the command line overrides, or one that comes with the package:
+            drope, embedded, lora_24gb, lora_80gb, swan. Without --model: embedded.
         model: Folder, GGUF file or hub name of a model; by default the embedded one.
         tokenizer: Folder or hub name of a tokenizer, if not the model's.
         dtype: Dtype of the trained weights; --bf16 computes in bfloat16.
@@ -88,6 +78,7 @@ class PatchArguments:
         loss_chunk: Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.
     """
 
+    recipe: str | None = _model()
     model: str | None = _model()
     tokenizer: str | None = _model(rank=1)
     dtype: str = _model("float32", rank=1)
@@ -211,7 +202,7 @@ DEFAULTS: Mapping[str, Any] = {
     "save_total_limit": 2,
     "disable_tqdm": False,
 }
-KINDS: tuple[Any, ...] = (RecipeArguments, PatchArguments, DataArguments, RunArguments)
+KINDS: tuple[Any, ...] = (PatchArguments, DataArguments, RunArguments)
 
 
 @functools.cache
@@ -314,33 +305,27 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     if given.recipe or given.model is None:
         parser.set_defaults(**_read_recipe(given.recipe or "embedded", parser))
     values, rest = parser.parse_known_args(words)
-    if rest:
-        word = next((word for word in rest if word.startswith("--")), rest[0])
-        raise PosencError(f"{_no_such(word.partition('=')[0], parser)} {HELP}")
+    for word in sorted(rest, key=lambda word: not word.startswith("--")):
+        if not word.startswith("--"):
+            raise PosencError(
+                f"{word!r} belongs to no option. A model is given as --model NAME. {HELP}"
+            )
+        name = word.partition("=")[0]
+        names = {action.dest: action.dest for action in parser._actions} | _ELSEWHERE
+        close = difflib.get_close_matches(name[2:].replace("-", "_"), names, n=1)
+        meant = "".join(f" Did you mean --{names[each]}?" for each in close)
+        raise PosencError(f"No such option: {name}.{meant} {HELP}")
     return values
-
-
-def _no_such(given: str, parser: argparse.ArgumentParser) -> str:
-    if not given.startswith("--"):
-        return f"{given!r} belongs to no option. A model is given as --model NAME."
-    names = {name: name for name in (action.dest for action in parser._actions)} | _ELSEWHERE
-    close = difflib.get_close_matches(given[2:].replace("-", "_"), names, n=1)
-    return f"No such option: {given}." + "".join(
-        f" Did you mean --{names[each]}?" for each in close
-    )
 
 
 def _training_arguments() -> list[str]:
     """Return the names of transformers' own options, read from its source: importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    path = Path(spec.origin).parent / "training_args.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    path = Path(str(spec and spec.origin)).with_name("training_args.py")
+    tree: Any = ast.parse(path.read_text(encoding="utf-8"))
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    body = next(node.body for node in classes if node.name == "TrainingArguments")
-    targets = (node.target for node in body if isinstance(node, ast.AnnAssign))
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    body: Any = next(node.body for node in classes if node.name == "TrainingArguments")
+    return [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
 
 
 def read_yaml(kind: str, path: Path) -> Any:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import parse_flag_from_env
 from accelerate.utils.modeling import get_non_persistent_buffers
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -41,7 +42,9 @@ def join_on_cpu() -> None:
 
     Call it first.
     """
-    sharded = is_set("ACCELERATE_USE_FSDP") or is_set("ACCELERATE_USE_DEEPSPEED")
+    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") or parse_flag_from_env(
+        "ACCELERATE_USE_DEEPSPEED"
+    )
     if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
@@ -67,7 +70,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             )
         _check_fsdp(arguments)
     if (
-        is_set("ACCELERATE_USE_DEEPSPEED") or (arguments and arguments.deepspeed)
+        parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") or (arguments and arguments.deepspeed)
     ) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
@@ -86,7 +89,9 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
 
 def wants_fsdp(arguments: TrainingArguments | None) -> bool:
     """Return whether FSDP is requested, by a launch file or by the arguments."""
-    return is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
+    return parse_flag_from_env("ACCELERATE_USE_FSDP") or bool(
+        arguments is not None and arguments.fsdp
+    )
 
 
 def launched_processes() -> int:
@@ -122,11 +127,6 @@ def launcher() -> tuple[int, list[str]] | None:
             if Path(argument).name in _LAUNCHERS or _MODULES.search(argument):
                 return int(parent.pid), command[index + 1 :]
     return None
-
-
-def is_set(name: str) -> bool:
-    """Return whether a variable of the environment is true."""
-    return os.environ.get(name, "false").lower() in ("true", "1")
 
 
 def _check_fsdp(arguments: TrainingArguments | None) -> None:
@@ -165,18 +165,13 @@ def _check_deepspeed(arguments: TrainingArguments | None) -> None:
 
 def group_shard() -> Shard:
     """Return this rank and the number of ranks in the process group, which launched processes must have."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return Shard(dist.get_rank(), dist.get_world_size(), launched=True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise PosencError(
             "The launched processes have no process group yet: create TrainingArguments, or the Accelerator, first."
         )
     return Shard()
-
-
-def broadcast(value: T) -> T:
-    """Return the first rank's value on every rank. Call it on all ranks."""
-    return gather(value)[0]
 
 
 def gather(value: T) -> list[T]:
@@ -222,34 +217,29 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
     transformers' dynamic RoPE keeps the table of the longest text so far. FSDP2 keeps the outermost parameters gathered
     after a forward without a backward.
     """
-    restore = random_state()
-    before = [
-        (module, _public(module), dict(module._buffers))
-        for module in model.modules()
-        if not module._parameters
-    ]
-    _reshard(model)
+
+    def public(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+    def reshard() -> None:
+        for module in model.modules():
+            if callable(free := getattr(module, "reshard", None)):
+                free()
+
+    restore, modules = random_state(), [each for each in model.modules() if not each._parameters]
+    before = [(module, public(module), dict(module._buffers)) for module in modules]
+    reshard()
     try:
         yield
     finally:
-        _reshard(model)
+        reshard()
         for module, attributes, buffers in before:
-            for name in _public(module).keys() - attributes.keys():
+            for name in public(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
         restore()
-
-
-def _public(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
-
-
-def _reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()
 
 
 # Sharded training. A patch, the loss in chunks and the dependencies of a batch are all verified on the live model, on
@@ -351,16 +341,15 @@ def _is_zero3(arguments: TrainingArguments) -> bool:
 
 def _loads_once(arguments: TrainingArguments) -> bool:
     """Return whether FSDP takes the weights from the first process; accelerate sets the variable from any option."""
-    return wants_fsdp(arguments) and is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return wants_fsdp(arguments) and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def _copied_to(arguments: TrainingArguments) -> torch.dtype | None:
     """Return the dtype that sharding in mixed precision converts weights to; DeepSpeed's float32 copies are behind."""
     if _is_zero3(arguments):
         config: dict[str, Any] = deepspeed_config() or {}
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            if config.get(name, {}).get("enabled") is True:
-                return dtype
-        return None
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        enabled = (halves[name] for name in halves if config.get(name, {}).get("enabled") is True)
+        return next(enabled, None)
     mixed = arguments.bf16 or arguments.fp16
     return torch.float32 if mixed and _loads_once(arguments) else None

@@ -30,7 +30,7 @@ from hf_posenc.gguf_file import origin_of
 from hf_posenc.methods import available_methods, get_method
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training.processes import broadcast, whole_weights
+from hf_posenc.training.processes import gather, whole_weights
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import before_and_after, conclusion, precision_of
 
@@ -317,7 +317,7 @@ def write_result(
                 write_card(folder, log, scores, name=name)
         except PosencError as error:
             problem = error
-    problem = broadcast(problem)  # all processes raise, or none
+    problem = gather(problem)[0]  # all processes raise, or none
     if problem is not None:
         raise problem
 

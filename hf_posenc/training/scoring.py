@@ -22,7 +22,6 @@ from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
-from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
 from hf_posenc.evaluation.perplexity.protocols import make_settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -55,11 +54,6 @@ def stages_of(table: PerplexityResult) -> list[Stage]:
     return [Stage(**stage) for stage in table.source.get("stages", ())]
 
 
-def rows_of(table: PerplexityResult) -> list[tuple[Stage, MethodEntry]]:
-    """Return the rows of a table, in order: the stage and the method of each."""
-    return list(zip(stages_of(table), table.candidates, strict=True))
-
-
 def before_and_after(table: PerplexityResult) -> PerplexityResult:
     """Return the rows before the training, and the last one."""
     stages = stages_of(table)
@@ -80,9 +74,9 @@ def _select(table: PerplexityResult, labels: Collection[str]) -> PerplexityResul
 
 def _with_row(table: PerplexityResult, row: PerplexityResult) -> PerplexityResult:
     """Append a row. Rows of later steps belong to a training that this one replaces, and are removed."""
-    ((last, entry),) = rows_of(row)
-    now = (last.step, entry.method is not None)
-    labels = [e.label for stage, e in rows_of(table) if (stage.step, e.method is not None) < now]
+    earlier_rows = zip(stages_of(table), table.candidates, strict=True)
+    now = (stages_of(row)[0].step, row.candidates[0].method is not None)
+    labels = [e.label for stage, e in earlier_rows if (stage.step, e.method is not None) < now]
     earlier = _select(table, labels)
     names = ("candidates", "records", "failures")
     lists: dict[str, Any] = {n: [*getattr(earlier, n), *getattr(row, n)] for n in names}
@@ -234,7 +228,7 @@ class Scores:
             unchanging = ("name", "revision", "tokenizer", "bos")
             state = fingerprint_of({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            table = processes.broadcast(self._read_table())
+            table = processes.gather(self._read_table())[0]
             stages = [] if table is None else stages_of(table)
             if table is None or stage not in stages:
                 row = self._measure_row(model, stage, described, sharded, progress)
@@ -246,9 +240,7 @@ class Scores:
                 return table
         self._kept = table
         if self.output is not None and processes.group_shard().index == 0:
-            values = table.to_dict()
-            text = to_json({**values, "checksum": fingerprint_of(values)})
-            write_atomically(self.output / FILE, text)
+            write_atomically(self.output / FILE, to_json(table.to_dict()))
         return table
 
     def _measure_row(
@@ -296,12 +288,10 @@ class Scores:
             return None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             values = json.loads(path.read_bytes())
-            if values.pop("checksum", None) == fingerprint_of(values):
-                same = values["fingerprint"] == self.fingerprint
-                return PerplexityResult.from_dict(values) if same else None
+            same = values["fingerprint"] == self.fingerprint
+            return PerplexityResult.from_dict(values) if same else None
         warnings.warn(
-            f"{path} is damaged, or not a training's: its checksum does not match. It is replaced, and any rows of "
-            "earlier steps in it are lost.",
+            f"{path} is not a training's. It is replaced, and any rows of earlier steps in it are lost.",
             stacklevel=3,
         )
         return None
@@ -352,7 +342,7 @@ def conclusion(scores: PerplexityResult) -> str:
     parts = []
     for length in dict.fromkeys((lengths[-1], short)):
         numbers = []
-        for stage, row in rows_of(shown):
+        for stage, row in zip(stages_of(shown), shown.candidates, strict=True):
             cell = shown.cell(row.label, protocol, length or 0)
             name = _after(stage.step) or ("unpatched" if row.method is None else "patched")
             numbers.append(f"{number(None if cell is None else cell.perplexity)} {name}")

@@ -413,7 +413,7 @@ def _decisive(
 ) -> dict[str, Any]:
     """Return everything that determines the losses of a run beside transformers' own options."""
     choice, data, _ = parsed
-    names = ("model", "tokenizer", "patch")  # weights, tokens and patch count instead
+    names = ("recipe", "model", "tokenizer", "patch")  # weights, tokens and patch count instead
     return {
         "weights": weights,
         "patch": None if patch is None else patch.config.to_dict(),
