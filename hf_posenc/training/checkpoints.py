@@ -38,11 +38,8 @@ CONFIGS = ("config.json", "adapter_config.json")
 LOST_PEER = "another process of the run ended"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_UNFINISHED = ".saving"
-Settings = Mapping[str, Any]
 SETTINGS = "settings.json"
-_FORMAT = 2
-_LOCK = ".lock"
+_FORMAT = 1
 _PATIENCE = 60.0
 """Seconds to wait for a process that still trains in the folder: after a signal it saves first."""
 # The output, the reports, the frequency of saves and the loading of batches: no loss depends on them.
@@ -87,11 +84,6 @@ def complete_checkpoints(folder: Path | str) -> list[Path]:
     return [path for path in checkpoints(folder) if _manifest(path) is not None]
 
 
-def partial_checkpoints(folder: Path | str) -> list[Path]:
-    """Return the checkpoints without a manifest, by step."""
-    return [path for path in checkpoints(folder) if _manifest(path) is None]
-
-
 def last_complete_checkpoint(folder: Path | str) -> Path | None:
     """Return the complete checkpoint of the highest step; `None` without one.
 
@@ -124,7 +116,7 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
 
 def clear_partial(folder: Path | str) -> list[Path]:
     """Remove partial checkpoints and return their paths. Call it in one process, while no run writes to the folder."""
-    partial = partial_checkpoints(folder)
+    partial = [path for path in checkpoints(folder) if _manifest(path) is None]
     for path in partial:
         discard(path)
     return partial
@@ -164,10 +156,6 @@ class SafeCheckpoints(TrainerCallback):
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        if state.is_hyper_param_search:
-            raise PosencError(
-                "SafeCheckpoints supports one folder, and hyperparameter_search writes one per trial: leave it out."
-            )
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
         self._saved = None
@@ -219,7 +207,7 @@ def save_result(folder: Path, write: Callable[[str], object], *, keeper: bool = 
     All processes call it, as sharded weights are gathered from all of them. One `keeper` per disk moves the files. If
     the save fails, an earlier result is still complete.
     """
-    unfinished = folder / _UNFINISHED
+    unfinished = folder / ".saving"
     try:
         if keeper:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -318,7 +306,7 @@ def settings_of(arguments: TrainingArguments, **more: Any) -> dict[str, Any]:
 
 def resume_point(
     folder: Path,
-    settings: Settings,
+    settings: Mapping[str, Any],
     *,
     explicit: Path | None = None,
     fresh: bool = False,
@@ -469,12 +457,12 @@ class TrainingFolder:
     """
 
     def __init__(
-        self, arguments: TrainingArguments, settings: Settings, *, fresh: bool = False
+        self, arguments: TrainingArguments, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
         self._arguments, self._settings, self._fresh = arguments, settings, fresh
         self._interruption = SaveOnSignal()
         self.path = Path(arguments.output_dir or ".")
-        self._lock = FileLock(self.path / _LOCK)
+        self._lock = FileLock(self.path / ".lock")
         self.checkpoint: Path | None = None
 
     def __enter__(self) -> TrainingFolder:
@@ -576,13 +564,13 @@ class TrainingFolder:
 
     def _explain(self, error: BaseException) -> None:
         """Replace the error of a failed save by one line; other errors are unchanged."""
-        partial = partial_checkpoints(self.path)
+        complete = complete_checkpoints(self.path)
+        partial = [path for path in checkpoints(self.path) if path not in complete]
         if not partial:
             if reason_of(error) == LOST_PEER:  # the other process reported the actual error
                 raise PosencError(f"{LOST_PEER.capitalize()}: see its message.") from error
             return
         free = shutil.disk_usage(self.path).free
-        complete = complete_checkpoints(self.path)
         kept = f"{complete[-1].name} is complete" if complete else "there is no earlier one"
         if self._arguments.should_save:
             with contextlib.suppress(PosencError):  # else the next start removes it
@@ -596,7 +584,7 @@ class TrainingFolder:
 # The frame of a bare accelerate loop.
 
 
-def resume(accelerator: Accelerator, folder: Path | str, settings: Settings) -> int:
+def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, Any]) -> int:
     """Load the last complete checkpoint into what the accelerator has prepared, and return its number of steps.
 
     All processes call it. `settings` is everything else that determines the losses, JSON-ready.

@@ -323,9 +323,8 @@ def _training_arguments() -> list[str]:
     spec = importlib.util.find_spec("transformers")
     path = Path(str(spec and spec.origin)).with_name("training_args.py")
     tree: Any = ast.parse(path.read_text(encoding="utf-8"))
-    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    body: Any = next(node.body for node in classes if node.name == "TrainingArguments")
-    return [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
+    (own,) = (node for node in tree.body if getattr(node, "name", "") == "TrainingArguments")
+    return [node.target.id for node in own.body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
 
 
 def read_yaml(kind: str, path: Path) -> Any:

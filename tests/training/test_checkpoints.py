@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError
 from hf_posenc.training import checkpoints as folder_module
 from hf_posenc.training.checkpoints import (
     MANIFEST,
     SETTINGS,
-    SafeCheckpoints,
     TrainingFolder,
     checkpoints,
     clear_partial,
@@ -246,10 +245,3 @@ def test_a_folder_is_held_by_one_run_and_let_go_by_a_kill(
     assert "waiting for it to end" in capfd.readouterr().err
     with TrainingFolder(_arguments(tmp_path), {}) as folder:
         assert folder.checkpoint is None
-
-
-def test_one_folder_holds_no_search_over_hyperparameters(tmp_path: Path) -> None:
-    arguments = TrainingArguments(str(tmp_path), report_to=[])
-    SafeCheckpoints().on_train_begin(arguments, TrainerState())
-    with pytest.raises(PosencError, match="writes one per trial"):
-        SafeCheckpoints().on_train_begin(arguments, TrainerState(is_hyper_param_search=True))
