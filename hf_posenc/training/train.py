@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.evaluation import loading
-from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.identity import weights_hash
@@ -57,8 +55,6 @@ from hf_posenc.training.options import (
 )
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.scoring import Scores, precision_of
-
-_KEEP = "Leave --patch out to train it further as it is"
 
 
 @dataclass
@@ -160,13 +156,17 @@ def finetune(parsed: Arguments) -> None:
     if pushes and output is not None and arguments.process_index == 0:
         repository = result.create_repository(arguments)  # a wrong token fails before the training
 
+    source = source_of(data.source(data.text, data.dataset, data.split))
     scores, held_out = None, list[str]()
     spans = data.score_lengths or [lengths.original, lengths.target]
     if data.score:
-        with _held_out_text(data) as texts:
+        scored = data.source(data.score_text, data.score_dataset, data.score_split)
+        # Texts that are given, and none to score: some of them are held out.
+        taken = not (source.embedded or scored.text or scored.dataset)
+        try:
             scores = Scores(
                 tokenizer,
-                texts,
+                candidates(source) if taken else source_of(scored).read(),
                 lengths=spans,
                 output=output and output / "scores",
                 limit=data.score_documents,
@@ -174,9 +174,13 @@ def finetune(parsed: Arguments) -> None:
                 autocast=precision_of(arguments),
                 tail_tokens=data.tail_tokens,
             )
-        if _holds_out(data):
+        except PosencError as error:
+            raise PosencError(
+                f"No perplexity can be measured: {error} Give --score_text or --score_dataset, or train with "
+                "--no_score."
+            ) from error
+        if taken:
             held_out = [document.name for document in scores.documents]
-    source = source_of(data.source(data.text, data.dataset, data.split))
     if source.embedded:
         source = Source(read_standard_library, STANDARD_LIBRARY)
     elif held_out:
@@ -251,7 +255,16 @@ def finetune(parsed: Arguments) -> None:
             trainer,
             base=choice.model or loading.EMBEDDED,
             train=choice.train,
-            data={"source": dict(source.about), **_described(data, lengths, blocks)},
+            data={
+                "source": dict(source.about),
+                "positions": data.positions,
+                "target_length": lengths.target,
+                "block_length": lengths.block,
+                **({"curriculum": lengths.curriculum} if lengths.curriculum else {}),
+                "blocks": len(blocks),
+                "documents": blocks.counts.documents,
+                "tokens": blocks.counts.tokens,
+            },
             command=command_line(arguments),
         )
         write = partial(result.write_result, name=repository)
@@ -269,22 +282,23 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     Methods without a given scale reach the target length. A patched model is not patched again without `replace=true`.
     """
     patch = get_patch(model)
-    saved = "" if patch is None else f"this model was saved with {str(patch).splitlines()[0]}"
-    if text is None:
-        if patch is None:
-            raise PosencError(
-                "The model carries no patch: give --patch, e.g. yarn:scale=4, or --patch none to train it as it is."
-            )
-        return
-    if text.strip().lower() == UNPATCHED:
-        if patch is not None:
-            raise PosencError(f"--patch none: {saved}. {_KEEP}.")
+    keep = "Leave --patch out to train it further as it is"
+    saved = (
+        "" if patch is None else f"this model was saved with {str(patch).splitlines()[0]}. {keep}"
+    )
+    if text is None and patch is None:
+        raise PosencError(
+            "The model carries no patch: give --patch, e.g. yarn:scale=4, or --patch none to train it as it is."
+        )
+    if text is not None and text.strip().lower() == UNPATCHED and patch is not None:
+        raise PosencError(f"--patch none: {saved}.")
+    if text is None or text.strip().lower() == UNPATCHED:
         return
     candidate = Candidate.parse(text, unpatched=False)
     beside = dict(candidate.beside)
     replaces = beside.pop("replace", False)
     if patch is not None and not replaces:
-        raise PosencError(f"--patch {text}: {saved}. {_KEEP}, or replace it by replace=true.")
+        raise PosencError(f"--patch {text}: {saved}, or replace it by replace=true.")
     if patch is not None:
         unpatch_model(model)
         candidate = dataclasses.replace(candidate, beside=beside)
@@ -344,11 +358,11 @@ def _stages(curriculum: str, original: int, target: int, block: int) -> tuple[in
     """Return the lengths of a curriculum; `PositionCollator` checks that they rise up to the target."""
     given = f"--curriculum {curriculum}"
     try:
-        tokens = [float(factor) * original for factor in curriculum.split(",")]
+        tokens = tuple(float(factor) * original for factor in curriculum.split(","))
         stages = tuple(map(int, tokens))
     except (ValueError, OverflowError):  # no numbers, or none that end
-        tokens, stages = [], (0,)
-    if list(stages) != tokens:
+        tokens, stages = (), (0,)
+    if stages != tokens:
         raise PosencError(
             f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
         )
@@ -364,31 +378,6 @@ def _stages(curriculum: str, original: int, target: int, block: int) -> tuple[in
             stacklevel=3,
         )
     return stages
-
-
-def _holds_out(data: DataArguments) -> bool:
-    """Return whether documents to score are taken out of those to train on: texts are given, and none to score."""
-    given = bool(data.text) or data.dataset is not None
-    return given and not data.score_text and data.score_dataset is None
-
-
-@contextlib.contextmanager
-def _held_out_text(data: DataArguments) -> Iterator[Iterable[Entry]]:
-    """Give the documents to score, and add to an error about them how to give others.
-
-    By default they are held out: every tenth of the documents to train on, from the second on, or the last tenth of a
-    single one; of the standard library, the modules that its training text leaves out.
-    """
-    try:
-        if _holds_out(data):
-            yield candidates(source_of(data.source(data.text, data.dataset, data.split)))
-        else:
-            score = data.source(data.score_text, data.score_dataset, data.score_split)
-            yield source_of(score).read()
-    except PosencError as error:
-        raise PosencError(
-            f"No perplexity can be measured: {error} Give --score_text or --score_dataset, or train with --no_score."
-        ) from error
 
 
 def command_line(arguments: TrainingArguments) -> str:
@@ -436,17 +425,3 @@ def _prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
             "its text."
         )
     return ids
-
-
-def _described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str, Any]:
-    """Return the description of the training data for a model card."""
-    counts = blocks.counts
-    return {
-        "positions": data.positions,
-        "target_length": lengths.target,
-        "block_length": lengths.block,
-        **({} if lengths.curriculum is None else {"curriculum": list(lengths.curriculum)}),
-        "blocks": counts.blocks,
-        "documents": counts.documents,
-        "tokens": counts.tokens,
-    }
