@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
@@ -238,8 +239,7 @@ class PositionCollator(TrainerCallback):
 
     def _stage_of(self, step: int, steps: int) -> int:
         """Return the index in the curriculum: k lengths have equal shares of the steps, up to rounding."""
-        last = max(len(self.curriculum) - 1, 0)
-        return min(step * len(self.curriculum) // max(steps, 1), last)
+        return min(step * len(self.curriculum) // max(steps, 1), len(self.curriculum) - 1)
 
     def _of_stage(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         positions = batch.get("position_ids")
@@ -341,6 +341,5 @@ def _numbers(values: Any) -> Numbers:
 
 def _stack(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:
     """Return rows of different lengths as one tensor (b, n), padded with `fill`."""
-    longest = max(map(len, rows))
-    padded = [np.pad(row, (0, longest - len(row)), constant_values=fill) for row in rows]
-    return torch.from_numpy(np.stack(padded))
+    tensors = [torch.from_numpy(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill)
