@@ -26,7 +26,6 @@ from tests.support.dependency_cases import (
     ARCHITECTURES,
     DOCUMENTS,
     FREQUENCIES,
-    LENGTH,
     TARGET,
     batch_of,
     by_change,
@@ -37,7 +36,7 @@ from tests.support.dependency_cases import (
     tiny,
     words_of,
 )
-from tests.support.selection import covering, late, quick
+from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
 pytestmark = [
@@ -83,36 +82,6 @@ def test_patched_models(name: str, positions: str) -> None:
         check(model, positions)
 
 
-@pytest.mark.parametrize(
-    ("name", "reentrant", "positions"),
-    [
-        *covering(["yarn", "rerope", "fire"], [False, True], POSITIONS),
-        *late(["alibi"], [False, True], POSITIONS),
-    ],
-)
-def test_gradients_take_the_same_ways_when_layers_are_computed_again(
-    name: str, reentrant: bool, positions: str
-) -> None:
-    """With gradient checkpointing, in train mode, by a backward like the Trainer's."""
-    model = patched(name)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.train()
-    assert torch.equal(by_backward(model, batch_of(positions)), expected(positions))
-
-
-def by_backward(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
-    inputs = inputs_of(batch)
-    embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
-    rows = []
-    for query in range(LENGTH):
-        leaf = embedded.detach().requires_grad_()
-        found = logits(model, {**inputs, "inputs_embeds": leaf})
-        (found[:, query] * torch.arange(found.shape[-1])).sum().backward()
-        assert leaf.grad is not None
-        rows.append(leaf.grad.abs().amax(-1) > 0)
-    return torch.stack(rows, dim=1)
-
-
 @pytest.mark.parametrize("name", ["yarn", "rerope", "t5"])
 def test_packed_documents_read_as_they_do_alone(name: str) -> None:
     """The loss of a packed batch is the mean over the tokens of its documents, each on its own."""
@@ -134,17 +103,6 @@ def test_packed_documents_read_as_they_do_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("drawn", DRAWS)
-def test_without_a_mask_parts_of_a_text_are_kept_apart(drawn: str, attention: str) -> None:
-    batch = batch_of(drawn)
-    del batch["attention_mask"]
-    found = by_change(tiny("llama", attention), batch)
-    row = batch["position_ids"][0]
-    place = int((row.diff() > 1).nonzero()[0]) + 1
-    assert not bool(found[0, place:, :place].any())
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
     batch = batch_of("packed")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -153,14 +111,6 @@ def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
 
 
 # The check
-
-
-@pytest.mark.parametrize("positions", quick(POSITIONS, ["packed", "pose"]))
-def test_the_check_passes_a_peft_model(positions: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
-    model = peft.get_peft_model(patched("yarn"), config)
-    check(model, positions)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_what_cannot_be_distilled_is_one_line(given: dict[str, Any], message: st
 
 
 def test_a_model_without_a_loss_in_chunks_is_refused() -> None:
-    from tests.training.test_chunked_loss_fallback import PositionBias
+    from tests.training.test_chunked_loss_training import PositionBias
 
     model: Any = PositionBias(zoo.tiny_config("llama"))
     with pytest.raises(PosencError, match="PositionBias cannot be computed in chunks"):

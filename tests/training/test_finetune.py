@@ -211,6 +211,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no patch": (("--model", str(model_path())), "carries no patch: give --patch"),
     "no length": (("--patch", "none"), "give --target_length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
+    "nothing to train": (("--patch", "truncation"), "truncation"),
     "an option of another program": (("--batch-size", "3"), "Did you mean --per_device_train_batch_size"),
     "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option. A model is given as --model"),
     "a column of a text": (("--text", __file__, "--column", "body"), "nothing here would use it"),
@@ -218,15 +219,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
-    "a curriculum of whole blocks": (("--curriculum", "1,2"), "positions that are drawn .*not positions='contiguous'"),
-    "a curriculum that falls": ((*RANDOM, "2,1"), r"rising lengths in tokens, not \[512, 256\]"),
     "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
     "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
     "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
-    "a curriculum beyond the target": (
-        (*RANDOM, "1,2,4,8"),
-        "ends at 2,048 tokens, beyond target_length=1,024: end it there, or give a longer one",
-    ),
     "a prompt for other positions": (("--terminal_prompt", "Now:"), "for --positions endprompt or endprompt_random"),
     "a prompt of no tokens": (
         ("--positions", "endprompt", "--terminal_prompt", ""),
