@@ -196,9 +196,6 @@ def test_frozen_heads_and_frozen_models() -> None:
 
 # Models whose loss cannot be computed in chunks, or not in the usual way: found by the probe, trained as before.
 
-
-pytestmark = pytest.mark.slow  # whole trainings or graphs
-
 LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
 
 
