@@ -213,11 +213,9 @@ def listed() -> list[tuple[dataclasses.Field[Any], Any, str]]:
         for kind in KINDS
         for each in dataclasses.fields(kind)
     ]
-    return sorted(found, key=lambda option: _place(option[0].metadata["flag"]))
-
-
-def _place(flag: Flag) -> tuple[int, int]:
-    return GROUPS.index(str(flag.panel)), flag.rank
+    flags: list[Flag] = [each.metadata["flag"] for each, *_ in found]
+    places = [(GROUPS.index(str(flag.panel)), flag.rank) for flag in flags]
+    return [found[n] for n in sorted(range(len(found)), key=places.__getitem__)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -300,10 +298,10 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse words that may name a recipe, whose values are defaults."""
+    """Parse words that may name a recipe, whose words come first."""
     given, _ = parser.parse_known_args(words)
     if given.recipe or given.model is None:
-        parser.set_defaults(**_read_recipe(given.recipe or "embedded", parser))
+        words = [*_recipe_words(given.recipe or "embedded", parser), *words]
     values, rest = parser.parse_known_args(words)
     for word in sorted(rest, key=lambda word: not word.startswith("--")):
         if not word.startswith("--"):
@@ -343,13 +341,13 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def _recipe_words(name: str, parser: argparse.ArgumentParser) -> list[str]:
     path = Path(name)
     if not path.suffix and not path.exists():
         if name not in recipes():
             raise unknown("recipe", name, recipes())
         path = RECIPES / f"{name}.yaml"
-    values = read_yaml("recipe", path)
+    values, words = read_yaml("recipe", path), list[str]()
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
     options = {action.dest for action in parser._actions} - {"help", "recipe"}
@@ -357,18 +355,12 @@ def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if key not in options or value is None:
             what = "no option" if key not in options else "given no value"
             raise PosencError(f"The recipe {path} sets {key}, which is {what}. {HELP}")
-    # argparse converts only defaults that are strings, and makes no list of one value.
-    kinds = {a.dest: a.type for a in parser._actions if a.nargs == "+" and callable(a.type)}
-    for key, value in values.items():
-        if key in kinds:
-            given = value if isinstance(value, list) else [value]
-            try:
-                values[key] = [kinds[key](str(each)) for each in given]
-            except argparse.ArgumentTypeError as error:
-                raise PosencError(f"The recipe {path} sets {key}: {error}") from error
-        elif type(value) in (int, float):
-            values[key] = str(value)
-    return values
+        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    try:
+        parser.parse_known_args(words)
+    except PosencError as error:
+        raise PosencError(f"The recipe {path}: {error}") from error
+    return words
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

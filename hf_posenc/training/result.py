@@ -191,10 +191,9 @@ def published(scores: PerplexityResult) -> PerplexityResult:
     """Return scores whose documents' names lose the folders that all have in common, so that they stay different."""
     names = [str(document["name"]) for document in scores.documents]
     names += [skipped.name for skipped in scores.skipped]
-    absolute = {name: Path(name) for name in names if Path(name).is_absolute()}
-    common = os.path.commonpath([p.parent for p in absolute.values()]) if absolute else ""
-    relative = {name: str(path.relative_to(common)) for name, path in absolute.items()}
-    shown = {name: relative.get(name, name) for name in names}
+    folders = [Path(name).parent for name in names if Path(name).is_absolute()]
+    common = os.path.commonpath(folders) if folders else None
+    shown = {n: os.path.relpath(n, common) if Path(n).is_absolute() else n for n in names}
     return dataclasses.replace(
         scores,
         model={**scores.model, "name": shown_name(str(scores.model["name"]))},

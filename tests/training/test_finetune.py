@@ -361,7 +361,7 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         assert (data.text, arguments.report_to) == ([str(tmp_path / "text")], [])
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
     wrong["no_score: true"] = "no_score, which is no option"
-    wrong["score_lengths: [64, 4x]"] = "sets score_lengths: .*'4x' is no length"
+    wrong["score_lengths: [64, 4x]"] = "recipe.yaml: argument --score_lengths.*'4x' is no length"
     for content, message in wrong.items():
         with pytest.raises(PosencError, match=message):
             parsed(content)
