@@ -17,11 +17,7 @@ from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
-from hf_posenc.evaluation.scoring.decoder import (
-    READS_AHEAD_HALF,
-    evaluation_mode,
-    input_embeddings,
-)
+from hf_posenc.evaluation.scoring.decoder import READS_AHEAD_HALF, evaluation_mode, input_embeddings
 from hf_posenc.methods import Growing
 from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.patching import get_patch, inspect_rope

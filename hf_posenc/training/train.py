@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import (
-    HfArgumentParser,
-    ProgressCallback,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments, set_seed
 from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
@@ -45,14 +39,7 @@ from hf_posenc.training.chunked_loss import chunk_loss
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.distillation import distill, unpatched_teacher
 from hf_posenc.training.estimate import print_cost
-from hf_posenc.training.options import (
-    DRAWN,
-    HELP,
-    PROMPTED,
-    DataArguments,
-    PatchArguments,
-    RunArguments,
-)
+from hf_posenc.training.options import HELP, DataArguments, PatchArguments, RunArguments
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.scoring import Scores, precision_of
 
@@ -309,10 +296,10 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         if target_length is None or original is None:
             raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
         scale = max(1.0, target_length / original)
-    method, options = candidate.arguments(scale)
+    method, knobs = candidate.arguments(scale)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)  # they are about to be trained
-        patch_model(model, method, **options)
+        patch_model(model, method, **knobs)
 
 
 @dataclass(frozen=True)
@@ -343,7 +330,7 @@ def resolve_lengths(
     if target is None:
         why = "there is no patch" if patch is None else f"{patch.method} follows the text"
         raise PosencError(f"No length to train for, since {why}: give --target_length, in tokens.")
-    original, drawn = original or target, positions in DRAWN
+    original, drawn = original or target, positions in options.DRAWN
     block = block_length or (min(original, target) if drawn else target)
     if not 1 < block <= target:
         raise PosencError(
@@ -408,7 +395,7 @@ def _decisive(
         "patch": None if patch is None else patch.config.to_dict(),
         "choice": {key: value for key, value in asdict(choice).items() if key not in names},
         "positions": data.positions,
-        **({"terminal_prompt": data.terminal_prompt} if data.positions in PROMPTED else {}),
+        **({"terminal_prompt": data.terminal_prompt} if data.positions in options.PROMPTED else {}),
         "lengths": asdict(lengths),
         "blocks": blocks.counts.sha256,
     }
@@ -416,7 +403,7 @@ def _decisive(
 
 def _prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
     """Return the tokens of the terminal prompt, which are the last of a block; none without one."""
-    if data.positions not in PROMPTED:
+    if data.positions not in options.PROMPTED:
         return []
     ids = [*map(int, tokenizer(data.terminal_prompt, add_special_tokens=False)["input_ids"])]
     if not 0 < len(ids) <= block - 2:
