@@ -36,15 +36,13 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids.index_fill(0, torch.arange(4 * index), -100)}
 
 
-def history(folder: Path, *, chunked: bool, metrics: Any = None, **options: Any) -> list[float]:
+def history(folder: Path, *, chunked: bool, **options: Any) -> list[float]:
     """Losses, gradient norms and the loss of an evaluation of three steps of `Trainer`."""
     model = zoo.build("llama", attention_dropout=0.1)
     handle = chunk_loss(model, CHUNK) if chunked else None
     settings = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
     arguments = TrainingArguments(str(folder), **SILENT, **{**settings, **options})
-    trainer = Trainer(
-        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), compute_metrics=metrics
-    )
+    trainer = Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert handle is None or handle.exact
@@ -70,18 +68,6 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     # The weights' own rounding; Adam's first steps make it a matter of signs.
     tolerance = 1e-2 if "bf16" in options else 1e-6
     torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=0)
-
-
-def test_metrics_of_trainer_get_no_logits(tmp_path: Path) -> None:
-    seen = []
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        seen.append(prediction)
-        return {}
-
-    history(tmp_path, chunked=True, metrics=metrics, max_steps=1)
-    assert seen[0].predictions == ()
-    assert seen[0].label_ids.shape == (8, 40)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

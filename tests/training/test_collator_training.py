@@ -84,18 +84,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Pa
     return made
 
 
-def test_epochs_give_an_example_other_positions(whole: Any) -> None:
-    seen = whole(False)[1]
-    assert len(seen) == EPOCHS * STEPS
-    epochs = [
-        {tuple(ids): positions for batch in part for ids, positions in batch}
-        for part in (seen[:STEPS], seen[STEPS:])
-    ]
-    assert len(epochs[0]) == EXAMPLES
-    assert epochs[0].keys() == epochs[1].keys()
-    assert all(epochs[0][ids] != epochs[1][ids] for ids in epochs[0])
-
-
 @pytest.mark.parametrize(
     ("curriculum", "step", "workers"),
     [(False, STEPS, 2), (True, 4, 2), *late([False, True], [2], [0]), *late([False, True], [STEPS + 2], [2])],

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -37,7 +36,6 @@ from hf_posenc.training.blocks import (
     read_standard_library,
     without,
 )
-from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.options import POSITIONS
 from tests.support.processes import PATIENCE, running, start
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -167,26 +165,6 @@ def test_reading_stops_at_the_limit() -> None:
     assert (blocks.counts.documents, blocks.counts.skipped) == (2, 1)
 
 
-def test_rows_go_through_the_collator_and_the_trainer(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    from tests.support.zoo import build
-
-    blocks = prepare_blocks(documents(30, 5, 80), tokenizer(), length=16, positions="packed")
-    assert all(isinstance(blocks.dataset[0][name], np.ndarray) for name in blocks.dataset[0])
-
-    def train(**options: Any) -> float:
-        made, model = PositionCollator("packed"), build("llama", vocab_size=257)
-        fixed: Any = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-        arguments = TrainingArguments(str(tmp_path), report_to=[], **fixed, **options)
-        trainer = Trainer(model, arguments, made, blocks.dataset, callbacks=[made])
-        return float(trainer.train().training_loss)
-
-    assert 0 < train(remove_unused_columns=False) < 100
-    with pytest.raises(PosencError, match="remove_unused_columns=False"):
-        train()
-
-
 # Bad input
 
 
@@ -300,11 +278,6 @@ def test_other_settings_are_other_blocks(tmp_path: Path, other: dict[str, Any]) 
     assert len(list((tmp_path / "cache").glob("*/"))) == 2
 
 
-def test_drawn_positions_share_the_blocks_of_contiguous_ones(tmp_path: Path) -> None:
-    cached(tmp_path, documents(25))
-    cached(tmp_path, unread(), positions="pose")
-
-
 def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
     text = tmp_path / "texts" / "a.txt"
     text.parent.mkdir()
@@ -397,14 +370,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left on device"):
         prepare_blocks(documents(25), byte_tokenizer(), length=10, **options)
     assert not list(tmp_path.rglob("*.arrow"))
-
-
-def test_a_cache_that_cannot_be_made_says_so(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(
-        PosencError, match=r"cannot be written to the cache .*cache: Not a directory"
-    ):
-        cached(tmp_path, documents(25))
 
 
 @pytest.mark.parametrize("name", ["*.arrow", "blocks.json"])
