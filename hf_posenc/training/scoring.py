@@ -30,7 +30,7 @@ from hf_posenc.files import to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.model.unwrapping import is_sharded, unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training import processes
+from hf_posenc.training.processes import gather, group_shard, without_side_effects
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -101,8 +101,8 @@ class GroupRecords(Records):
         super().append(key, value)
 
     def refresh(self) -> None:
-        """Exchange values with the other processes. Call it on all processes."""
-        for values in processes.gather({key: self._own.get(key) for key in self._keys}):
+        """Exchange values with the other ranks. Call it on all ranks."""
+        for values in gather({key: self._own.get(key) for key in self._keys}):
             for key, value in values.items():
                 if value is not None:
                     super().append(key, value)
@@ -213,13 +213,11 @@ class Scores:
         precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._autocast is not None:
             precision = torch.autocast(next(model.parameters()).device.type, self._autocast)
-        with processes.without_side_effects(model), precision:
+        with without_side_effects(model), precision:
             described = identity.describe_model(
                 None, model, self._tokenizer, self._special, self._bos
             )
-            hashes = processes.gather(
-                described["weights_sha256"]
-            )  # each rank may hold another shard
+            hashes = gather(described["weights_sha256"])  # each rank may hold another shard
             both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
             described["weights_sha256"] = both if sharded else hashes[0]
             if self._autocast is not None:
@@ -228,7 +226,7 @@ class Scores:
             unchanging = ("name", "revision", "tokenizer", "bos")
             state = fingerprint_of({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            table = processes.gather(self._read_table())[0]
+            table = gather(self._read_table())[0]
             stages = [] if table is None else stages_of(table)
             if table is None or stage not in stages:
                 row = self._measure_row(model, stage, described, sharded, progress)
@@ -239,8 +237,10 @@ class Scores:
             else:
                 return table
         self._kept = table
-        if self.output is not None and processes.group_shard().index == 0:
-            write_atomically(self.output / FILE, to_json(table.to_dict()))
+        if self.output is not None and group_shard().index == 0:
+            values = table.to_dict()
+            text = to_json({**values, "checksum": fingerprint_of(values)})
+            write_atomically(self.output / FILE, text)
         return table
 
     def _measure_row(
@@ -251,7 +251,7 @@ class Scores:
         sharded: bool,
         progress: Progress,
     ) -> PerplexityResult:
-        shard = processes.group_shard()
+        shard = group_shard()
         together = sharded and shard.count > 1
         share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
@@ -281,17 +281,19 @@ class Scores:
         return result
 
     def _read_table(self) -> PerplexityResult | None:
-        if self.output is None or processes.group_shard().index:
+        if self.output is None or group_shard().index:
             return self._kept
         path = self.output / FILE
         if not path.exists():
             return None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             values = json.loads(path.read_bytes())
-            same = values["fingerprint"] == self.fingerprint
-            return PerplexityResult.from_dict(values) if same else None
+            if values.pop("checksum", None) == fingerprint_of(values):
+                same = values["fingerprint"] == self.fingerprint
+                return PerplexityResult.from_dict(values) if same else None
         warnings.warn(
-            f"{path} is not a training's. It is replaced, and any rows of earlier steps in it are lost.",
+            f"{path} is damaged, or not a training's: its checksum does not match. It is replaced, and any rows of "
+            "earlier steps in it are lost.",
             stacklevel=3,
         )
         return None
