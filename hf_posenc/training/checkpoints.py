@@ -156,6 +156,10 @@ class SafeCheckpoints(TrainerCallback):
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        if state.is_hyper_param_search:
+            raise PosencError(
+                "SafeCheckpoints supports one folder, and hyperparameter_search writes one per trial: leave it out."
+            )
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
         self._saved = None

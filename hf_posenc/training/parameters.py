@@ -95,11 +95,24 @@ def choose_parameters(
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
         )
-    own = set[int]() if train == "full" else _encoding_weights(model)
+    own = trained_parameters(model)
+    if train == "encoding" and not own:
+        patch = get_patch(model)
+        reason = (
+            "This model is not patched" if patch is None else f"{patch.method} has no parameters"
+        )
+        able = [name for name in available_methods() if get_method(name).trainable]
+        raise PosencError(
+            f"{reason}, so train='encoding' has nothing to train. Patch the model with one of {', '.join(able)}, or "
+            "use train='full' or 'lora'."
+        )
+    chosen = {
+        id(weight) for weight in (own.values() if train == "encoding" else model.parameters())
+    }
     constant = {id(tensor) for tensor in _formulas(model)}
     for weight in model.parameters():
-        every = weight.is_floating_point() and id(weight) not in constant
-        weight.requires_grad_(every if train == "full" else id(weight) in own)
+        trains = weight.is_floating_point() and id(weight) not in constant
+        weight.requires_grad_(trains and id(weight) in chosen)
     return model
 
 
@@ -112,21 +125,6 @@ def _formulas(model: nn.Module) -> list[Tensor]:
         # The first rows may be those of padding.
         return [each.weight for each in embeddings if is_formula(each.weight, start=_PADDING)]
     return [table.tensor() for table in tables if isinstance(table, SinCosTable)]
-
-
-def _encoding_weights(model: nn.Module) -> set[int]:
-    trained = trained_parameters(model)
-    if not trained:
-        patch = get_patch(model)
-        reason = (
-            "This model is not patched" if patch is None else f"{patch.method} has no parameters"
-        )
-        able = [name for name in available_methods() if get_method(name).trainable]
-        raise PosencError(
-            f"{reason}, so train='encoding' has nothing to train. Patch the model with one of {', '.join(able)}, or "
-            "use train='full' or 'lora'."
-        )
-    return {id(parameter) for parameter in trained.values()}
 
 
 def lora_config(

@@ -273,17 +273,11 @@ def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
 def loading_dtype(name: str, dtype: str, arguments: TrainingArguments) -> str:
     """Return the dtype to load a model in whose trained weights shall have `dtype`.
 
-    It is that of the checkpoint where float32 copies are made afterwards: in mixed precision, under sharding.
+    It is that of the checkpoint, if all weights have the same, where float32 copies are made afterwards: in mixed
+    precision, under sharding. The weights of a patch are always float32. Those of a GGUF file are dequantized.
     """
-    if dtype != "float32" or _copied_to(arguments) is None:
+    if dtype != "float32" or _copied_to(arguments) is None or find_gguf(name) is not None:
         return dtype
-    return _stored_dtype(name) or dtype
-
-
-def _stored_dtype(name: str) -> str | None:
-    """Return the dtype of a checkpoint's weights, if all have the same; those of a patch are always float32."""
-    if find_gguf(name) is not None:  # dequantized
-        return None
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     files, dtypes = {SAFE_WEIGHTS_NAME}, set()
     try:
@@ -291,13 +285,13 @@ def _stored_dtype(name: str) -> str | None:
             files = {*json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()}
         for file in sorted(files):
             if (path := cached_file(name, file, **options)) is None:
-                return None  # an adapter, or another format
+                return dtype  # an adapter, or another format
             with safe_open(path, "pt") as weights:
                 keys = [key for key in weights.keys() if f".{PARAMETERS}." not in f".{key}"]  # noqa: SIM118
                 dtypes |= {weights.get_slice(key).get_dtype() for key in keys}
     except (OSError, ValueError, KeyError, SafetensorError):
-        return None  # loading raises the same, in words
-    return _HALF.get(dtypes.pop()) if len(dtypes) == 1 else None
+        return dtype  # loading raises the same, in words
+    return _HALF.get(dtypes.pop(), dtype) if len(dtypes) == 1 else dtype
 
 
 def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:

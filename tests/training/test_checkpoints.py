@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
 from hf_posenc.files import write_atomically
@@ -18,6 +18,7 @@ from hf_posenc.training import checkpoints as folder_module
 from hf_posenc.training.checkpoints import (
     MANIFEST,
     SETTINGS,
+    SafeCheckpoints,
     TrainingFolder,
     checkpoints,
     clear_partial,
@@ -242,6 +243,13 @@ def test_a_folder_is_held_by_one_run_and_let_go_by_a_kill(
     assert "waiting for it to end" in capfd.readouterr().err
     with TrainingFolder(_arguments(tmp_path), {}) as folder:
         assert folder.checkpoint is None
+
+
+def test_one_folder_holds_no_search_over_hyperparameters(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), report_to=[])
+    SafeCheckpoints().on_train_begin(arguments, TrainerState())
+    with pytest.raises(PosencError, match="writes one per trial"):
+        SafeCheckpoints().on_train_begin(arguments, TrainerState(is_hyper_param_search=True))
 
 
 # The final save: the old result or the new one, never a mixture that loads.
