@@ -143,6 +143,7 @@ def finetune(parsed: Arguments) -> None:
     if pushes and output is not None and arguments.process_index == 0:
         repository = result.create_repository(arguments)  # a wrong token fails before the training
 
+    # The documents to score, then those to train on.
     source = source_of(data.source(data.text, data.dataset, data.split))
     scores, held_out = None, list[str]()
     spans = data.score_lengths or [lengths.original, lengths.target]
@@ -203,9 +204,8 @@ def finetune(parsed: Arguments) -> None:
         if not getattr(model, "is_quantized", False):
             model.to(arguments.device)  # where its weights are now
 
-    lora = {
-        f"lora_{each}": getattr(choice, f"lora_{each}") for each in ("rank", "alpha", "dropout")
-    }
+    # What is trained, and its loss.
+    lora = {name: getattr(choice, name) for name in ("lora_rank", "lora_alpha", "lora_dropout")}
     model = choose_parameters(model, choice.train, **lora)
     if choice.distill is not None:
         weight, chunk = choice.distill_weight or 1.0, choice.loss_chunk
