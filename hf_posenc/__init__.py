@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.adapters import available_architectures as available_architectures
+    from hf_posenc.adapters import available_recipes as available_recipes
+    from hf_posenc.adapters import get_recipe as get_recipe
     from hf_posenc.attention.engine import set_backend as set_backend
     from hf_posenc.errors import PosencError as PosencError
     from hf_posenc.errors import UnsupportedModelError as UnsupportedModelError
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from hf_posenc.patch.report import EffectiveTable as EffectiveTable
     from hf_posenc.patch.report import Patch as Patch
     from hf_posenc.patch.report import inspect_rope as inspect_rope
-    from hf_posenc.recipes import available_recipes as available_recipes
-    from hf_posenc.recipes import get_recipe as get_recipe
     from hf_posenc.saving import from_pretrained as from_pretrained
     from hf_posenc.saving import load_adapter as load_adapter
 
@@ -35,7 +35,7 @@ __version__ = "0.1.0.dev0"
 
 # Importing the package loads neither torch nor transformers: a name is imported from its module on first use.
 _MODULES = {
-    "adapters": "available_architectures",
+    "adapters": "available_architectures available_recipes get_recipe",
     "attention.engine": "set_backend",
     "errors": "PosencError UnsupportedModelError VerificationError",
     "methods": "Method available_methods get_method register_method",
@@ -43,7 +43,6 @@ _MODULES = {
     "patch.files": "load_patch save_patch",
     "patch.patching": "get_patch inspect_positions patch_model patched unpatch_model",
     "patch.report": "EffectiveTable Patch inspect_rope",
-    "recipes": "available_recipes get_recipe",
     "saving": "from_pretrained load_adapter",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -27,16 +27,11 @@ from hf_posenc.diagnosis import (
 )
 from hf_posenc.errors import PosencError
 from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
-from hf_posenc.methods import available_methods
 from hf_posenc.model.parameters import PARAMETER_FILE, PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.files import FILE, fill, read_patch
-from hf_posenc.patch.files import apply_config as apply_config
-from hf_posenc.patch.files import load_patch as load_patch
-from hf_posenc.patch.files import patch_to_save as patch_to_save
-from hf_posenc.patch.files import save_patch as save_patch
+from hf_posenc.patch.files import FILE, apply_config, fill, read_patch
 from hf_posenc.patch.patching import get_patch, unpatch_model
 from hf_posenc.patch.saving import damaged, restore_withheld
 from hf_posenc.patch.state import state_of
@@ -295,13 +290,8 @@ def _names(keys: Sequence[str], most: int = 9) -> str:
     return ", ".join(keys[:most]) + more
 
 
-def take_patch(
-    config: Any, path_or_id: str | Path, *, own_as_table: bool = False
-) -> PatchConfig | None:
-    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch.
-
-    With `own_as_table`, a method that is not known here is read from its table, where the config has that.
-    """
+def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
+    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch."""
     block: Mapping[str, Any] | None = vars(restore_withheld(config)).pop(export.BLOCK, None)
     if block is None:
         beside = Path(path_or_id) / FILE
@@ -311,37 +301,13 @@ def take_patch(
         return None
     configs = dict(export.config_parts(config))
     try:
-        own = _table_of_own_method(config, block) if own_as_table else None
         for path, before in block["before"].items():
             restore(configs[path], before)
-        return own or PatchConfig.from_dict(block)
+        return PatchConfig.from_dict(block)
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(path_or_id) from error
     except PosencError as error:
         raise PosencError(f"The patch in the config.json of {path_or_id}: {error}") from error
-
-
-def _table_of_own_method(config: Any, block: Mapping[str, Any]) -> PatchConfig | None:
-    """Return the table of a method that is not known here, as a list of divisors.
-
-    It is `None` if the method is known, or if the config has no such list.
-    """
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if block["method"] in available_methods() or block.get("others"):
-        return None
-    if rope.get("rope_type") != "longrope":
-        return None
-    original, layers = block["original_max_position_embeddings"], block["layers"]
-    kept = ("short_factor", "long_factor", "attention_factor")
-    return PatchConfig(
-        method="longrope",
-        options={key: rope[key] for key in kept},
-        scale=max(1.0, text.max_position_embeddings / original),
-        original_max_position_embeddings=original,
-        layers=layers if isinstance(layers, str) else tuple(layers),
-        replace=True,
-    )
 
 
 def load_adapter(
@@ -436,11 +402,8 @@ def _fill_beside_adapter(
     model: nn.Module, source: str | Path, fresh: bool, allow: bool, options: Mapping[str, Any]
 ) -> None:
     """Give the parameters of a `fresh` patch the values beside an adapter; raise if a model has others already."""
-    from transformers.utils.hub import cached_file
-
     trained = trained_parameters(unwrap(model))
-    optional = {**options, "_raise_exceptions_for_missing_entries": False}
-    file = cached_file(source, PARAMETER_FILE, **optional) if trained else None
+    file = _file_of(source, PARAMETER_FILE, options) if trained else None
     if file is None:  # an adapter of an earlier version, or a method without parameters
         _check_missing(source, trained if fresh else (), "patch", allow)
         return
@@ -459,11 +422,8 @@ def _missing_of_adapter(model: Any, path_or_id: str | Path, options: Mapping[str
     """Return the weights of a loaded LoRA that its file lacks; none where the file has other names for them."""
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file
 
-    optional = {**options, "_raise_exceptions_for_missing_entries": False}
-    file = cached_file(path_or_id, SAFETENSORS_WEIGHTS_NAME, **optional)
-    if file is None:
+    if (file := _file_of(path_or_id, SAFETENSORS_WEIGHTS_NAME, options)) is None:
         return set()
     with safe_open(file, "pt") as weights:
         stored = set(weights.keys())
@@ -508,19 +468,24 @@ def fill_from_checkpoint(
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
-    optional = {**options, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **optional)
     names = [SAFE_WEIGHTS_NAME]
-    if index is not None:
+    if (index := _file_of(path_or_id, SAFE_WEIGHTS_INDEX_NAME, options)) is not None:
         files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         names = sorted({files[name] for name in trained if name in files})
-    if cached_file(path_or_id, PARAMETER_FILE, **optional) is not None:
+    if _file_of(path_or_id, PARAMETER_FILE, options) is not None:
         names = [PARAMETER_FILE, *names]
     loaded: dict[str, Tensor] = {}
     for name in names:
         with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:
             loaded |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
     fill(trained, loaded, path_or_id)
+
+
+def _file_of(source: str | Path, name: str, options: Mapping[str, Any]) -> Any:
+    """Return the path of a file of a folder or hub name; `None` where it has none."""
+    from transformers.utils.hub import cached_file
+
+    return cached_file(source, name, **options, _raise_exceptions_for_missing_entries=False)
 
 
 def _some(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

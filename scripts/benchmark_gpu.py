@@ -29,7 +29,7 @@ from hf_posenc.attention.checks import verdicts
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
-from hf_posenc.evaluation.device.layer import Layer
+from hf_posenc.evaluation.device import Layer
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.methods import get_method
 

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from hf_posenc.adapters import get_recipe
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, GRID, REMARK
 from hf_posenc.methods import (
     ABF,
@@ -44,7 +45,6 @@ from hf_posenc.methods import (
     get_method,
 )
 from hf_posenc.methods.temperature import LAWS
-from hf_posenc.recipes import get_recipe
 from hf_posenc.rope import RopeSpec
 from scripts.concept_pages import ORIGINAL, TEXT, position_map
 from scripts.drawing import SMALL, Draw, chosen, draw

@@ -15,7 +15,7 @@ import pandas
 from hf_posenc.evaluation.grid import number, percent_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.page.compare import perplexity_verdict
+from hf_posenc.evaluation.page import perplexity_verdict
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import RetrievalResult, mcnemar
 from hf_posenc.training.result import TrainingLog

@@ -12,7 +12,7 @@ import pandas
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import markdown_table, number, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
-from hf_posenc.evaluation.page.compare import perplexity_verdict
+from hf_posenc.evaluation.page import perplexity_verdict
 from scripts import evidence_page, results
 from scripts.method_pages import expressed
 from scripts.results import DATA, DEMO, REAL_MODEL, at, perplexity, read, retrieval, summary, table
@@ -58,15 +58,16 @@ def headline() -> str:
     gain = 100 * (1 - _named(at(cells, "prefix", length, "ratio"))["self_extend"])
     extended = ExtendResult.from_dict(read(REAL_MODEL / "extend.json"))
     return (
-        f"SmolLM2-135M-Instruct has a context of {original:,} tokens. Nothing below changes its weights. **On new code "
-        f"at twice that length, `self_extend` is significantly better than cutting the text, by {gain:.1f} % over "
-        f"whole texts. It answers {lost} of the {lost} passkeys that cutting loses. So does `yarn`, which makes "
-        "short texts worse. On novels, cutting the text is as good.** Perplexities are multiples of those of "
+        f"SmolLM2-135M-Instruct has a context of {original:,} tokens. Its weights are those of a file of 4 and 8 bits, "
+        "dequantized, and nothing below changes them. **On new code at twice that length, `self_extend` is "
+        f"significantly better than cutting the text, by {gain:.1f} % over whole texts. It answers {lost} of the "
+        f"{lost} passkeys that cutting loses. So does `yarn`, which makes short texts worse. On novels, cutting the "
+        "text is as good.** Perplexities are multiples of those of "
         f"`{TRUNCATION}`, the unpatched model on the last {original:,} tokens: below 1 is a gain. Bold: significantly "
         f"different; empty: not measured.\n\n{_joined(columns, SHOWN)}\n\n"
         f"- Code: {len(code.documents)} files that are newer than the model; novels: the beginnings of "
         f"{len(novels.documents)}; both on an H100. Passkeys: on a CPU. Prefill: one layer of 8B size on an H200 with "
-        "the best kernel, in multiples of plain attention. vLLM's plug-in runs on a CPU so far.\n"
+        "the best kernel, in multiples of plain attention. vLLM's plug-in was tried on a CPU so far.\n"
         "- [`hf-posenc extend`](docs/extend.md#on-a-real-model) on ten files of new code: "
         f"{extended.lines()[0]} {_without_one(extended)}\n\n"
         "[docs/evidence.md](docs/evidence.md) has all numbers, and the commands that repeat them."

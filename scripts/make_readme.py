@@ -21,7 +21,7 @@ from typing import Any
 import pandas
 
 from hf_posenc.engines import ENGINES
-from hf_posenc.evaluation.bench.run import BenchResult
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, number, number_range, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.tuning.results import TuningResult
@@ -98,8 +98,9 @@ def demo() -> str:
 
 
 def bench() -> str:
-    """Return the table of the committed benchmark."""
-    return to_markdown(BenchResult.from_dict(read(BENCHMARKS / "bench.json")).table())
+    """Return the tables of the committed benchmark."""
+    grids = BenchResult.from_dict(read(BENCHMARKS / "bench.json")).tables()
+    return "\n\n".join(f"{grid.title}:\n\n{to_markdown(grid)}" for grid in grids)
 
 
 def tuned(kind: type[TuningResult]) -> str:

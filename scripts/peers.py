@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import score_bias
-from hf_posenc.evaluation.device.layer import Formulation
+from hf_posenc.evaluation.device import Formulation
 from hf_posenc.evaluation.device.run import GpuRun
 from hf_posenc.evaluation.options import BenchOptions
 

@@ -105,7 +105,7 @@ def test_one_of_each_is_a_file_and_a_row(tmp_path: Path) -> None:
     tasks.write_text(tasks.read_text().replace("TASKS: dict[str, Task] = {", TASK.lstrip("\n")))
     row(tasks, '        Task("passkey"', '        Task("colour", colour, 4, first_number),\n')
     row(tasks.parent / "words.json", '"passkey": "a number', '"colour": "a colour in noise",\n')
-    with (package / "evaluation" / "plots" / "results.py").open("a") as plots:
+    with (package / "evaluation" / "plots.py").open("a") as plots:
         plots.write(FIGURE)
     result = tasks.parent / "result.py"
     row(
@@ -115,8 +115,8 @@ def test_one_of_each_is_a_file_and_a_row(tmp_path: Path) -> None:
     )
     row(
         result,
-        "from hf_posenc.evaluation.plots.results import",
-        "from hf_posenc.evaluation.plots.results import own_figure\n",
+        "from hf_posenc.evaluation.plots import",
+        "from hf_posenc.evaluation.plots import own_figure\n",
     )
     ran = subprocess.run(
         [sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -121,13 +121,13 @@ def parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Pa
 
 _NAMES = {
     "patch": ("hf_posenc.methods", "available_methods"),
-    "recipe": ("hf_posenc.recipes", "available_recipes"),
+    "recipe": ("hf_posenc.adapters", "available_recipes"),
     "download": ("hf_posenc.catalog", "downloads"),
     "preset": ("hf_posenc.evaluation.perplexity.protocols", "PRESETS"),
     "protocol": ("hf_posenc.evaluation.perplexity.protocols", "PROTOCOLS"),
     "aggregate": ("hf_posenc.evaluation.perplexity.protocols", "AGGREGATES"),
     "tasks": ("hf_posenc.evaluation.retrieval.tasks", "TASKS"),
-    "suite": ("hf_posenc.evaluation.bench.suites", "SUITES"),
+    "suite": ("hf_posenc.evaluation.suites", "SUITES"),
 }
 """The names that a shell offers for an option or an argument: module and name of a table, or of a function."""
 

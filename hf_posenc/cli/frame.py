@@ -30,7 +30,7 @@ from hf_posenc.files import disk_errors, finite
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hf_posenc.evaluation.bench.run import BenchJob
+    from hf_posenc.evaluation.bench import BenchJob
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Result
@@ -89,7 +89,7 @@ class Frame:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
         from rich.markup import escape
 
-        from hf_posenc.evaluation.device.clock import device_of
+        from hf_posenc.evaluation.device import device_of
         from hf_posenc.evaluation.documents.source import source_of
         from hf_posenc.patch.patching import get_patch
 
@@ -278,7 +278,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
     """Print tokens, operations and peak memory of every method, and the free memory of the device of the run."""
     from hf_posenc.evaluation.grid import Grid
     from hf_posenc.evaluation.scoring.estimate import estimated
-    from hf_posenc.model.memory import free_memory
+    from hf_posenc.model.weights import free_memory
 
     jobs = cast("list[Any]", run.items)
     by_method = itertools.groupby(jobs, key=lambda item: item.label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,7 +58,7 @@ def recipes(
     ] = None,
 ) -> None:
     """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
-    from hf_posenc.recipes import available_recipes, get_recipe, native_models
+    from hf_posenc.adapters import available_recipes, get_recipe, native_models
 
     names, advice = available_recipes(), list[str]()
     if model in names:
@@ -84,8 +83,8 @@ def recipes(
 
 def recipe_table(names: Iterable[str]) -> Grid:
     """Return the published patches of these names as a table."""
+    from hf_posenc.adapters import get_recipe
     from hf_posenc.evaluation.grid import Grid
-    from hf_posenc.recipes import get_recipe
 
     heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
     grid = Grid.of("", *heads)
@@ -210,8 +209,8 @@ def _read_config(name: str) -> Any:
 
 def _advice_on(config: Any, scaling: Scaling) -> list[str]:
     """Return what the makers of a checkpoint tell users to add, and what is added."""
+    from hf_posenc.adapters import get_recipe, native_models, recipes_of
     from hf_posenc.patch.config import PatchConfig
-    from hf_posenc.recipes import get_recipe, native_models, recipes_of
 
     in_force = f"its config has {scaling.patch}" if scaling.patch else "its config scales"
     state = in_force if scaling.scaled else "nothing has been added"
@@ -247,7 +246,7 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
     """Print where positions enter a model, with a certificate that no place is missing, and its rotary tables.
 
     With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
-    config is named as a patch, and one that does nothing is named with the reason.
+    config is named as a patch.
     """
     revision, no_weights = checkpoint.revision, options.no_weights
     name = check_checkpoint(checkpoint.model or embedded_model(), revision)
@@ -276,7 +275,7 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
         rotary = EffectiveTables()
     scaling = None
     if candidate is None and rotary:
-        scaling = _scaling_of(live, name, revision)
+        scaling = _scaling_of(live)
     header = None if gguf is None else read_header(gguf)
     about = {
         "model": type(live).__name__,
@@ -346,27 +345,21 @@ def _print_table(table: EffectiveTable) -> None:
     print_items(*([table.difference] if table.difference else []), grid)
 
 
-def _scaling_of(live: Any, name: str, revision: str | None) -> dict[str, Any] | None:
+def _scaling_of(live: Any) -> dict[str, Any] | None:
     """Return the scaling of a model's config, with lines to print.
 
     It is `None` where a patch names it, and for custom code, of which no second model can be built.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from hf_posenc.engines.in_force import scaling_of
-    from hf_posenc.gguf_file import find_gguf
     from hf_posenc.patch.patching import get_patch, moving_notes
 
     config: Any = getattr(live, "config", None)
     built = (AutoModel._model_mapping, AutoModelForCausalLM._model_mapping)
     if get_patch(live) is not None or not any(type(config) in mapping for mapping in built):
         return None
-    file: dict[str, Any] = {}
-    if find_gguf(name) is None:
-        with contextlib.suppress(OSError):  # an adapter has none
-            file, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    scaling = scaling_of(config, file)
-    notes = [*scaling.notes, *moving_notes(live)]
+    scaling, notes = scaling_of(config), moving_notes(live)
     lines = []
     if scaling.patch is not None:
         same = f"--patch {scaling.option}" if scaling.option else str(scaling.patch)
@@ -375,8 +368,6 @@ def _scaling_of(live: Any, name: str, revision: str | None) -> dict[str, Any] | 
         lines.append(f"the same as {same} on the unscaled model{start}.")
     elif scaling.scaled:
         lines.append("scaled, by no method of hf_posenc.")
-    elif notes:
-        lines.append("no scaling is in force.")
     if not scaling.scaled:
         lines += _advice_on(config, scaling)
     patch = None if scaling.patch is None else scaling.patch.to_dict()

@@ -155,8 +155,8 @@ def bench(
     --suite gpu measures a device instead, without weights and documents: the attention of every method, and a whole
     model. MODEL then gives the sizes alone. Writes gpu.json, gpu.csv and gpu.md.
     """
-    from hf_posenc.evaluation.bench.suites import GPU, get_suite
     from hf_posenc.evaluation.retrieval.tasks import get_task
+    from hf_posenc.evaluation.suites import GPU, get_suite
 
     if options.suite == GPU:
         _bench_gpu(context, run, model, documents, options)
@@ -166,7 +166,7 @@ def bench(
     for task in options.tasks or ():
         get_task(task)
     frame = Frame(context, run)
-    from hf_posenc.evaluation.bench.run import prepare
+    from hf_posenc.evaluation.bench import prepare
 
     job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.diagnosis import read_json
-from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
+from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, Source, TableError, open_source
 from hf_posenc.engines.names import HOMES, WEIGHTS
 from hf_posenc.engines.servers import Transformers5, tokenizer_length
-from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import WEIGHT_FILES, disk_errors
 from hf_posenc.gguf_file import find_gguf

@@ -1,27 +1,22 @@
-"""The scaling that a config puts in force: its tables, the same as a patch, and the blocks without effect."""
+"""The scaling that a config puts in force: its tables, and the same as a patch."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_posenc.diagnosis import taken_warnings
-from hf_posenc.engines.source import SourceTable, empty_model
+from hf_posenc.engines.engine import SourceTable, empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LengthDependent, Method, RopeScaling
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.export import config_parts
 from hf_posenc.patch.patching import inspect_rope, patch_model
 from hf_posenc.patch.scaled import entry_knobs
 
-BLOCKS = ("rope_parameters", "rope_scaling")
-"""The names under which a config has its rotary parameters."""
 OWN_KEYS = (
     *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "xdrope_section"),
     "llama_4_scaling_beta",
@@ -152,12 +147,10 @@ class Scaling:
     Attributes:
         scaled: True if a table differs from the plain one of the same base.
         patch: The patch with the same tables on the unscaled model; `None` if none is known, or none is needed.
-        notes: Blocks of the file that change no table.
     """
 
     scaled: bool
     patch: PatchConfig | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def option(self) -> str:
@@ -176,97 +169,8 @@ def _short(value: Any) -> str:
     return str(int(value) if whole else value)
 
 
-def scaling_of(config: Any, values: Mapping[str, Any] | None = None) -> Scaling:
-    """Return the scaling that a config puts in force.
-
-    Args:
-        config: The config in force.
-        values: The content of the folder's `config.json`, whose blocks are tried.
-    """
-    notes = () if values is None else tuple(idle_blocks(values))
+def scaling_of(config: Any) -> Scaling:
+    """Return the scaling that a config puts in force."""
     if same_tables(config, unscaled(config)):
-        return Scaling(False, None, notes)
-    return Scaling(True, as_patch(config), notes)
-
-
-def idle_blocks(values: Mapping[str, Any]) -> list[str]:
-    """Return the scaling blocks of a `config.json` that change no table, each with its reason.
-
-    Every block is tried: the tables without it are compared with those of the whole config.
-
-    Args:
-        values: The file's content.
-    """
-    whole = _config_of(values)
-    if whole is None:
-        return []
-    notes = []
-    for path, block in _scaling_blocks(values):
-        fewer: dict[str, Any] = copy.deepcopy(dict(values))
-        place = fewer
-        for key in path[:-1]:
-            place = place[key]
-        if "rope_theta" in block:
-            place[path[-1]] = {"rope_type": "default", "rope_theta": block["rope_theta"]}
-        else:
-            del place[path[-1]]
-        without = _config_of(fewer)
-        if without is not None and same_tables(whole, without):
-            notes.append(f"{'.'.join(path)} does nothing: {_reason(whole, values, path, block)}")
-    return notes
-
-
-def _config_of(values: Mapping[str, Any]) -> Any:
-    """Return the config that transformers makes of a file's content; `None` for custom code and refused values."""
-    from transformers import CONFIG_MAPPING
-
-    try:
-        with taken_warnings("modeling_rope_utils"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, for rope_scaling
-            kind = CONFIG_MAPPING[values["model_type"]]
-            return kind.from_dict(copy.deepcopy(dict(values)))
-    except Exception:
-        return None
-
-
-def _scaling_blocks(
-    values: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """Yield every block that asks for a scaling, wherever it lies, with its path."""
-    for key, value in values.items():
-        if not isinstance(value, Mapping) or key in ("hf_posenc", "vision_config", "audio_config"):
-            continue
-        kind = value.get("rope_type", value.get("type"))
-        scales = "factor" in value or any(isinstance(value.get(k), list) for k in _LISTS)
-        of_rope = any("rope" in part or "scaling" in part for part in (*path, key))
-        if of_rope and (scales or kind in ("linear", "dynamic", "yarn", "llama3", "longrope")):
-            yield (*path, key), value
-        else:
-            yield from _scaling_blocks(value, (*path, key))
-
-
-_LISTS = ("short_factor", "long_factor")
-
-
-def _reason(
-    config: Any, values: Mapping[str, Any], path: tuple[str, ...], block: Mapping[str, Any]
-) -> str:
-    """Return why a block changes no table."""
-    text = config.get_text_config(decoder=True)
-    text_path = tuple(next(p for p, part in config_parts(config) if part is text).split("."))
-    owner = tuple(part for part in path if part not in BLOCKS)
-    if text is not config and path[0] in BLOCKS:
-        return f"this model reads it in {'.'.join(text_path)}. Move it there."
-    if not {*path} & {*BLOCKS}:
-        return f"no code reads {path[-1]}. Name it rope_parameters."
-    place: Any = values
-    for part in owner if text is not config else ():
-        place = place.get(part, {})
-    if path[-1] == "rope_parameters" and place.get("rope_scaling"):
-        return "rope_scaling beside it is read in its place. Remove that."
-    kind = block.get("rope_type", block.get("type", "default"))
-    if kind == "default":
-        return 'it names no method, and a factor alone is not read. Add "rope_type".'
-    if float(block.get("factor") or 1) == 1:
-        return "its factor is 1."
-    return f"transformers makes the same table of a {config.model_type} model without it."
+        return Scaling(False)
+    return Scaling(True, as_patch(config))

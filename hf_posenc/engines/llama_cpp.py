@@ -40,16 +40,17 @@ from hf_posenc.engines.engine import (
     Draft,
     Engine,
     Setup,
+    Source,
     TableError,
     entry_of,
     gguf_architectures,
     known_names,
+    open_source,
 )
 from hf_posenc.engines.formulas import Table
-from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError
 from hf_posenc.gguf_file import ROPE_TENSORS as GGUF_TENSORS
-from hf_posenc.gguf_file import require_gguf
+from hf_posenc.gguf_file import read_header, require_gguf
 from hf_posenc.patch.request import MethodLike
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -304,21 +305,20 @@ def check_gguf(
             f"{source.path} has no rotary table that a GGUF file could hold: methods that compute attention, and "
             "tables in the weights, stay with hf_posenc."
         )
-    reader = _open(file)
-    architecture = str(reader.fields["general.architecture"].contents())
-    fields = {name.removeprefix(f"{architecture}."): f for name, f in reader.fields.items()}
-    deciding = ("rope.", "context_length")
-    keys = {name: f.contents() for name, f in fields.items() if name.startswith(deciding)}
-    tensors: Lists = {
-        t.name: [float(v) for v in t.data] for t in reader.tensors if t.name in GGUF_TENSORS
-    }
+    if not isinstance(file, str | Path) or not Path(file).is_file():
+        raise PosencError(f"There is no file {file}. Give a GGUF file of convert_hf_to_gguf.")
+    header = read_header(file)
+    front = f"{header.architecture}."
+    keys = {name.removeprefix(front): value for name, value in header.values.items()}
+    held = (name for name in GGUF_TENSORS if name in header.tensors)
+    tensors: Lists = {name: header.divisors(name) for name in held}
     computed = runtime(keys, tensors, table.dim, source.reach, flags)
     error = TableError.between(table.label, source.reach, computed, table.in_force(source.reach))
     every = (draft.divisors for draft in LlamaCpp().drafts(source))
     divisors = next((one for one in every if one is not None), None)
-    if divisors is not None and architecture not in divisors.architectures:
+    if divisors is not None and header.architecture not in divisors.architectures:
         divisors = None
-    return GGUFCheck(str(file), architecture, error, divisors)
+    return GGUFCheck(str(file), header.architecture, error, divisors)
 
 
 def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
@@ -339,12 +339,12 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
         raise PosencError(
             f"llama.cpp reads no table from a GGUF file of {architecture}, and its own keys cannot express this one."
         )
-    reader, target = _open(check.path), Path(target)
+    gguf, target = require_gguf(), Path(target)
     if target.exists():
         raise PosencError(f"{target} exists. Give another folder with --output, or remove it.")
-    import gguf
     import numpy as np
 
+    reader = gguf.GGUFReader(check.path)
     writer: Any = gguf.GGUFWriter(target, architecture, endianess=reader.endianess)
     alignment = reader.fields.get(gguf.Keys.General.ALIGNMENT)
     if alignment is not None:
@@ -372,15 +372,3 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return target
-
-
-def _open(path: str | Path) -> Any:
-    gguf = require_gguf()
-    if not isinstance(path, str | Path) or not Path(path).is_file():
-        raise PosencError(f"There is no file {path}. Give a GGUF file of convert_hf_to_gguf.")
-    try:
-        return gguf.GGUFReader(path)
-    except ValueError as error:
-        raise PosencError(
-            f"{path} is not a GGUF file, or damaged. Give one of convert_hf_to_gguf."
-        ) from error

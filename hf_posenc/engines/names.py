@@ -8,7 +8,7 @@ HOMES = {
     "vllm": ("servers", "VLLM"),
     "sglang": ("servers", "SGLang"),
     "llama.cpp": ("llama_cpp", "LlamaCpp"),
-    "mlx": ("mlx", "MLX"),
+    "mlx": ("servers", "MLX"),
 }
 """The file in this folder of each engine, and its subclass of `Engine`; a new engine is a file and a row."""
 ENGINES = tuple(HOMES)

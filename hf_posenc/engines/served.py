@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.engines.source import empty_model
+from hf_posenc.engines.engine import empty_model
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import (
     LengthDependent,
@@ -18,8 +18,8 @@ from hf_posenc.model.attention import Layer
 from hf_posenc.model.discovery import layer_index, layers_of_type, rotary_tables
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.positions import LAYER
+from hf_posenc.patch.attention import Turn
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.layers import Turn
 from hf_posenc.patch.patching import patch_model
 from hf_posenc.patch.state import state_of
 from hf_posenc.saving import fill_from_checkpoint

@@ -1,7 +1,7 @@
 """Measuring what a method does to long documents. Takes any causal language model, patched or not.
 
 What a program or a notebook calls stands here and is imported on first use. Functions that share their name with a
-folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.extend.extend`,
+module are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.extend.extend`,
 `hf_posenc.evaluation.recommend.recommend`, `hf_posenc.evaluation.device.selftest.selftest`.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import naming_extras
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench.run import BenchResult as BenchResult
+    from hf_posenc.evaluation.bench import BenchResult as BenchResult
     from hf_posenc.evaluation.device.result import GpuResult as GpuResult
     from hf_posenc.evaluation.documents import read_dataset as read_dataset
     from hf_posenc.evaluation.documents import read_paths as read_paths
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
-    "BenchResult": "bench.run",
+    "BenchResult": "bench",
     "ExtendResult": "extend.result",
     "GpuResult": "device.result",
     "PerplexityResult": "perplexity.result",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hf_posenc.errors import naming_extras
-from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
 from hf_posenc.files import to_csv, to_json, write_atomically
 
 with naming_extras():

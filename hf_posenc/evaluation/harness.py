@@ -70,22 +70,19 @@ class PatchedLM(HFLM):  # type: ignore[misc]
             super()._create_model(pretrained, **options)
         finally:
             self.AUTO_MODEL_CLASS = given
-        if self._candidate is not None:
-            self._patch(self._candidate)
+        if (candidate := self._candidate) is not None:
+            scale = 1.0
+            if candidate.auto_scale:
+                original = candidate.checked(self._model).original
+                if self._target is None or original is None:
+                    raise PosencError(
+                        f"patch={candidate.spec}: give a scale, as in scale=4, or max_length."
+                    )
+                scale = max(1.0, int(self._target) / original)
+            method, options = candidate.arguments(scale)
+            patch_model(self._model, method, **options)
         if peft is not None:
             self._model = load_adapter(self._model, peft)
-
-    def _patch(self, candidate: Candidate) -> None:
-        scale = 1.0
-        if candidate.auto_scale:
-            original = candidate.checked(self._model).original
-            if self._target is None or original is None:
-                raise PosencError(
-                    f"patch={candidate.spec}: give a scale, as in scale=4, or max_length."
-                )
-            scale = max(1.0, int(self._target) / original)
-        method, options = candidate.arguments(scale)
-        patch_model(self._model, method, **options)
 
     @property
     def max_length(self) -> int:

@@ -125,7 +125,7 @@ def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool
 
     It is `None` for code of its own, which is built when its weights are loaded.
     """
-    from hf_posenc.engines.source import empty_model
+    from hf_posenc.engines.engine import empty_model
 
     if causal:
         check_causal(config, name, "nothing that this command measures is defined for it")
@@ -197,7 +197,7 @@ def load_model(model: str | Path | None, **options: Any) -> Any:
     """
     import torch
 
-    from hf_posenc.evaluation.device.clock import device_of
+    from hf_posenc.evaluation.device import device_of
     from hf_posenc.saving import from_pretrained
 
     quiet_transformers()
@@ -257,7 +257,7 @@ def open_sizes(options: ModelOptions) -> tuple[Any, Any, str]:
     """
     import torch
 
-    from hf_posenc.evaluation.device.clock import device_of
+    from hf_posenc.evaluation.device import device_of
     from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
     from hf_posenc.model.discovery import rotary_tables
     from hf_posenc.saving import take_patch

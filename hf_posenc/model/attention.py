@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,8 +38,8 @@ from hf_posenc.model.masks import (
 )
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.positions import LAYER
-from hf_posenc.model.repositioned import ENGINE, SCORES, text_positions
-from hf_posenc.model.sharding import sharded_weights
+from hf_posenc.model.rotary import ENGINE, SCORES, text_positions
+from hf_posenc.model.weights import sharded_weights
 
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -130,6 +130,20 @@ def register_scaled(native: str) -> str:
 def native_implementation(name: str) -> str:
     """Return the attention implementation that computes under a name of `register_scaled`, or under its own."""
     return name.removeprefix(_SCALED)
+
+
+@contextlib.contextmanager
+def named(configs: Iterable[Any], name: str) -> Iterator[None]:
+    """Call the attention implementation in some configs by another name, in a `with` block."""
+    parts = {id(each): vars(each) for each in configs if IMPLEMENTATION in vars(each)}.values()
+    before = [part[IMPLEMENTATION] for part in parts]
+    for part in parts:
+        part[IMPLEMENTATION] = name
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            part[IMPLEMENTATION] = own
 
 
 def hand_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -24,10 +24,9 @@ from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
 from hf_posenc.methods import METHODS, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import KNOWN, Layer, Recorded, hand_positions, recording
-from hf_posenc.model.discovery import RotaryTable, layer_type
+from hf_posenc.model.discovery import RepositionedTable, RotaryTable, layer_type
 from hf_posenc.model.forward import named_arguments
-from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import PosencRotary
+from hf_posenc.model.rotary import PosencRotary, RepositionedRotary
 from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, plain_parts, rounding_dtype, stored

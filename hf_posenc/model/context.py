@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posenc.adapters import get_recipe, recipes_of
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.model.discovery import LENGTH_KEYS, RotaryTable, is_scaled, tables_of
 from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.recipes import get_recipe, recipes_of
 
 _ORIGINAL = "original_max_position_embeddings"
 

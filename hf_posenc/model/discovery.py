@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.adapters import ArchAdapter, get_adapter
+from hf_posenc.attention.call import shared
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.rotation import by_pair
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.model.rotary import (
     FREQUENCIES,
@@ -160,6 +163,48 @@ class SinCosTable(RotaryTable):
 
 
 # Discovery
+
+
+class RepositionedTable:
+    """A sin-cos table whose rows are those of the positions at which an encoding caches keys.
+
+    The module that holds the table reads these rows instead, as many as the positions need.
+    """
+
+    def __init__(self, table: SinCosTable, labels: Collection[str]) -> None:
+        self.table = table
+        self.base = table.module
+        self.labels = frozenset(labels)
+        self.encoding: Encoding | None = None  # as of `RepositionedRotary`
+        self._kept: tuple[Tensor, Encoding | None, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def rows(self, positions: Tensor | None) -> Tensor:
+        """Return a table with a row for each of these positions, and at least as many as the model's own."""
+        native, needed = self.table.tensor(), 0
+        if positions is not None:
+            needed = shared(positions, "rows", lambda: int(positions.max()) + 1)
+        count = max(needed, len(native))
+        kept = self._kept  # once, for the threads
+        if kept is not None:
+            of, encoding, rows = kept
+            if of is native and encoding is self.encoding and len(rows) >= count:
+                return rows
+        # Twice as many at a time: a generation needs another row in each step.
+        count = count if count <= len(native) else 2 * count
+        every = torch.arange(count, device=native.device)
+        if self.encoding is not None:
+            every = self.encoding.cached_position(every)
+        frequencies, factor = self.table.live()
+        angles = by_pair(every.double(), 1, len(frequencies)) * frequencies.double()
+        rows = (torch.cat((angles.sin(), angles.cos()), -1) * factor).to(native.dtype)
+        if every.dim() == 1:
+            own = (every == every.long()) & (every < len(native))
+            rows[own] = native.detach()[every[own].long()]
+        self._kept = native, self.encoding, rows
+        return rows
 
 
 def adapter_of(model: nn.Module) -> ArchAdapter:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Method
-from hf_posenc.model.sharding import replicated, with_summed_gradient
-from hf_posenc.model.weights import stored
+from hf_posenc.model.weights import replicated, stored, with_summed_gradient
 
 PARAMETERS = "posenc"
 """The child of an attention module that holds the parameters of a method, and of a decoder those of all its layers."""

@@ -16,8 +16,8 @@ from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError
 from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward, named_arguments, text_of
 from hf_posenc.model.masks import HANDLE, described, seen_keys
-from hf_posenc.model.repositioned import ENGINE, refuse_another
-from hf_posenc.model.sharding import refuse_parts_of_texts
+from hf_posenc.model.rotary import ENGINE, refuse_another
+from hf_posenc.model.weights import refuse_parts_of_texts
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""

@@ -6,6 +6,7 @@ far into a text, over its norm at the start, is the factor.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,9 +19,9 @@ from transformers import DynamicCache
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Temperature
-from hf_posenc.model.attention import IMPLEMENTATION, Recorded, recording, register
+from hf_posenc.model.attention import Recorded, named, recording, register
 from hf_posenc.model.calibration import trial_tokens
-from hf_posenc.model.repositioned import ENGINE
+from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.model.weights import rounding_dtype
 
@@ -59,24 +60,19 @@ def temperatures_of(model: nn.Module, places: Iterable[str]) -> dict[str, OwnTem
 
 
 def _tried(model: nn.Module, owner: Any) -> dict[nn.Module, OwnTemperature | None]:
-    configs = {
-        id(c): c for module in owner.modules() if (c := vars(module).get("config")) is not None
-    }
-    before = [(vars(each), vars(each).get(IMPLEMENTATION)) for each in configs.values()]
+    held = (vars(module).get("config") for module in owner.modules())
+    configs = [config for config in held if config is not None]
     register()
-    try:
-        with trial(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for values, _ in before:
-                if IMPLEMENTATION in values:
-                    values[IMPLEMENTATION] = ENGINE
-            return own_temperatures(owner, trial_tokens(owner))
-    except Exception:  # it cannot be run on a few tokens alone, or attends in code of its own
-        return {}
-    finally:
-        for values, name in before:
-            if IMPLEMENTATION in values:
-                values[IMPLEMENTATION] = name
+    # It may not run on a few tokens alone, or attend in code of its own.
+    with (
+        contextlib.suppress(Exception),
+        trial(model),
+        named(configs, ENGINE),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        return own_temperatures(owner, trial_tokens(owner))
+    return {}
 
 
 class _Past(DynamicCache):

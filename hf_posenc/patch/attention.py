@@ -5,16 +5,27 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
-from hf_posenc.methods import Growing, LengthDependent, LogN, Method, needs_no_rotation, seam_of
+from hf_posenc.methods import (
+    Growing,
+    LengthDependent,
+    LogN,
+    Method,
+    RopeScaling,
+    YaRN,
+    needs_no_rotation,
+    seam_of,
+)
+from hf_posenc.methods.bands import moved
 from hf_posenc.methods.contract import check_attention, check_frequencies
 from hf_posenc.model.attention import (
     IMPLEMENTATION,
@@ -37,6 +48,7 @@ from hf_posenc.model.calibration import (
     verify,
 )
 from hf_posenc.model.discovery import (
+    RepositionedTable,
     RotaryTable,
     SinCosTable,
     attends_locally,
@@ -54,15 +66,19 @@ from hf_posenc.model.positions import (
     refuse_padding,
     watch_caches,
 )
-from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.rotary import (
+    ENGINE,
+    PosencRotary,
+    RepositionedRotary,
+    native_rotary,
+)
 from hf_posenc.model.sampled import Sample, without_weights
-from hf_posenc.model.sharding import processes_of_heads
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial
+from hf_posenc.model.weights import processes_of_heads
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.frequencies import keep_frequencies
-from hf_posenc.patch.state import State, replace_modules
+from hf_posenc.patch.state import LayerPart, State, replace_modules
 from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, search, take_back
 
 
@@ -71,12 +87,10 @@ def install_attention(
     state: State,
     every: Sequence[RotaryTable],
     tables: Sequence[RotaryTable],
-    give: Callable[..., None] | None = None,
 ) -> None:
     """Reposition the rotary modules, calibrate every attention layer and give it its encoding.
 
-    Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers. `give`
-    takes the place of the function that gives every chosen layer the same encoding.
+    Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers.
     """
     owners = owners_of(model, tables)
     for owner in owners:
@@ -128,7 +142,10 @@ def install_attention(
         for module, each in state.sample.counterparts().items():
             if module in own_factors:
                 own_factors |= {other[module]: own_factors[module] for other in each}
-        (give or _give_encodings)(layers, tables, wrappers, state, native, own_factors)
+        if state.parts:
+            _give_parts(layers, wrappers, state, native, own_factors)
+        else:
+            _give_encodings(layers, tables, wrappers, state, native, own_factors)
         for owner in owners:
             _share(owner, own[owner])
             hooks = count_positions_of(model, owner)
@@ -147,7 +164,11 @@ def install_attention(
 def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
     """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
     lacking = ""
-    if any(table.scaled or isinstance(table, SinCosTable) for table in tables):
+    # With values, a scaled table is left as it is.
+    scaled = [table for table in tables if table.scaled]
+    if any(table.held_by(table.module).is_meta for table in scaled) or any(
+        isinstance(table, SinCosTable) for table in tables
+    ):
         lacking = "its rotation is scaled already, or a table"
     wrappers = {id(each.base): each for each in model.modules() if isinstance(each, PosencRotary)}
     if any(
@@ -162,7 +183,8 @@ def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) 
         raise UnsupportedModelError(
             f"This model is on the meta device, and {lacking}. Load the model first, then patch it."
         )
-    if own := [table for table in tables if id(table.module) not in wrappers]:
+    kept = {*wrappers, *(id(table.module) for table in scaled)}
+    if own := [table for table in tables if id(table.module) not in kept]:
         keep_frequencies(model, state, own)
 
 
@@ -547,3 +569,104 @@ def _watch_cache(
     if not watch.lengths:
         return []
     return [model.register_forward_pre_hook(refuse_drafts, with_kwargs=True)]
+
+
+# Different methods in different layers: keys stay cached as the model rotates them, and each layer turns them on.
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Turns queries and keys from the model's own rotation to the one that an encoding expects."""
+
+    own: Rotation  # the rotation that they have
+    # Frequencies beyond it, shape (d/2,), radians per token; `None`: none.
+    frequencies: Tensor | None
+    factor: float  # the factor on cos and sin beyond it
+    encoding: Encoding  # the encoding that reads them, keys at its `cached_position`
+
+    def __call__(self, query: Tensor, key: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn queries, (batch, heads, queries, head_dim), at m and keys at n; positions are (batch or 1, length)."""
+        return self._turned(query, m, self.own, self.encoding.rotation), self._turned(
+            key, n, self.own.of_keys, self.encoding.rotation and self.encoding.rotation.of_keys
+        )
+
+    def _turned(self, x: Tensor, p: Tensor, own: Rotation, target: Rotation | None) -> Tensor:
+        if self.frequencies is not None:
+            x = own.turn(x, p, self.frequencies, self.factor)
+        cached = self.encoding.cached_position(p)
+        return x if target is None or cached is p else target.turn(x, moved(cached, p))
+
+
+def _give_parts(
+    layers: Sequence[CalibratedLayer],
+    wrappers: Wrappers,
+    state: State,
+    native: str | None,
+    own: Mapping[nn.Module, OwnTemperature | None],
+) -> None:
+    """Give each choice of layers its methods; all of them compute attention, and the model's rotary modules stay."""
+    for wrapper in wrappers.values():
+        wrapper.encoding = None  # every key is cached at its own position
+    for layer in layers:
+        if layer.beside is not None:
+            raise UnsupportedModelError(
+                f"{layer.name} reads two texts in one softmax, where layers cannot have methods of their own. Give one "
+                'method, with layers="full", "all", "encoder" or "decoder".'
+            )
+        Layer(plain_encoding(layer, state.original), native=native).attach(layer.module)
+    for part in state.parts:
+        multiplying = of_queries(part.methods)
+        able = [layer for layer in layers if layer.table is not None or multiplying]
+        chosen = [layer for layer in able if layer_index(layer.name, layer.module) in part.layers]
+        if part.strict or not chosen:
+            refuse_missing(part.methods, part.layers, able)
+        scaled = {layer.name: own[layer.module] for layer in chosen if layer.module in own}
+        refuse_own(scaled if multiplying else {}, replace=state.config.replace)
+        for layer in chosen:
+            methods = part.methods if layer.table is not None else multiplying
+            encoding, turn = _encoding(layer, methods, part)
+            if (before := scaled.get(layer.name)) is not None:
+                encoding = replace(encoding, own_factor=before.factor)
+            Layer(encoding, True, native=native, turn=turn).attach(layer.module)
+
+
+def _encoding(
+    layer: CalibratedLayer, methods: Sequence[Method], part: LayerPart
+) -> tuple[Encoding, Turn | None]:
+    """Return the encoding of one layer, and the turn that queries and keys need before it."""
+    static = [
+        m for m in methods if isinstance(m, RopeScaling) and not isinstance(m, LengthDependent)
+    ]
+    moving = [method for method in methods if isinstance(method, LengthDependent)]
+    others = [method for method in methods if method not in static]
+    rotation, frequencies, factor = layer.rotation, None, 1.0
+    if static and layer.table is not None and rotation is not None:
+        (scaling,) = static
+        dropped = (
+            layer.table.scaled and not part.compose and layer.table.parameters.get("mscale_all_dim")
+        )
+        if dropped or (isinstance(scaling, YaRN) and scaling.mscale_all_dim):
+            raise UnsupportedModelError(
+                f"{layer.name}: mscale_all_dim changes the softmax scale of attention modules, which hf_posenc does "
+                "for whole models only. Choose all layers, or compose=True."
+            )
+        spec = read_spec(layer.table, part.original, compose=part.compose)
+        check_frequencies(scaling, spec)
+        table = scaling.frequencies(spec).float()
+        table = table if spec.order is None else table[spec.order]
+        table = table if rotation.order is None else table[rotation.order]
+        factor = float(scaling.cos_sin_factor(spec)) * (rotation.factor if part.compose else 1.0)
+        frequencies = table.to(rotation.inv_freq.device) - rotation.inv_freq
+        rotation = _scaled(rotation, table, factor)
+        factor = factor / layer.rotation.factor if layer.rotation is not None else factor
+    base = Encoding.of(others, part.original)
+    scaled = replace(layer, rotation=rotation)
+    encoding = encoding_of(base, scaled, others, compose=part.compose)
+    if layer.rotation is None or needs_no_rotation(methods) or (moving and frequencies is None):
+        return encoding, None
+    return encoding, Turn(layer.rotation, frequencies, factor, encoding)
+
+
+def _scaled(rotation: Rotation, table: Tensor, factor: float) -> Rotation:
+    keys = rotation.keys and _scaled(rotation.keys, table, factor)
+    return replace(rotation, inv_freq=table.to(rotation.inv_freq.device), factor=factor, keys=keys)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.model.repositioned import ENGINE
+from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.state import State, state_of
 
@@ -58,7 +57,9 @@ def _start(model: Any, *args: Any, **kwargs: Any) -> Any:
     if not state.in_attention:  # its attention is the model's own
         return start()
     _refuse_layers(model, state)
-    with _named(model, _ACCEPTED):
+    from hf_posenc.model.attention import named  # imports transformers
+
+    with named((model.config, model.config.get_text_config()), _ACCEPTED):
         manager = start()
     if any(manager.continuous_batching_config.cuda_graph_booleans):
         raise PosencError(
@@ -66,22 +67,6 @@ def _start(model: Any, *args: Any, **kwargs: Any) -> Any:
             "use_cuda_graph and the padding intervals out of the ContinuousBatchingConfig."
         )
     return manager
-
-
-@contextlib.contextmanager
-def _named(model: Any, name: str) -> Iterator[None]:
-    """Call the attention implementation of a model by another name, in a `with` block."""
-    from hf_posenc.model.attention import IMPLEMENTATION  # imports transformers
-
-    parts = [vars(part) for part in (model.config, model.config.get_text_config())]
-    before = [part[IMPLEMENTATION] for part in parts]
-    for part in parts:
-        part[IMPLEMENTATION] = name
-    try:
-        yield
-    finally:
-        for part, own in zip(parts, before, strict=True):
-            part[IMPLEMENTATION] = own
 
 
 def _refuse_lengths(state: State) -> None:
@@ -104,7 +89,7 @@ def _refuse_layers(model: Any, state: State) -> None:
     import transformers
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    from hf_posenc.model.attention import recording
+    from hf_posenc.model.attention import named, recording
     from hf_posenc.model.calibration import run, trial_tokens
     from hf_posenc.model.positions import LAYER
 
@@ -117,7 +102,8 @@ def _refuse_layers(model: Any, state: State) -> None:
     # Under this name only masks of a layer's own are numbers. The errors are of models that take no such argument, or
     # have attention of their own.
     refused = contextlib.suppress(TypeError, PosencError)
-    with _named(model, ENGINE), trial(model), recording() as calls, refused:
+    configs = model.config, model.config.get_text_config()
+    with named(configs, ENGINE), trial(model), recording() as calls, refused:
         run(model, inputs)
     for name, module in model.named_modules():
         own = calls.get(module, ())

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from hf_posenc.adapters import available_recipes, get_recipe
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.files import disk_errors
 from hf_posenc.methods import available_methods
@@ -23,7 +24,6 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
-from hf_posenc.recipes import available_recipes, get_recipe
 
 FILE = "posenc_config.json"
 

@@ -340,9 +340,9 @@ def _refuse_prompts(model: Any) -> None:
 def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> None:
     """Install every method: frequencies first, since attention rotates by them."""
     if state.parts:
-        from hf_posenc.patch.layers import install_parts  # imports transformers
+        from hf_posenc.patch.attention import install_attention  # imports transformers
 
-        install_parts(model, state, every)
+        install_attention(model, state, every, every)
         state.write_config(model, _longer(state, every))
         return
     # Of a checkpoint that plain transformers loaded, as an attribute like any other.

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling
-from hf_posenc.model.discovery import SinCosTable, foreign_frequencies, tables_of
-from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
-from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.discovery import RepositionedTable, SinCosTable, foreign_frequencies, tables_of
+from hf_posenc.model.rotary import (
+    PosencRotary,
+    RepositionedRotary,
+    native_rotary,
+)
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.config import PatchConfig, short
 from hf_posenc.patch.state import state_of
-from hf_posenc.seams.inspection import html_table, text_table
+from hf_posenc.seams.inspection import Shown, html_table, text_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,20 +75,14 @@ COLUMNS = ("layers", "module", "type", "d", "theta", "fastest", "slowest", "fact
 """The headings of `EffectiveTable.row`; frequencies in radians per token."""
 
 
-class EffectiveTables(tuple[EffectiveTable, ...]):
+class EffectiveTables(Shown, tuple[EffectiveTable, ...]):
     """A tuple of rotary tables that a terminal and a notebook show as one table, a row each."""
 
-    def __repr__(self) -> str:
-        return "\n".join((text_table(self._rows()), *self._differences()))
-
-    def _repr_html_(self) -> str:
-        return html_table(self._rows()) + "<br>".join(map(html.escape, self._differences()))
-
-    def _differences(self) -> list[str]:
-        return [table.difference for table in self if table.difference]
-
-    def _rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[tuple[str, ...]]:
         return [COLUMNS, *(table.row() for table in self)]
+
+    def notes(self) -> list[str]:
+        return [table.difference for table in self if table.difference]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from hf_posenc.model.attention import IMPLEMENTATION, recording
-from hf_posenc.model.discovery import SinCosTable
+from hf_posenc.model.discovery import RepositionedTable, SinCosTable
 from hf_posenc.model.forward import KEYWORD, Forward, carried, running
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.positions import LAYER
-from hf_posenc.model.repositioned import SCORES, RepositionedTable
+from hf_posenc.model.rotary import SCORES
 from hf_posenc.seams.held import Replaced
 from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
 from hf_posenc.seams.traces import following

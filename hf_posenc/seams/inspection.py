@@ -69,6 +69,45 @@ def with_article(kind: str) -> str:
     return ("" if kind in (ALIBI, SINKS) else "an " if kind == UNKNOWN else "a ") + kind
 
 
+Rows = Sequence[Sequence[str]]
+"""The cells of a table, its heading first."""
+
+
+def text_table(rows: Rows) -> str:
+    """Return a table as aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def html_table(rows: Rows) -> str:
+    """Return a table as HTML."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+    heading, *body = rows
+    lines = "".join(cells("td", row) for row in body)
+    return f"<table><thead>{cells('th', heading)}</thead><tbody>{lines}</tbody></table>"
+
+
+class Shown:
+    """What a terminal and a notebook show as a table and lines below it."""
+
+    def rows(self) -> Rows:
+        """Return the cells of the table, its heading first."""
+        raise NotImplementedError
+
+    def notes(self) -> Sequence[str]:
+        """Return the lines below the table."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join((text_table(self.rows()), *self.notes()))
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows()) + "<br>".join(map(html.escape, self.notes()))
+
+
 @dataclass(frozen=True)
 class Source:
     """One place, or the same place in several layers, where positions enter a model.
@@ -100,8 +139,8 @@ class Source:
         return " ".join(filter(None, (with_article(self.kind), self.where, facts)))
 
 
-@dataclass(frozen=True)
-class Positions:
+@dataclass(frozen=True, repr=False)
+class Positions(Shown):
     """Every place where a model gets positions from.
 
     Attributes:
@@ -181,33 +220,6 @@ class Positions:
         """Return the result as JSON has it."""
         listed = {key: [*map(vars, getattr(self, key))] for key in ("sources", "rest")}
         return {**vars(self), **listed, "complete": self.complete}
-
-    def __repr__(self) -> str:
-        return "\n".join((text_table(self.rows()), *self.notes()))
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows()) + "<br>".join(map(html.escape, self.notes()))
-
-
-Rows = Sequence[Sequence[str]]
-"""The cells of a table, its heading first."""
-
-
-def text_table(rows: Rows) -> str:
-    """Return a table as aligned lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def html_table(rows: Rows) -> str:
-    """Return a table as HTML."""
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-    heading, *body = rows
-    lines = "".join(cells("td", row) for row in body)
-    return f"<table><thead>{cells('th', heading)}</thead><tbody>{lines}</tbody></table>"
 
 
 Found = tuple[Source, Callable[[], AbstractContextManager[None]]]

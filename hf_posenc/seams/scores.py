@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from hf_posenc.attention.call import product_dtype, shared
 from hf_posenc.errors import PosencError
 from hf_posenc.model.attention import is_recording, posenc_attention
+from hf_posenc.model.discovery import RepositionedTable
 from hf_posenc.model.lazy import HIDDEN, LazyTensor, UnwrittenMask, UnwrittenZeros, is_nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.positions import LAYER
-from hf_posenc.model.repositioned import RepositionedTable
 
 
 @dataclass(frozen=True, eq=False)

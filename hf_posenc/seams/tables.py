@@ -22,9 +22,8 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
 from hf_posenc.methods.contract import check_table
 from hf_posenc.model.forward import Entering, running
-from hf_posenc.model.memory import free_memory
-from hf_posenc.model.sharding import refuse_parts_of_texts
 from hf_posenc.model.unwrapping import configs_of, hooked, owner_of, trial
+from hf_posenc.model.weights import free_memory, refuse_parts_of_texts
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import (
     Edits,

@@ -14,7 +14,14 @@ from hf_posenc.attention.encoding import GrowingPlan, MovingPlan
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
+from hf_posenc.serve.checkpoint import plain
 from hf_posenc.serve.requests import in_force
+
+PAGES = {
+    "CPUAttentionBackendImpl": "vLLM's CPU backend",
+    "FlashAttentionImpl": "FLASH_ATTN",
+}
+"""Implementations of attention whose pages of keys are read, and the names of their backends."""
 
 
 def served_by(module: Any, layer: Layer, rows: Mapping[int, int]) -> None:
@@ -28,22 +35,20 @@ def served_by(module: Any, layer: Layer, rows: Mapping[int, int]) -> None:
     Raises:
         UnsupportedModelError: A device, a cache or a kind of attention that the patch is not served on.
     """
+    if plain(layer) and layer.encoding.query is None:
+        return  # its rotary table is all that changed
     own = module.impl
     reason = None
-    if type(own).__name__ != "CPUAttentionBackendImpl":
-        reason = f"the plug-in reads the pages of vLLM's CPU backend only, not those of {type(own).__name__}"
-    elif own.sliding_window != -1 or own.alibi_slopes is not None:
+    if type(own).__name__ not in PAGES:
+        reason = (
+            f"the plug-in reads the pages of {' and '.join(PAGES.values())}, not those of {type(own).__name__} "
+            "(--attention-backend FLASH_ATTN on a GPU)"
+        )
+    elif own.sliding_window not in (-1, (-1, -1)) or own.alibi_slopes is not None:
         reason = "the layer has a sliding window, or a bias of its own"
     if reason is not None:
         raise UnsupportedModelError(f"{module.layer_name} cannot be served with a patch: {reason}.")
-    if plain(layer) and layer.encoding.query is None:
-        return  # its rotary table is all that changed
     module.impl = PatchedAttention(own, layer, rows)
-
-
-def plain(layer: Layer) -> bool:
-    """True if the layer attends as before, apart from factors on its queries."""
-    return layer.encoding.method is None and layer.encoding.bias is None
 
 
 class PatchedAttention:
@@ -57,6 +62,7 @@ class PatchedAttention:
 
     def __init__(self, own: Any, posenc: Layer, rows: Mapping[int, int]) -> None:
         self.own, self.posenc, self.rows = own, posenc, rows
+        self.checked = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -75,8 +81,11 @@ class PatchedAttention:
         if attn_metadata is None:  # vLLM tries the memory of a forward
             native(query)
             return output
-        lengths = attn_metadata.seq_lens.tolist()
-        starts = attn_metadata.query_start_loc.tolist()
+        # One wait for the device. Kept from layer to layer they could be those of another draft.
+        requests = attn_metadata.seq_lens, attn_metadata.query_start_loc
+        lengths, starts = (
+            x.tolist() for x in torch.cat(requests).cpu().split([*map(len, requests)])
+        )
         rows = [row for row in range(len(lengths)) if starts[row + 1] > starts[row]]
         if plain(self.posenc):
             native(self._scaled(query, starts, lengths, rows))
@@ -88,11 +97,23 @@ class PatchedAttention:
             native(query)
         for row in changed:
             queries, pages = slice(starts[row], starts[row + 1]), attn_metadata.block_table[row]
-            found = _gathered(kv_cache, pages, lengths[row], layer.isa)
+            found = _gathered(kv_cache, pages, lengths[row], getattr(layer, "isa", None))
+            self._check(found, key[queries], value[queries])
             output[queries] = self._attend(query[queries], *found, tables[row]).view_as(
                 output[queries]
             )
         return output
+
+    def _check(self, found: tuple[Tensor, ...], *new: Tensor) -> None:
+        """Raise, in the first step, unless the pages end with the keys and values that vLLM has just written there."""
+        # None of these layers' own: another layer has written its keys there.
+        shared = getattr(self.own, "kv_sharing_target_layer_name", None) is not None
+        ends = (read[0].transpose(0, 1)[-len(x) :] for read, x in zip(found, new, strict=True))
+        if not (self.checked or shared or all(map(torch.equal, ends, new))):
+            raise UnsupportedModelError(
+                "vLLM's pages of keys are not as the plug-in reads them: it cannot serve a patch in this process."
+            )
+        self.checked = True
 
     def _untouched(self, length: int) -> bool:
         """True if a text of this length, or of a table for it, is computed as without the patch."""
@@ -109,10 +130,12 @@ class PatchedAttention:
         self, query: Tensor, starts: list[int], lengths: list[int], rows: list[int]
     ) -> Tensor:
         """Return queries times their factors, of all requests in one tensor."""
-        positions = torch.zeros(len(query), dtype=torch.long)
+        positions = torch.zeros(len(query), dtype=torch.long, device=query.device)
         for row in rows:
             first, last = starts[row], starts[row + 1]
-            positions[first:last] = torch.arange(lengths[row] - (last - first), lengths[row])
+            positions[first:last] = torch.arange(
+                lengths[row] - (last - first), lengths[row], device=query.device
+            )
         heads = query.transpose(0, 1)[None]
         return self.posenc.encoding.scaled(heads, positions[None])[0].transpose(0, 1).contiguous()
 
@@ -123,7 +146,7 @@ class PatchedAttention:
         """
         queries, length = len(query), key.shape[2]
         query = query.transpose(0, 1)[None]
-        n = torch.arange(length)[None]
+        n = torch.arange(length, device=query.device)[None]
         m = n[:, length - queries :]
         if self.posenc.turn is not None:
             query, key = self.posenc.turn(query, key, m, n)
@@ -137,18 +160,27 @@ class PatchedAttention:
             scaling=self.own.scale,
             softcap=self.own.logits_soft_cap or None,
             sinks=self.own.sinks,
-            lengths=None if table is None else torch.tensor([table]),
+            lengths=None if table is None else torch.tensor([table], device=query.device),
         )
         return attend(call, self.posenc.encoding)[0][0].transpose(0, 1)
 
 
-def _gathered(kv_cache: Tensor, pages: Tensor, length: int, isa: str) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a request from vLLM's pages, each (1, key heads, length, head_dim)."""
+def _gathered(
+    kv_cache: Tensor, pages: Tensor, length: int, isa: str | None
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a request from vLLM's pages, each (1, key heads, length, head_dim).
+
+    A page is (key heads, tokens, 2 head_dim): of FlashAttention, a key and a value for each token; of the CPU backend
+    (`isa`: its kernels' instructions), the memory of all keys, and then of all values.
+    """
     _, heads, size, both = kv_cache.shape
-    used = kv_cache[pages[: -(-length // size)].long()].view(-1, heads, 2 * size, both // 2)
-    keys, values = used.split(size, 2)
-    order = _order(isa, size, both // 2, kv_cache.dtype)
-    keys = keys.flatten(2)[..., order].unflatten(2, (size, -1))
+    used = kv_cache[pages[: -(-length // size)].long()]
+    if isa is None:
+        keys, values = used.split(both // 2, -1)
+    else:
+        keys, values = used.view(-1, heads, 2 * size, both // 2).split(size, 2)
+        order = _order(isa, size, both // 2, kv_cache.dtype)
+        keys = keys.flatten(2)[..., order].unflatten(2, (size, -1))
     key, value = (x.transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (keys, values))
     return key, value
 

@@ -30,6 +30,8 @@ SERVED = "hf_posenc_served"
 STEPS, ROWS = "steps", "rows"
 """Its keys for tables that follow a request's length: bucket and original length of the layers, and the lengths in the
 worker by row of the batch."""
+INSIDE = "inside"
+"""Its key for whether the patch is computed inside attention."""
 IN_PROCESS: list[PatchConfig] = []
 """The patches of the models of this process."""
 _LENGTH = "max_position_embeddings"
@@ -69,8 +71,14 @@ class _Checked:
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         super().verify_and_update_config(vllm_config)  # type: ignore[misc]
         parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
-        if not current_platform.is_cpu():
-            reason = f"the plug-in runs on vLLM's CPU backend only, and this is {current_platform.device_name}"
+        served = getattr(vllm_config.model_config.hf_config, SERVED)
+        if not current_platform.is_cpu() and not current_platform.is_cuda():
+            reason = f"the plug-in runs on a CPU or with CUDA, and this is {current_platform.device_name}"
+        elif served[INSIDE] and current_platform.is_cuda() and _captured(vllm_config):
+            reason = (
+                "a full CUDA graph has no place for what it computes between kernels: leave cudagraph_mode out of "
+                "--compilation-config, or give PIECEWISE"
+            )
         elif parallel.pipeline_parallel_size > 1:
             reason = "layers are on several processes: leave --pipeline-parallel-size out, or give tensor parallelism"
         elif (
@@ -83,8 +91,29 @@ class _Checked:
             reason = f"drafts of {drafts.method} were not tried: the method ngram or draft_model is"
         else:
             return
-        patch = PatchConfig.from_dict(getattr(vllm_config.model_config.hf_config, SERVED)["patch"])
+        patch = PatchConfig.from_dict(served["patch"])
         raise PosencError(f"{patch} cannot be served by vLLM: {reason}.")
+
+
+def _captured(vllm_config: Any) -> bool:
+    """Return whether attention is asked to run in a CUDA graph; where nothing is asked, choose that it does not.
+
+    The backend is chosen too, since the plug-in reads the pages of one on a GPU.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    compilation, attention = vllm_config.compilation_config, vllm_config.attention_config
+    if compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    if attention.backend is None:
+        attention.backend = AttentionBackendEnum.FLASH_ATTN
+    return bool(compilation.cudagraph_mode.has_full_cudagraphs())
+
+
+def plain(layer: Layer) -> bool:
+    """True if a layer attends as before, apart from factors on its queries."""
+    return layer.encoding.method is None and layer.encoding.bias is None
 
 
 def _checked(own: Any) -> Any:
@@ -158,7 +187,8 @@ def read(
     setattr(config, SERVED, {**served, "folder": str(model), "revision": revision})
     layers, reach = layers_of(config)  # raises before anything is loaded
     steps = sorted({layer.request for layer in layers.values() if layer.request})
-    getattr(config, SERVED).update({STEPS: steps, ROWS: {}})
+    inside = not all(plain(x) and x.encoding.query is None for x in layers.values())
+    getattr(config, SERVED).update({STEPS: steps, ROWS: {}, INSIDE: inside})
     if reach is not None:
         text.max_position_embeddings = max(own, reach)
     else:

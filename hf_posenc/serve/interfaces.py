@@ -40,6 +40,19 @@ INTERFACES: dict[str, str] = {
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": (
         "seq_lens query_start_loc block_table"
     ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
+        "kv_cache_dtype sliding_window alibi_slopes scale logits_soft_cap sinks"
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward": (
+        "layer query key value kv_cache attn_metadata output"
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
+        "seq_lens query_start_loc block_table"
+    ),
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "FLASH_ATTN",
+    "vllm.config:CUDAGraphMode.PIECEWISE": "has_full_cudagraphs",
+    "vllm.config:CompilationConfig": "cudagraph_mode",
+    "vllm.config.attention:AttentionConfig": "backend",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers": "isa",
     "vllm._custom_ops:cpu_attn_reshape_and_cache": (
         "key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype"

@@ -21,8 +21,8 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import RotaryBands
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.parameters import PARAMETERS
+from hf_posenc.patch.attention import Turn
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.layers import Turn
 from hf_posenc.serve.attention import served_by
 from hf_posenc.serve.checkpoint import IN_PROCESS, ROWS, SERVED, layers_of
 
@@ -85,6 +85,9 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
             encoding = dataclasses.replace(
                 layer.encoding, heads=module.num_heads, share=(rank, size)
             )
+            trained = encoding.parameters or {}
+            for key in trained:
+                trained[key].data = trained[key].data.to(vllm_config.device_config.device)
             layer = dataclasses.replace(layer, encoding=encoding)
             served_by(module, layer, getattr(config, SERVED)[ROWS])
             attended.add(number)
@@ -115,7 +118,7 @@ def _rotate(module: Any, rotary: Any, layer: Layer, name: str, length: int) -> L
     )  # fmt: skip
     # Bands turn further what the table has rotated, so its angles are not rounded; else they are rounded as vLLM's own.
     kind = torch.float64 if isinstance(layer.encoding.method, RotaryBands) else torch.float32
-    table = _table(own, length, kind).to(rotary.cos_sin_cache.device, rotary.dtype)
+    table = _table(own, length, kind).to(rotary.cos_sin_cache)
     longer.register_buffer("cos_sin_cache", table, persistent=False)
     module.rotary_emb = longer
     return layer

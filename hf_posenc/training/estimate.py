@@ -33,7 +33,7 @@ from hf_posenc.evaluation.scoring.estimate import (
     read_shape,
     score_matrix,
 )
-from hf_posenc.model.memory import free_memory
+from hf_posenc.model.weights import free_memory
 from hf_posenc.training.blocks import Counts
 from hf_posenc.training.chunked_loss import default_chunk
 from hf_posenc.training.options import PatchArguments, Trained

@@ -18,8 +18,8 @@ from hf_posenc.methods import available_methods, get_method
 from hf_posenc.model.discovery import NoRotaryError, SinCosTable, tables_of
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.patch.files import patch_to_save
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.saving import patch_to_save
 from hf_posenc.seams.inspection import is_formula
 from hf_posenc.training.options import Trained
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
 from hf_posenc.engines import ENGINES, Export, export_source
-from hf_posenc.engines.source import open_source
+from hf_posenc.engines.engine import open_source
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import Candidate

@@ -148,7 +148,7 @@ def _escaped(text: str) -> str:
 
 def recipes() -> str:
     """Document the published patches: the table of `hf-posenc recipes`, then source and content of each."""
-    from hf_posenc.recipes import available_recipes, get_recipe, native_models
+    from hf_posenc.adapters import available_recipes, get_recipe, native_models
 
     names = available_recipes()
     rows = []

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.evaluation.bench.run import BenchResult
-from hf_posenc.evaluation.bench.suites import SUITES
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.flags import parse_tasks
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
+from hf_posenc.evaluation.suites import SUITES
 from hf_posenc.files import to_json
 from tests.cli.test_cli import invoke
 
@@ -24,15 +24,7 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     figures = {"curve.png", "heatmap.png"} if available() else set()
     written = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert written == {
-        *(
-            "bench.json",
-            "bench.csv",
-            "retrieval.csv",
-            "table.md",
-        ),
-        *figures,
-    }
+    assert written == {"bench.json", "bench.csv", "retrieval.csv", "table.md", *figures}
     text = (tmp_path / "bench.json").read_text()
     read = BenchResult.from_dict(json.loads(text))
     assert to_json(read.to_dict()) == text
@@ -53,7 +45,7 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
     assert tail["none"] > 3 * max(tail["truncation"], tail["yarn (auto)"], tail["rerope"])
     for shown in (
         "passkey",
-        "tok/s",
+        "tokens/s",
         "GiB",
         "yarn (auto)",
         "Wrote bench.json, bench.csv, table.md, retrieval.csv",

@@ -39,9 +39,9 @@ from hf_posenc.cli.app import app
 from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity
-from hf_posenc.evaluation.bench.run import bench
+from hf_posenc.evaluation.bench import bench
 from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
-from hf_posenc.evaluation.documents import tokens as joining
+from hf_posenc.evaluation.documents import source as joining
 from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions, SelftestOptions
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.evaluation.retrieval.run import measure_retrieval

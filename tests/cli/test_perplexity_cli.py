@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from hf_posenc import from_pretrained, patch_model, patched
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation import loading
-from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
+from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.loading import load_model, load_tokenizer
-from hf_posenc.evaluation.perplexity.longppl import key_tokens
+from hf_posenc.evaluation.perplexity.run import key_tokens
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.cli.test_cli import invoke, run
 from tests.support.selection import quick
@@ -239,33 +238,3 @@ def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
     assert all(
         cell["length"] == 1024 for cell in values["summary"] if cell["protocol"] == "longppl"
     )
-
-
-@pytest.mark.slow
-def test_key_tokens_of_an_evaluator_with_another_tokenizer(modules: Path, tmp_path: Path) -> None:
-    bytewise = tiny_checkpoint(tmp_path / "model")
-    options = "--lengths 1024 --no-short --max-doc-tokens 1024 --patch none --no-plot"
-    options += f" --protocol prefix --longppl {model_path()}@rerope --longppl-short 128"
-    given = ("perplexity", bytewise, "--text", modules, "--output", tmp_path)
-    result = invoke(*given, *options.split())
-    assert result.exit_code == 0, result.output
-    records = [r for r in read(tmp_path)["records"] if r["protocol"] == "longppl"]
-    live, words = load_model(str(model_path())), load_tokenizer(str(model_path()))
-    for record, path in zip(records, sorted(modules.iterdir()), strict=True):
-        document = tokenize(Document("d", path.read_text(encoding="utf-8")), words)
-        special = special_prefix(words, "auto")
-        ids = torch.cat(
-            [torch.tensor(special, dtype=torch.int64), document.tokens(0, 1024 - len(special))]
-        )
-        with patched(live, "rerope"):
-            key = key_tokens(TokenScorer(live, ids), ids, short=128, step=32)[len(special) :]
-        assert document.byte_ends is not None
-        ends = [0, *document.byte_ends[: len(key)].tolist()]
-        within = {
-            place
-            for index in key.nonzero()[:, 0].tolist()
-            for place in range(ends[index], ends[index + 1])
-            if place < 1024
-        }
-        assert record["tokens"] == len(within)  # a token of the measured model is a byte
-    assert sum(record["tokens"] for record in records) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc import PosencError, from_pretrained, get_method, inspect_rope, patch_model
+from hf_posenc import PosencError, from_pretrained, get_method, patch_model
 from hf_posenc.engines import (
     ENGINES,
     Export,
@@ -26,11 +25,8 @@ from hf_posenc.engines import (
     measure,
     write_export,
 )
+from hf_posenc.engines.engine import open_source
 from hf_posenc.engines.names import PLUGIN_VLLM
-from hf_posenc.engines.source import open_source
-from hf_posenc.methods import RopeScaling
-from hf_posenc.methods.base import Length
-from hf_posenc.rope import RopeSpec
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
 from tests.support.families import build_text_model
@@ -185,33 +181,6 @@ class TestEveryEngine:
     def test_a_second_patch_is_refused(self, saved: Path) -> None:
         with pytest.raises(PosencError, match="already patched"):
             export(saved, "vllm", method="yarn", scale=2)
-
-
-def test_a_method_of_ones_own_is_exported_from_its_table(tmp_path: Path) -> None:
-    """The folder alone is given, as in a process that does not have the class."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class Squeezed(RopeScaling):
-        name = "squeezed"
-        summary = source = needs = "a test"
-
-        def inv_freq(self, rope: RopeSpec, length: Length = None) -> torch.Tensor:
-            return rope.default_inv_freq() ** 1.1
-
-    model = patch_model(zoo.build("llama"), Squeezed())
-    (table,) = inspect_rope(model)
-    model.save_pretrained(tmp_path / "own")
-    with pytest.raises(PosencError, match="squeezed"):
-        from_pretrained(tmp_path / "own")
-    expected = 1 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16 * 1.1)
-    torch.testing.assert_close(table.inv_freq.double(), expected, rtol=1e-6, atol=0)
-    for engine, found in exports(tmp_path / "own").items():
-        assert found.possible, (engine, found.reason)
-        assert found.errors[0].frequency < 1e-6, engine
-        if found.divisors is None:
-            lists = found.config["rope_parameters"]["long_factor"]
-            plain = 1 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-            torch.testing.assert_close(plain / torch.tensor(lists), expected, rtol=1e-6, atol=0)
 
 
 class TestServers:

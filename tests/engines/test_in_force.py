@@ -1,4 +1,4 @@
-"""The patch that a config has in force, and blocks that do nothing."""
+"""The patch that a config has in force."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import inspect_rope, patch_model
-from hf_posenc.engines.in_force import Scaling, idle_blocks, scaling_of, tables_in_force
+from hf_posenc.engines.in_force import Scaling, scaling_of, tables_in_force
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
 
@@ -51,41 +51,6 @@ def test_the_option_is_the_patch() -> None:
     (other,) = inspect_rope(patch_model(zoo.build("llama"), scaling.patch.build()))
     assert torch.equal(one.inv_freq, other.inv_freq)
     assert scaling_of(zoo.tiny_config("llama")) == Scaling(False)
-
-
-class TestBlocksOfAFile:
-    def values(self, model_type: str = "llama", **more: Any) -> dict[str, Any]:
-        values: dict[str, Any] = zoo.tiny_config(model_type, max_position_embeddings=64).to_dict()
-        return {**values, **more}
-
-    def test_a_block_in_force_is_not_named(self) -> None:
-        assert idle_blocks(self.values(rope_parameters=YARN)) == []
-        assert idle_blocks(self.values(rope_parameters={**YARN, "rope_type": "dynamic"})) == []
-        assert idle_blocks(self.values()) == []
-
-    @pytest.mark.parametrize(
-        ("more", "reason"),
-        [
-            (
-                {"rope_parameters": {**YARN, "rope_type": "linear", "factor": 1.0}},
-                "its factor is 1",
-            ),
-            ({"rope_parameters": {"factor": 4.0, "rope_theta": 10_000.0}}, 'Add "rope_type"'),
-            ({"rope_scale": YARN}, "Name it rope_parameters"),
-            ({"rope_parameters": {**YARN, "factor": 2.0}, "rope_scaling": YARN}, "Remove that"),
-        ],
-    )
-    def test_the_reason(self, more: dict[str, Any], reason: str) -> None:
-        (note,) = idle_blocks(self.values(**more))
-        assert reason in note
-
-    @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-    def test_beside_the_text_config(self, key: str) -> None:
-        values = self.values("llava")
-        (note,) = idle_blocks({**values, key: YARN})
-        assert note.startswith(f"{key} does nothing: this model reads it in text_config")
-        values["text_config"]["rope_parameters"] = YARN
-        assert idle_blocks(values) == []
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")

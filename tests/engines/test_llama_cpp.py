@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from hf_posenc import PosencError
 from hf_posenc.engines import check_gguf, export, formulas, write_gguf
+from hf_posenc.engines.engine import open_source
 from hf_posenc.engines.llama_cpp import converted, runtime
-from hf_posenc.engines.source import open_source
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
 from tests.support.gguf_files import converted_file

@@ -209,6 +209,24 @@ def test_a_model_is_patched_on_the_meta_device_then_loaded(
     assert torch.equal(zoo.logits(empty, ids), expected)
 
 
+def test_a_scaled_rotation_that_has_values_needs_no_weights() -> None:
+    from accelerate import init_empty_weights
+
+    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model, ids = zoo.build("llama", rope_parameters=scaling), zoo.tokens(80)
+    with patched(model, "self_extend", scale=2):
+        expected = zoo.logits(model, ids)
+    with init_empty_weights():  # its buffers are real
+        empty: Any = type(model)(copy.deepcopy(model.config)).eval()
+    patch_model(empty, "self_extend", scale=2).load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(zoo.logits(empty, ids), expected)
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config))
+    with pytest.raises(UnsupportedModelError, match="scaled already"):
+        patch_model(empty, "self_extend", scale=2)
+
+
 def test_positions_beside_the_rotation_are_found_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = llama()

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from hf_posenc import from_pretrained, inspect_rope, patch_model
 from hf_posenc.cli.app import app
+from hf_posenc.engines.engine import empty_model
 from hf_posenc.engines.llama_cpp import runtime
-from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import load_tokenizer, open_session
 from hf_posenc.evaluation.measuring.identity import model_identity

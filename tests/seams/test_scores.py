@@ -22,7 +22,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.evaluation.scoring.positions import position_limit
+from hf_posenc.evaluation.scoring.decoder import position_limit
 from hf_posenc.methods import ALiBi, LogN, ReRoPE, YaRN
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.forward import Forward

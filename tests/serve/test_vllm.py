@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+import types
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,7 +232,11 @@ def families() -> dict[str, tuple[PreTrainedModel, Any]]:
     deeper = sizes | {"num_hidden_layers": 4}
     gemma = Gemma3TextConfig(**deeper, sliding_window=16, layer_types=types)
     halves = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    llama3 = STATIC | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = sizes | {"max_position_embeddings": 2 * ORIGINAL, "rope_parameters": llama3}
     return {
+        "a scaled rotation": (LlamaForCausalLM(LlamaConfig(**scaled)), SelfExtend(scale=4)),
+        "another in its place": (LlamaForCausalLM(LlamaConfig(**scaled)), DynamicYaRN()),
         "sliding layers": (Gemma3ForCausalLM(gemma), SelfExtend(scale=4)),
         "sliding layers, a table": (Gemma3ForCausalLM(gemma), YaRN(scale=4)),
         "norms of queries": (Qwen3ForCausalLM(Qwen3Config(**sizes)), [YaRN(scale=4), LogN()]),
@@ -246,12 +252,14 @@ def families() -> dict[str, tuple[PreTrainedModel, Any]]:
 
 
 @pytest.mark.parametrize("kind", [
-    "sliding layers", "sliding layers, a table", "norms of queries", "another method by layer", "one projection",
+    "a scaled rotation", "another in its place", "sliding layers", "sliding layers, a table", "norms of queries",
+    "another method by layer", "one projection",
 ])  # fmt: skip
 def test_models_of_other_kinds(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, method = families()[kind]
-    patch_model(model.eval(), method).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"replace": True} if kind == "another in its place" else {}
+    patch_model(model.eval(), method, **options).save_pretrained(tmp_path)
     texts = prompts(20, 150)
     with served(tmp_path) as llm:
         check(asked(llm, texts), [in_transformers(tmp_path, text) for text in texts])
@@ -358,6 +366,93 @@ def test_the_heads_of_two_processes(case: str, tmp_path: Path) -> None:
     expected = [in_transformers(tmp_path, *each) for each in zip(texts, lengths, strict=True)]
     with served(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         check(asked(llm, texts), expected)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's backend of FlashAttention, with its own pages, metadata and code, and its two kernels in PyTorch."""
+    backend: Any = importlib.import_module("vllm.v1.attention.backends.flash_attn")
+
+    def write(
+        key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        slots: torch.Tensor, *quantization: Any,
+    ) -> None:  # fmt: skip
+        page, token = slots // keys.shape[1], slots % keys.shape[1]
+        keys[page, token], values[page, token] = key[: len(slots)], value[: len(slots)]
+
+    def attend(*, q: Any, k: Any, v: Any, out: Any, block_table: Any, **given: Any) -> None:
+        starts, lengths = given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()
+        for row, length in enumerate(lengths):
+            queries = slice(starts[row], starts[row + 1])
+            key, value = (x[block_table[row]].flatten(0, 1)[:length] for x in (k, v))
+            query, key, value = (x.transpose(0, 1) for x in (q[queries], key, value))
+            m = torch.arange(length - queries.stop + queries.start, length)[:, None]
+            found = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=torch.arange(length) <= m,
+                scale=given["softmax_scale"],
+                enable_gqa=True,
+            )
+            out[queries] = found.transpose(0, 1)
+
+    cpu, path = vllm.platforms.current_platform, f"{backend.__name__}.FlashAttentionBackend"
+    monkeypatch.setattr(type(cpu), "get_attn_backend_cls", lambda *args, **options: path)
+    monkeypatch.setattr(backend, "get_flash_attn_version", lambda **of: 2)
+    monkeypatch.setattr(backend, "flash_attn_varlen_func", attend, raising=False)
+    monkeypatch.setattr(backend, "reshape_and_cache_flash", write, raising=False)
+    selector: Any = importlib.import_module("vllm.v1.attention.selector")
+    selector._cached_get_attn_backend.cache_clear()  # for the same model it keeps the choice
+    yield
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize("case", [
+    "yarn", "rerope", "dual_chunk", "dynamic_yarn", "dynamic_yarn by request", "log_n", "kerple_log", "fire", "xpos",
+])  # fmt: skip
+def test_the_pages_of_flash_attention(case: str, tmp_path: Path) -> None:
+    """The way of a GPU, as far as a CPU can go it."""
+    test_the_answers_are_those_of_transformers(case, tmp_path)
+
+
+@pytest.mark.usefixtures("flash_attention")
+def test_pages_in_another_order_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched("rerope").save_pretrained(tmp_path)
+    backend: Any = importlib.import_module("vllm.v1.attention.backends.flash_attn")
+    own = backend.reshape_and_cache_flash
+    monkeypatch.setattr(
+        backend, "reshape_and_cache_flash", lambda k, v, *to: own(v, k, *to), raising=False
+    )
+    with served(tmp_path) as llm, pytest.raises(Exception, match="not as the plug-in reads them"):
+        asked(llm, prompts(20))
+
+
+def test_a_gpu_has_a_backend_whose_pages_are_read_and_no_full_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the config of an engine for a platform that calls itself CUDA."""
+    engine: Any = importlib.import_module("vllm.engine.arg_utils")
+    gpu = types.SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+    monkeypatch.setattr("hf_posenc.serve.checkpoint.current_platform", gpu)
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 200}
+
+    def config(case: str, **changes: Any) -> Any:
+        patched(case).save_pretrained(tmp_path)
+        arguments = engine.EngineArgs(model=str(tmp_path), **(options | changes))
+        return arguments.create_engine_config()
+
+    full = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+    with pytest.raises(Exception, match="leave cudagraph_mode out"):
+        config("rerope", **full)
+    assert config("rerope").attention_config.backend.name == "FLASH_ATTN"
+    assert config("yarn", **full).attention_config.backend is None  # its table is all that changes
+    gpu.is_cuda = lambda: False
+    with pytest.raises(Exception, match="runs on a CPU or with CUDA, and this is cuda"):
+        config("yarn")
 
 
 def test_a_request_that_is_aborted_leaves_the_others_and_its_pages(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hf_posenc.evaluation.bench.run import BenchResult, bench
+from hf_posenc.evaluation.bench import BenchResult, bench
 from hf_posenc.files import to_json
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose

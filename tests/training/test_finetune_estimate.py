@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from hf_posenc.embedded import held_out_documents, model_path
-from hf_posenc.engines.source import empty_model
+from hf_posenc.engines.engine import empty_model
 from hf_posenc.evaluation.loading import load_tokenizer
 from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
 from hf_posenc.evaluation.scoring.estimate import read_shape, run_cost

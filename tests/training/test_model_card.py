@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
 from hf_posenc.engines import ENGINES, export_source
-from hf_posenc.engines.source import open_source
+from hf_posenc.engines.engine import open_source
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number

@@ -24,7 +24,7 @@ from hf_posenc.evaluation.grid import (
     number,
     to_markdown,
 )
-from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:
@@ -206,10 +206,10 @@ class GpuResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; what only a self-test finds is left out elsewhere."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        unmeasured = ("waits", "captured")
+        values = dict(vars(self))
+        unmeasured = {"waits": None, "captured": None}.items()
         values["records"] = [
-            {n: x for n, x in vars(row).items() if n not in unmeasured or x is not None}
+            {name: x for name, x in vars(row).items() if (name, x) not in unmeasured}
             for row in self.records
         ]
         if self.seconds is None:
@@ -227,13 +227,10 @@ class GpuResult(Result):
         """Read the values of `to_dict`."""
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
-        names = [f.name for f in dataclasses.fields(Case)]
-        given["checks"] = {
-            Case(**{name: check[name] for name in names}): Comparison(
-                **{name: value for name, value in check.items() if name not in names}
-            )
-            for check in values.get("checks", ())
-        }
+        given["checks"] = {}
+        for check in map(dict, values.get("checks", ())):
+            case = Case(**{f.name: check.pop(f.name) for f in dataclasses.fields(Case)})
+            given["checks"][case] = Comparison(**check)
         given["not_reached"] = [Case(**case) for case in values.get("not_reached", ())]
         return cls(**given)
 
@@ -273,16 +270,13 @@ class GpuResult(Result):
                 grid.row(f"{backend}: {kind}", *(_checked(checks.get(case)) for case in cases))
             yield grid
 
-    def _times(self, phase: str, records: Iterable[Row]) -> Grid:
+    def _times(self, phase: str, records: Sequence[Row]) -> Grid:
         """Return the table of a phase: methods, and at every length speed, slowdown and memory."""
         by_method: dict[str, dict[int, Row]] = {}
         for row in records:
             by_method.setdefault(row.method, {})[row.length] = row
-        every = [row for rows in by_method.values() for row in rows.values()]
-        lengths, host = (
-            sorted({row.length for row in every}),
-            any(r.waits is not None for r in every),
-        )
+        lengths = sorted({length for rows in by_method.values() for length in rows})
+        host = any(row.waits is not None for row in records)
         sizes, model, layer = self.sizes, self.model, phase in PHASES
         if layer:
             heads = ["ms", "times\nplain", "MiB"]
@@ -356,12 +350,17 @@ class GpuResult(Result):
                 yield f"{row.method}, {row.phase} at {row.length:,} tokens: {row.failed}"
 
     def _repr_markdown_(self) -> str:
-        lines = [f"# {self.machine['device']}\n"]
-        lines += [f"## {grid.title}\n\n{to_markdown(grid)}\n" for grid in self.tables()]
-        lines += [f"- {escaped(line)}" for line in (*self.notes(), *self.problems())]
-        if self.command is not None:
-            lines.append(f"\nTo reproduce it:\n\n```bash\n{self.command}\n```")
-        return "\n".join(lines) + "\n"
+        lines = (*self.notes(), *self.problems())
+        return to_page(f"# {self.machine['device']}", self.tables(), lines, self.command)
+
+
+def to_page(head: str, grids: Iterable[Grid], lines: Iterable[str], command: str | None) -> str:
+    """Render tables, lines below them and the command that reproduces them as a page of Markdown."""
+    parts = [f"{head}\n", *(f"## {grid.title}\n\n{to_markdown(grid)}\n" for grid in grids)]
+    parts += [f"- {escaped(line)}" for line in lines]
+    if command is not None:
+        parts.append(f"\nTo reproduce it:\n\n```bash\n{command}\n```")
+    return "\n".join(parts) + "\n"
 
 
 def _fields(row: Row | None, base: Row | None, layer: bool) -> list[Field]:

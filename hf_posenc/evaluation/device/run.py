@@ -1,18 +1,20 @@
-"""`bench --suite gpu`: methods on one device, in layers beside plain attention and in a whole model.
+"""Times of whole models: the prefill of a long text, method by method, and `bench --suite gpu`.
 
-Nothing is downloaded: queries, keys, weights and tokens are drawn at random. Each measurement is stored when it ends,
-and the most telling come first, so that a budget of minutes leaves out the rest.
+The suite measures methods on one device, in layers beside plain attention and in a whole model. Nothing is downloaded:
+queries, keys, weights and tokens are drawn at random. Each measurement is stored when it ends, and the most telling
+come first, so that a budget of minutes leaves out the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,11 +25,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_posenc.attention.checks.comparison import SCALE, methods
 from hf_posenc.embedded import model_path
-from hf_posenc.engines.source import empty_model
+from hf_posenc.engines.engine import empty_model
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench.suites import GPU
-from hf_posenc.evaluation.device.clock import Clock, device_of
-from hf_posenc.evaluation.device.layer import Formulation, Layers
+from hf_posenc.evaluation.device import Clock, Formulation, Layers, device_of
 from hf_posenc.evaluation.device.result import (
     COMPILED,
     GENERATION,
@@ -37,17 +37,239 @@ from hf_posenc.evaluation.device.result import (
     GpuResult,
     Row,
 )
-from hf_posenc.evaluation.device.speed import SpeedRun
+from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.flags import refuse_others
-from hf_posenc.evaluation.grid import listed
+from hf_posenc.evaluation.grid import Grid, failure_field, listed, number
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
-from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value
+from hf_posenc.evaluation.measuring.execute import (
+    Attempt,
+    Failures,
+    Item,
+    Measurement,
+    Value,
+    patched_in,
+)
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions
+from hf_posenc.evaluation.scoring import release
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
-from hf_posenc.evaluation.scoring.memory import release
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.evaluation.suites import GPU
 from hf_posenc.methods import seam_of
+
+
+@dataclass
+class SpeedResult:
+    """Prefill of one window, timed under every method in turn, the baseline first, in several rounds.
+
+    Attributes:
+        length: Tokens of the window.
+        memory: Meaning of `peak_bytes`.
+        rounds: For each round and method seconds, peak and tokens at a time, or the reason of a failure.
+    """
+
+    length: int
+    device: str
+    threads: int | None
+    memory: str | None
+    methods: Sequence[str]
+    rounds: Sequence[Mapping[str, Mapping[str, Any]]]
+
+    def row(self, method: str) -> Row:
+        """Return the times of a method beside those of the first one; memory is the largest peak."""
+        own, first = (
+            [values[name] for values in self.rounds] for name in (method, self.methods[0])
+        )
+        reasons = (values["failed"] for values in own if "failed" in values)
+        failed = next(reasons, None if own else "not measured")
+        if failed is not None:
+            return Row("prefill", method, self.length, failed=failed)
+        peaks = [values["peak_bytes"] for values in own]
+        alone = any("failed" in values for values in first)
+        return Row(
+            *("prefill", method, self.length),
+            seconds=[values["seconds"] for values in own],
+            plain=[] if alone else [values["seconds"] for values in first],
+            peak_bytes=None if None in peaks else max(peaks),
+        )
+
+    def pieces(self, method: str) -> int | None:
+        """Return the least tokens that were run at a time; `None`: all."""
+        sizes = (values[method].get("prefill") for values in self.rounds)
+        return min(filter(None, sizes), default=None)
+
+    def tables(self) -> list[Grid]:
+        """Return the table of speed and memory by method."""
+        grid = Grid.of(f"Prefill of {self.length:,} tokens", "method")
+        for head in ("tokens/s", f"times as fast\nas {self.methods[0]}", "GiB at\nthe peak"):
+            grid.column(head, numeric=True)
+        for row in map(self.row, self.methods):
+            if row.tokens_per_second is None:
+                grid.row(row.method, *[failure_field(row.failed)] * 3)
+                continue
+            speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+            peak = None if row.peak_bytes is None else row.peak_bytes / 2**30
+            grid.row(row.method, f"{row.tokens_per_second:,.0f}", speedup, number(peak, 3))
+        return [grid]
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was timed, on which machine."""
+        count = self.threads
+        threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
+        yield (
+            "Speed: one forward without a key-value cache, logits of the last token where the model can, median of "
+            f"{len(self.rounds)} after a warm-up each, methods in turn, on {self.device}{threads}; times as fast: "
+            "median over the rounds."
+        )
+        if self.memory is not None:
+            yield f"GiB: {self.memory}, in the timed forward."
+        for method in self.methods:
+            if (size := self.pieces(method)) is not None:
+                yield f"{method}: prefill in pieces of {size:,} tokens."
+
+    def problems(self) -> Iterator[str]:
+        """Yield the methods without a time."""
+        for row in map(self.row, self.methods):
+            if row.failed is not None:
+                yield f"{row.method}: the prefill failed at length {row.length:,}: {row.failed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        names = ("method", "tokens_per_second", "speedup", "peak_bytes", "failed")
+        rows = [{name: getattr(self.row(each), name) for name in names} for each in self.methods]
+        return {**asdict(self), "summary": rows}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeedResult:
+        """Read the values of `to_dict`; the summary is computed again from the rounds."""
+        return cls(**{name: value for name, value in values.items() if name != "summary"})
+
+
+class SpeedRun(Measurement[Item, SpeedResult]):
+    """Times the prefill of one window: a forward without a key-value cache, and the logits of its last token.
+
+    A round times every method once, one after the other in this process, each after a warm-up forward of the same
+    window: tables that a method builds at a new length, and choices of a library at its first call, are not in the
+    time. An item is a whole round, so two methods are always compared under the same conditions. If memory runs out in
+    the warm-up, less is run at a time, as for perplexity, and that is timed.
+
+    `window` are token ids, shape (n,); the candidates are `checked` against the model, which `metadata` describes. The
+    logits are those that score the tokens from the index `first` on; by default those of the last token.
+    """
+
+    scorer: TokenScorer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        window: Tensor,
+        candidates: Sequence[Candidate],
+        *,
+        rounds: int,
+        chunk: int | None = None,
+        prefill: int | None = None,
+        first: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.window, self.candidates = model, window, candidates
+        self._first = len(window) - 1 if first is None else first
+        self.metadata = metadata or {}
+        self.clock, self._at_once = Clock(model), (chunk, prefill)
+        with evaluation_mode(model):
+            self.scorer = TokenScorer(model, window, chunk=chunk, prefill=prefill)
+        self._limits = {c.label: (self.scorer.chunk, self.scorer.prefill) for c in candidates}
+        self.items = [
+            Item(
+                key=("round", number),
+                candidate=None,
+                length=len(window),
+                cost=2 * len(window) * len(candidates),
+                cells=tuple((candidate.label,) for candidate in candidates),
+                order=number,
+            )
+            for number in range(rounds)
+        ]
+
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        return {
+            "kind": "speed",
+            "format": 2,
+            "model": self.metadata["model"],
+            "window_sha256": hashlib.sha256(self.window.numpy().tobytes()).hexdigest(),
+            "length": len(self.window),
+            "methods": [candidate.key for candidate in self.candidates],
+            "at_once": self._at_once,
+            **self.clock.machine(),
+            "environment": environment(),
+        }
+
+    def measure(self, item: Item, attempt: Attempt) -> Value:
+        timed = {}
+        for turn, candidate in enumerate(self.candidates, 1):
+            cell = (candidate.label,)
+            if not attempt.is_lost(cell):
+                values = attempt(partial(self.timed, candidate), [cell])
+                if values is not None:
+                    timed[candidate.label] = values
+            attempt.advance(2 * len(self.window) * turn)
+        return {"methods": timed}
+
+    def collect(self, values: Mapping[Key, Value]) -> SpeedResult:
+        failures = Failures.of(self.items, values.get).reasons()
+        reasons = {cell[0]: {"failed": reason} for (_, cell), reason in failures.items()}
+        labels = [candidate.label for candidate in self.candidates]
+        timed = [values[item.key].get("methods", {}) for item in self.items]
+        return SpeedResult(
+            length=len(self.window),
+            **self.clock.machine(),
+            memory=self.clock.memory,
+            methods=labels,
+            rounds=[{x: methods.get(x) or reasons[x] for x in labels} for methods in timed],
+        )
+
+    def timed(self, candidate: Candidate) -> dict[str, Any]:
+        """Return seconds, memory and tokens at a time of one forward, after one that is not timed."""
+        scorer = self.scorer
+        before = scorer.chunk, scorer.prefill
+        # reductions of a method are its own, and kept for the next round
+        scorer.chunk, scorer.prefill = self._limits[candidate.label]
+        try:
+            # Truncation reads the end of the window only.
+            cut = max(0, len(self.window) - (candidate.most or len(self.window)))
+            with patched_in(self.model, scorer, candidate, len(self.window)):
+                forward = partial(scorer, self.window[cut:], max(1, self._first - cut))
+                forward()
+                scorer.stateful = False  # the warm-up has reset the model
+                while True:
+                    limits = scorer.reduced
+                    seconds, peak = self.clock.time(forward)
+                    if scorer.reduced == limits:  # otherwise memory ran out on the way
+                        break
+            prefill = scorer.prefill if scorer.pieces else None
+        finally:
+            self._limits[candidate.label] = scorer.chunk, scorer.prefill
+            scorer.chunk, scorer.prefill = before
+        return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
+
+
+def window_of(documents: Sequence[TokenizedDocument], length: int, special: Tensor) -> Tensor:
+    """Return the first tokens of the documents, shape (length,), special tokens in front.
+
+    Documents that are too short together are repeated.
+    """
+    parts, missing, index = [special], length - len(special), 0
+    while missing > 0:
+        document = documents[index % len(documents)]
+        parts.append(document.tokens(0, min(missing, len(document.ids))))
+        missing -= len(parts[-1])
+        index += 1
+    return torch.cat(parts)[:length]
+
+
+# The suite gpu.
 
 LENGTHS = (32768, 131072, 8192)
 """In the order in which they are measured."""
@@ -253,7 +475,9 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             times = _Times()
             generate = partial(model.generate, prompt, attention_mask=mask, streamer=times)
             peak = self.clock.time(partial(generate, generation_config=settings))[1]
-            return times.of_a_token(), peak
+            # the later half, after compilation and choices of libraries
+            steps = [after - before for before, after in itertools.pairwise(times.seen)]
+            return float(f"{statistics.median(steps[len(steps) // 2 :]):.6g}"), peak
 
         found: dict[str, list[float]] = {"plain": [], "seconds": []}
         # A compiled forward of another patch is compiled again, so it does not alternate.
@@ -298,18 +522,13 @@ class _Times(BaseStreamer):
     """The times at which `generate` hands over tokens: the prompt, then one at a time."""
 
     def __init__(self) -> None:
-        self._times: list[float] = []
+        self.seen: list[float] = []
 
     def put(self, value: Any) -> None:
-        self._times.append(time.perf_counter())
+        self.seen.append(time.perf_counter())
 
     def end(self) -> None:
         pass
-
-    def of_a_token(self) -> float:
-        """Return the median over the later half, after compilation and choices of libraries."""
-        steps = [after - before for before, after in itertools.pairwise(self._times)]
-        return float(f"{statistics.median(steps[len(steps) // 2 :]):.6g}")
 
 
 def _released(work: Callable[[], T]) -> T:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,13 +27,12 @@ from hf_posenc.attention.checks.comparison import (
     offers,
 )
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation.device.clock import Clock, device_of
-from hf_posenc.evaluation.device.layer import Layers
+from hf_posenc.evaluation.device import Clock, Layers, device_of
 from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.flags import with_fields
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.options import SelftestOptions
-from hf_posenc.evaluation.scoring.memory import reason_of, release
+from hf_posenc.evaluation.scoring import reason_of, release
 
 ROUNDS, ENOUGH = 7, 0.1
 """The most rounds of a timing, and the seconds after which no further round begins."""
@@ -158,17 +157,14 @@ def check_all(every: Sequence[Case], device: torch.device, seconds: float) -> Fi
     found: Findings = dict.fromkeys({*every}.difference(offered))  # which needed no time
     elsewhere = [case for case in offered if backends[case].may_crash]
     count = min(PROCESSES, os.cpu_count() or 1, len(elsewhere))
-    threads = [
-        threading.Thread(target=_elsewhere, args=(elsewhere[first::count], device, end, found))
-        for first in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for case in offered:
-        if not backends[case].may_crash and time.monotonic() < end:
-            found[case] = check(backends[case], case, device)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(max(1, count)) as threads:
+        shares = [elsewhere[first::count] for first in range(count)]
+        others = [threads.submit(_elsewhere, share, device, end, found) for share in shares]
+        for case in offered:
+            if not backends[case].may_crash and time.monotonic() < end:
+                found[case] = check(backends[case], case, device)
+    for other in others:
+        other.result()
     return found
 
 

@@ -145,23 +145,20 @@ class UnreadableError(PosencError):
 
 def as_entries(documents: Iterable[str | Entry]) -> Iterator[Entry]:
     """Yield the documents of a Python caller; a plain text is named by its index."""
-    kind = type(documents).__name__
     if isinstance(documents, str):
         raise PosencError(
             "The documents are a list of texts, not one text: write [text]. read_paths reads files."
         )
     if isinstance(documents, Mapping) or not isinstance(documents, Iterable):
-        raise PosencError(f"The documents are a list of texts, not {kind}.")
+        raise PosencError(f"The documents are a list of texts, not {type(documents).__name__}.")
     for index, document in enumerate(documents):
-        if isinstance(document, str):
-            yield Document(f"#{index}", document)
-        elif isinstance(document, Entry):
-            yield document
-        else:
-            kind = type(document).__name__
+        entry = Document(f"#{index}", document) if isinstance(document, str) else document
+        if not isinstance(entry, Entry):
             raise PosencError(
-                f"Document {index} is {kind}, not a text. Give strings, or what read_paths and read_dataset yield."
+                f"Document {index} is {type(entry).__name__}, not a text. Give strings, or what read_paths and "
+                "read_dataset yield."
             )
+        yield entry
 
 
 def printable(name: str | Path) -> str:

@@ -182,7 +182,14 @@ def _read_file(
             "it to .txt to read it as it is"
         )
     else:
-        yield _read_text(path, size, compressed, encoding)
+        name, pieces = printable(path), functools.partial(_text_pieces, path, encoding)
+        held, length = list[str](), 0 if compressed else size
+        for piece in pieces():
+            if length > SMALL:
+                break
+            held.append(piece)
+            length += len(piece) * compressed
+        yield LongDocument(name, pieces) if length > SMALL else Document(name, "".join(held))
 
 
 # The errors of files, as reasons of one line.
@@ -220,17 +227,6 @@ def _status(path: Path) -> os.stat_result:
 
 
 # Text, compressed or not.
-
-
-def _read_text(path: Path, size: int, compressed: bool, encoding: str) -> Document | LongDocument:
-    name, pieces = printable(path), functools.partial(_text_pieces, path, encoding)
-    held, length = [""], 0
-    for piece in pieces():
-        if max(length, 0 if compressed else size) > SMALL:
-            return LongDocument(name, pieces)
-        held.append(piece)
-        length += len(piece)
-    return Document(name, "".join(held))
 
 
 @contextlib.contextmanager
@@ -328,7 +324,8 @@ class Column:
             return document_of_ids(label, value)
         if isinstance(value, str):
             return Document(label, value)
-        if isinstance(value, list) and value and all(map(_is_message, value)):
+        parts = value if isinstance(value, list) else ()
+        if parts and all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in parts):
             return Skipped(label, "a conversation, which TRL trains on (docs/trainers.md)")
         kind = "null" if value is None else type(value).__name__
         return Skipped(label, f"column {self.name!r} holds {kind}, not text")
@@ -338,10 +335,6 @@ class Column:
         option = "--column" if self.tokens is None else "--tokenized"
         names = printable(", ".join(columns))[:200] or "none"
         return f"no column {self.name!r}; its columns are {names}. Pass {option}"
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _read_jsonl(path: Path, column: Column) -> Iterator[Entry]:

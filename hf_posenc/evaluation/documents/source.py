@@ -7,12 +7,14 @@ import functools
 import hashlib
 import itertools
 import os
+import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import (
@@ -28,9 +30,20 @@ from hf_posenc.evaluation.documents.document import (
 from hf_posenc.evaluation.documents.named import NAMED, is_name
 from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
+from hf_posenc.files import disk_errors
 
-if TYPE_CHECKING:  # they import numpy, and a wrong word is refused without it
-    from hf_posenc.evaluation.documents.tokens import Numbers
+if TYPE_CHECKING:  # a wrong word is refused without numpy and torch
+    import numpy as np
+
+    Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+PART = 1 << 22
+"""Most characters that are tokenized at a time: a tokenizer takes some hundred bytes for each token that it reports."""
+IN_MEMORY = 1 << 20
+"""Most tokens of a document that is kept in memory, 24 bytes each."""
+
+# Every character that `str.split` splits at; none lies behind the ideographic space.
+_SPACES = [point for point in range(0x3001) if chr(point).isspace()]
 
 
 def read_embedded() -> Iterator[Document]:
@@ -90,14 +103,6 @@ class Source:
             seen=self.seen,
         )
         return documents, skipped, {**self.about, "limit": limit, "max_doc_tokens": max_tokens}
-
-    def reload(
-        self, documents: Iterable[TokenizedDocument], tokenizer: Any
-    ) -> list[TokenizedDocument]:
-        """Return the same documents in another tokenizer's tokens; reading stops after the last of them."""
-        names = {document.name for document in documents}
-        same = (entry for entry in self.read() if entry.name in names)
-        return load_documents(same, tokenizer, min_tokens=1, limit=len(names))[0]
 
 
 def source_of(options: DocumentOptions) -> Source:
@@ -243,6 +248,63 @@ def load_documents(
     return list(usable.values()), skipped
 
 
+def parts(chunks: Iterable[str]) -> Iterator[str]:
+    """Yield a text in parts of at most `PART` characters, each but the last up to a line's end, or a word's."""
+    held = ""
+    for chunk in chunks:
+        held += chunk
+        while len(held) > PART:
+            # not between two line ends, which a tokenizer may read as one token
+            ends = (match.end() for match in re.finditer(r"\n(?=\S)", held[: PART + 1]))
+            stop = max(ends, default=0) or max(0, held.rfind(" ", 0, PART)) or PART
+            yield held[:stop]
+            held = held[stop:]
+    if held:
+        yield held
+
+
+def numbers(text: str, tokenizer: Any, before: tuple[int, int] = (0, 0)) -> Numbers:
+    """Return the ids of a text's tokens, without special tokens, and the bytes and words up to the end of each.
+
+    The shape is (n, 3), int64; (n, 1), the ids alone, if the tokenizer cannot report the places of its tokens. `before`
+    are the bytes and words in front of the text.
+    """
+    import numpy as np
+
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    if not fast:
+        return ids[:, None]
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    # An offset may be lower than the one before it; a token then adds no text to those in front of it.
+    stops = np.maximum.accumulate(offsets[:, 1])
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
+    solid = ~np.isin(points, _SPACES)
+    begins = solid & ~np.concatenate([[False], solid[:-1]])
+    # In front of each character and behind the last.
+    ends = (np.concatenate([[0], np.cumsum(x, dtype=np.int64)]) for x in (sizes, begins))
+    return np.stack([ids, *(n + end[stops] for n, end in zip(before, ends, strict=True))], axis=1)
+
+
+def stored(rows: Iterable[Numbers]) -> Numbers:
+    """Return all rows of a document, those of `numbers`: in memory, or mapped from a nameless file if many."""
+    import numpy as np
+
+    room = "Let TMPDIR name a folder on a larger disk, or cut the documents (--max-doc-tokens)."
+    columns, limit = 1, IN_MEMORY * 24
+    with tempfile.SpooledTemporaryFile(max(1, limit)) as file:
+        for part in rows:
+            columns = part.shape[1]
+            with disk_errors(f"The tokens cannot be written to {tempfile.gettempdir()}", room):
+                file.write(np.ascontiguousarray(part, "<i8").tobytes())
+        if file.tell() > limit:
+            return np.memmap(file, "<i8", "r+").reshape(-1, columns)
+        file.seek(0)
+        return np.frombuffer(bytearray(file.read()), "<i8").reshape(-1, columns)
+
+
 def tokenize(
     document: Document | LongDocument, tokenizer: Any, max_tokens: int | None = None
 ) -> TokenizedDocument:
@@ -265,8 +327,6 @@ def tokenize(
         torch.Size([8])
     """
     import torch
-
-    from hf_posenc.evaluation.documents.tokens import IN_MEMORY, numbers, parts, stored
 
     digest, ends, hashed, blank = hashlib.sha256(), ["", ""], None, True
 
@@ -312,12 +372,10 @@ def special_prefix(tokenizer: Any, policy: str) -> list[int]:
     if policy == "never":
         return []
     if policy in ("always", "bos-or-eos"):
-        tokens = [tokenizer.bos_token_id]
-        if policy == "bos-or-eos":
-            tokens.append(tokenizer.eos_token_id)
-        for token in tokens:
-            if token is not None:
-                return [int(token)]
+        bos, eos = tokenizer.bos_token_id, getattr(tokenizer, "eos_token_id", None)
+        token = eos if bos is None and policy == "bos-or-eos" else bos
+        if token is not None:
+            return [int(token)]
         raise PosencError(
             "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."
             if policy == "always"
@@ -362,12 +420,10 @@ class Vocabulary:
 def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str:
     if not skipped:
         return "There is no document to read."
-    first = f"{skipped[0].name}: {skipped[0].reason}"
     others = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
-    advice = ""
-    if longest:
-        advice = (
-            f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or "
-            "longer documents."
-        )
-    return f"No document can be used ({first}{others}).{advice}"
+    advice = (
+        f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or longer "
+        "documents."
+    )
+    first = f"{skipped[0].name}: {skipped[0].reason}"
+    return f"No document can be used ({first}{others}).{advice if longest else ''}"

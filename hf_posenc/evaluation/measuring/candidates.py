@@ -276,7 +276,7 @@ class Candidate:
 
     def checked(self, model: nn.Module) -> Candidate:
         """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`."""
-        from hf_posenc.evaluation.scoring.positions import position_limit
+        from hf_posenc.evaluation.scoring.decoder import position_limit
         from hf_posenc.patch.patching import get_patch
 
         saved = get_patch(model)
@@ -311,7 +311,7 @@ def within_reach(
     model: nn.Module, candidates: Sequence[Candidate], lengths: Sequence[int], *, given: bool
 ) -> tuple[int, ...]:
     """Return the lengths that some checked candidate has positions for; raise for others that were `given`."""
-    from hf_posenc.evaluation.scoring.positions import too_long
+    from hf_posenc.evaluation.scoring.decoder import too_long
 
     reaches = [candidate.reach for candidate in candidates if candidate.reach is not None]
     if len(reaches) < len(candidates) or max(lengths) <= max(reaches):

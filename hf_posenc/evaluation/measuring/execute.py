@@ -27,11 +27,10 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
-from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring import reason_of
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode, position_limit
 from hf_posenc.evaluation.scoring.estimate import forward_flops, read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.evaluation.scoring.memory import reason_of
-from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.model.weights import execution_device
 
 Progress = Callable[[str, int, int], None]

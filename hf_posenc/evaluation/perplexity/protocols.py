@@ -187,20 +187,9 @@ def default_lengths(original: int | None) -> tuple[int, ...]:
     return tuple(n for index, n in enumerate(lengths) if index < 3 or n <= 4096)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The arithmetic of another project: source, fields of `Settings`, policy for special tokens, and caveats."""
-
-    source: str
-    settings: dict[str, Any]
-    bos: str
-    remark: str
-
-
 _FILE = resources.files(__package__).joinpath("presets.json")
-PRESETS = {
-    name: Preset(**values) for name, values in json.loads(_FILE.read_text(encoding="utf-8")).items()
-}
+PRESETS: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+"""The arithmetic of other projects: `source`, fields of `Settings`, the policy `bos` for special tokens, a `remark`."""
 
 
 def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
@@ -236,11 +225,11 @@ def make_settings(
     A value that is `None` leaves the decision to the preset, and then to the defaults. The default lengths come from
     `original`, the model's trained length in tokens.
     """
-    chosen, policy = {}, "auto"
+    chosen, policy = dict[str, Any](), "auto"
     if preset is not None:
         if preset not in PRESETS:
             raise unknown("preset", preset, PRESETS)
-        chosen, policy = {**PRESETS[preset].settings, "preset": preset}, PRESETS[preset].bos
+        chosen, policy = {**PRESETS[preset]["settings"], "preset": preset}, PRESETS[preset]["bos"]
     chosen |= {name: value for name, value in values.items() if value is not None}
     names = [field.name for field in dataclasses.fields(Settings)]
     for name in sorted(set(chosen) - set(names)):

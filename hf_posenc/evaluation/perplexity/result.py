@@ -169,23 +169,19 @@ class PerplexityResult(MethodsResult[Cell]):
         settings, lengths = self.settings, self.settings.lengths
         grid = Grid(f"Perplexity, {protocol}: {settings.definition(protocol)}")
         grid.column("method", footer="tokens scored")
+        lowest = dict[int, float]()
         for length in lengths:
             cells = [c for c in self.cells if (c.protocol, c.length) == (protocol, length)]
+            finite = (cell.perplexity for cell in cells if math.isfinite(cell.perplexity))
+            lowest[length] = min(finite, default=math.nan)
             footer = f"{cells[0].tokens:,}" if cells else "-"
             grid.column(length_head(length, self.original), numeric=True, footer=footer)
         grid.column("bits/\nbyte", numeric=True)
-        lowest = [self.lowest(protocol, length) for length in lengths]
         for entry in self.candidates:
-            least = zip(lengths, lowest, strict=True)
-            fields = [self._field(entry.label, protocol, *column) for column in least]
+            fields = [self._field(entry.label, protocol, n, lowest[n]) for n in lengths]
             last = self.cell(entry.label, protocol, lengths[-1])
             grid.row(entry.label, *fields, number(last.bits_per_byte if last else None))
         return grid
-
-    def lowest(self, protocol: str, length: int) -> float:
-        """Return the lowest perplexity under a protocol at a length; NaN where there is none."""
-        values = [c.perplexity for c in self.cells if (c.protocol, c.length) == (protocol, length)]
-        return min(filter(math.isfinite, values), default=math.nan)
 
     def _field(self, method: str, protocol: str, length: int, lowest: float) -> Field:
         cell = self.cell(method, protocol, length)
@@ -298,7 +294,7 @@ class PerplexityResult(MethodsResult[Cell]):
         meanings = "; ".join(PROTOCOL_NOTES[name] for name in settings.protocols)
         yield f"Protocol: {meanings}. Compare numbers of one protocol only."
         if settings.preset is not None:
-            yield f"Preset {settings.preset}: {PRESETS[settings.preset].remark}"
+            yield f"Preset {settings.preset}: {PRESETS[settings.preset]['remark']}"
 
     def problems(self) -> Iterator[str]:
         more_digits = str(self.model.get("dtype")) not in ("float32", "float64")

@@ -1,4 +1,17 @@
-"""Perplexity: every candidate on the same tokens; `measure_perplexity`, and its parts that the command shares."""
+"""Perplexity: every candidate on the same tokens; `measure_perplexity`, its parts, and the tokens of LongPPL.
+
+LongPPL is perplexity over the tokens that need a long context (Fang et al. 2024, arXiv 2410.23771). An evaluator model
+reads every document twice: as a whole, and in pieces that begin at most K + step - 1 tokens before the token that they
+predict. With the log-probabilities `l` in the long and `s` in the short context, a token is a *key token* if
+
+    LSD = l - s > alpha (the long-short difference)    and    LCL = l > beta (the long-context likelihood)
+
+and LongPPL of the measured model is exp of its mean loss over these tokens.
+
+Deliberate differences from the authors' package (`longppl` 0.3.0): losses are float32 whatever the dtype of the model,
+which matters for tokens next to a threshold. A last piece of a single token is scored, where theirs raises. The
+evaluator has the measured model's tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +28,181 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import output_folder, with_fields
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
-from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
+from hf_posenc.evaluation.measuring.candidates import (
+    UNPATCHED,
+    Candidate,
+    checked_candidates,
+    within_reach,
+)
 from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
+from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
-from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan, settings_of
+from hf_posenc.evaluation.perplexity.protocols import (
+    SELF,
+    Settings,
+    Window,
+    parse_evaluator,
+    plan,
+    settings_of,
+)
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.model.context import length_of
+from hf_posenc.patch.patching import get_patch
+
+# The key tokens of LongPPL.
+
+SHORT = 4096
+"""K, tokens of the short context, as in the authors' code."""
+STEP = 1024
+"""Tokens that share one short context, as in the authors' code."""
+ALPHA, BETA = 2.0, -2.0
+"""The paper's thresholds, in nats."""
+
+
+def key_tokens(
+    scorer: Callable[[Tensor, int], Tensor],
+    ids: Tensor,
+    *,
+    short: int = SHORT,
+    step: int = STEP,
+    alpha: float = ALPHA,
+    beta: float = BETA,
+) -> Tensor:
+    """Find the tokens that an evaluator predicts well, and only in their long context.
+
+    Args:
+        scorer: The evaluator's `TokenScorer`, or a function with its signature. The evaluator must be in evaluation
+            mode, and good at this length.
+        ids: Token ids of one document, shape (n,), with the evaluator's special tokens in front.
+        short: K, tokens of the short context; the first K tokens are never key.
+        step: Tokens that share one short context. Smaller is closer to the paper's definition, and costs more: every
+            step runs `short + step` tokens.
+        alpha: Least long-short difference, in nats.
+        beta: Least log-probability in the long context, in nats.
+
+    Returns:
+        True for key tokens, shape (n,), bool, on the CPU. False where a loss is not a number.
+    """
+    key = torch.zeros(len(ids), dtype=torch.bool)
+    if len(ids) <= short:
+        return key
+    in_long = scorer(ids, short)
+    # K tokens that are context only, and up to `step` tokens behind them that a piece scores.
+    pieces = (ids[begin : begin + short + step] for begin in range(0, len(ids) - short, step))
+    in_short = torch.cat([scorer(piece, short) for piece in pieces])
+    key[short:] = (in_short - in_long > alpha) & (-in_long > beta)
+    return key
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A model that selects the tokens that need far context; `short`: tokens of the short context."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    candidate: Candidate
+    special: Sequence[int]
+    short: int
+
+    @property
+    def step(self) -> int:
+        """Tokens that share one short context: a quarter of it, as the authors' 1,024 of 4,096."""
+        return max(1, self.short // 4)
+
+    def key_tokens(self, document: TokenizedDocument, length: int) -> Tensor:
+        """Return the key tokens among the first of a document, `length` with special tokens, shape (n,), bool."""
+        special = torch.tensor(list(self.special), dtype=torch.int64)
+        ids = torch.cat([special, document.tokens(0, length - len(special))])
+        with evaluation_mode(self.model), self.candidate.applied(self.model, length):
+            scorer = TokenScorer(self.model, ids)
+            scorer.pieces = not self.candidate.length_dependent
+            scorer.stateful = self.candidate.stateful
+            key = key_tokens(scorer, ids, short=self.short, step=self.step)
+        return key[len(special) :]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything that determines the key tokens."""
+        identity = model_identity(self.model, self.name)
+        return {
+            "name": identity.pop("name"),
+            "patch": self.candidate.spec,
+            "model": identity,
+            "tokenizer_sha256": tokenizer_hash(self.tokenizer),
+            "special": list(self.special),
+            "short": self.short,
+            "step": self.step,
+            "alpha": ALPHA,
+            "beta": BETA,
+        }
+
+
+def evaluator_of(
+    options: PerplexityOptions,
+    settings: Settings,
+    model: nn.Module,
+    tokenizer: Any,
+    original: int | None,
+    policy: str,
+    load: Callable[[str], tuple[nn.Module, Any]] | None,
+) -> Evaluator:
+    """Return the evaluator that `NAME` or `NAME@METHOD:option=value` describes: the measured model, or one to load.
+
+    Its short context has the paper's 4,096 tokens; for shorter texts the trained length, or a quarter of the text.
+
+    Raises:
+        PosencError: An evaluator with another tokenizer, or one without a method that would read texts longer than it
+            was trained for: its predictions there are broken, and so would be the choice of the tokens.
+    """
+    name, spec = parse_evaluator(options.longppl or SELF)
+    if name != SELF:
+        if load is None:
+            raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")
+        model, own = load(name)
+        if tokenizer_hash(own) != tokenizer_hash(tokenizer):
+            raise PosencError(
+                f"--longppl {name}: its tokenizer is not the measured model's, so its tokens are others. Give a model "
+                f"with the same tokenizer, or {SELF}@METHOD, such as {SELF}@rerope."
+            )
+    short, longest = SHORT, settings.lengths[-1]
+    candidate = Candidate.parse(spec or UNPATCHED).checked(model)
+    trained = length_of(model, replaced=True)
+    if not candidate.parts and get_patch(model) is None:
+        # The tokens that it reads as it was loaded: a scaling of its config counts, but not for `original`.
+        reach = length_of(model)
+        if name == SELF and reach == trained and original is not None:
+            reach = original
+        if reach is not None and longest > reach:
+            raise PosencError(
+                f"--longppl {options.longppl}: an evaluator has to be good at {longest:,} tokens, and unpatched this "
+                f"one is so up to its trained length, {reach:,}, at most. Give {name}@METHOD, such as {name}@rerope, "
+                f"the name of a model with a longer context, or --lengths up to {reach}."
+            )
+    if longest <= SHORT:
+        trained = trained or original
+        short = trained if trained is not None and trained < longest else longest // 4
+    return Evaluator(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        candidate=candidate,
+        special=special_prefix(tokenizer, policy),
+        short=options.longppl_short or short,
+    )
+
+
+# The measurement.
 
 EMBEDDED_DOCUMENTS = 12
 """Default number of the held-out modules."""
@@ -365,12 +537,16 @@ def prepare(
         embedded_limit=EMBEDDED_DOCUMENTS,
         embedded_tokens=max(needed, windows * settings.lengths[-1] - len(special)),
     )
-    key_tokens = None
+    key_tokens: Callable[[int], Tensor] | None = None
     if options.longppl is not None:
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
         protocols = (*settings.protocols, "longppl")
         settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
-        key_tokens = finder(evaluator, documents, tokenizer, settings.lengths[-1], source)
+        longest = settings.lengths[-1]
+
+        def key_tokens(index: int) -> Tensor:
+            return evaluator.key_tokens(documents[index], longest)
+
     return PerplexityRun(
         model,
         documents,
@@ -406,6 +582,4 @@ def _cumulative(ends: Sequence[Tensor | None]) -> Tensor | None:
     known = [part for part in ends if part is not None]
     if len(known) < len(ends):
         return None
-    sizes = [0, *(int(part[-1]) if len(part) else 0 for part in known)]
-    starts = itertools.accumulate(sizes[:-1])
-    return torch.cat([part + start for part, start in zip(known, starts, strict=True)])
+    return torch.cat([part.diff(prepend=part.new_zeros(1)) for part in known]).cumsum(0)

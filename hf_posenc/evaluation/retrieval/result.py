@@ -19,7 +19,7 @@ from hf_posenc.evaluation.grid import (
     percent_range,
 )
 from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
-from hf_posenc.evaluation.plots.results import heat_figure
+from hf_posenc.evaluation.plots import heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.retrieval.prompts import (
+from hf_posenc.evaluation.retrieval import (
     NOISE,
     TRIES,
     Draws,
@@ -31,7 +31,6 @@ from hf_posenc.evaluation.retrieval.prompts import (
     answer_of,
     lines,
 )
-from hf_posenc.evaluation.retrieval.reasoning import RIDDLES, closed
 from hf_posenc.lengths import even_depths, plain
 
 # RULER takes its words from the `wonderwords` package; the 95 adjectives and 98 nouns of this file are fixed, so that a
@@ -299,6 +298,117 @@ def frequent_words(sample: Sample, kit: Kit) -> Scene:
     )
 
 
+FACTS = json.loads(resources.files(__package__).joinpath("facts.json").read_text("utf-8"))
+OFFERED = 6
+"""Candidates of every answer, all of them in the prompt: chance is one sixth."""
+
+
+class Story(NamedTuple):
+    """Sentences in order, one of which (`asked`, an index) names the answer, and the other candidates.
+
+    `questions` ask the same about the other persons or objects.
+    """
+
+    sentences: list[str]
+    asked: int
+    question: str
+    answer: str
+    others: list[str]
+    questions: list[str]
+
+
+def babilong(sample: Sample, kit: Kit, *, facts: int) -> Scene:
+    """Return where a person or an object is, or was, from one to three facts, after BABILong (arXiv 2406.10149).
+
+    It takes more than to have seen the word in the prompt to be right more often than chance. Needles are in order:
+    the one that names the answer at the depth, the others before and behind it at random. The worked example is a
+    second story, which is small and made of other words. Ranks are calibrated by the same question about others of the
+    text: a small model names the last place of the text behind any question.
+    """
+    draws, depth = Draws(*sample.needle), sample.depth
+    assert depth is not None
+    story, example = stories(draws, kit, facts)
+    worked = f"{' '.join(example.sentences)}\nQuestion: {example.question} {example.answer}."
+    places = draws.places(depth, story.asked, len(story.sentences))
+    others = draws.shuffled(story.others)
+    return kit.scene(
+        f"{FACTS['babilong']['head']}\n\nExample:\n{worked}\n\nText:\n",
+        zip(places, story.sentences, strict=True),
+        kit.noise(),
+        f"Question: {story.question}",
+        [story.answer],
+        ([other] for other in others),
+        asked=story.asked,
+        questions=tuple(kit.encoder.line(f"Question: {other}") for other in story.questions),
+    )
+
+
+def stories(draws: Draws, kit: Kit, facts: int) -> tuple[Story, Story]:
+    """Return a story and a small one of other words, as bAbI's tasks 1 to 3 (arXiv 1502.05698).
+
+    Every place is named by one fact, and the answer is equally often each of them. Three facts name one more place,
+    that of the question, and draw both from all pairs: the first place is the answer in 6 of 21.
+    """
+    pools = [FACTS[kind].split() for kind in ("persons", "objects", "places")]
+    sizes = (3, 3, OFFERED + (facts == 3))
+    fitting = [kit.unused(pool, size) for pool, size in zip(pools, sizes, strict=True)]
+    used = [draws.shuffled(pool)[:size] for pool, size in zip(fitting, sizes, strict=True)]
+    rest = [[word for word in pool if word not in used[i]] for i, pool in enumerate(pools)]
+    other = [draws.shuffled(pool)[:size] for pool, size in zip(rest, (2, 2, 4), strict=True)]
+    return _story(draws, facts, *used), _story(draws, facts, *other)
+
+
+def _story(
+    draws: Draws, facts: int, persons: list[str], objects: list[str], places: list[str]
+) -> Story:
+    """Return a story in which somebody goes to each of the places, in their order.
+
+    The first person is the one asked about, directly or by the first object.
+    """
+    person, thing = persons[0], objects[0]
+    count = len(places)
+    answer = end = draws.below(count)
+    if facts == 3:
+        answer, end = sorted(draws.shuffled(range(count))[:2])
+    dropped = facts > 1 and draws.fraction() < 0.5
+    may_leave = dropped or facts == 3
+    turns = []
+    for number in range(count):
+        free = number < answer or (number > end and may_leave)
+        turns.append(
+            person if number in (answer, end) else draws.choice(persons if free else persons[1:])
+        )
+    takes = {}  # the turn in which each person takes an object
+    for who in dict.fromkeys(turns):
+        own = [n for n in range(count) if turns[n] == who and (n <= answer or who != person)]
+        takes[who] = draws.choice(own)
+
+    told: list[tuple[str, str, str]] = []
+    asked = 0
+    for number, (who, place) in enumerate(zip(turns, places, strict=True)):
+        if number == answer:
+            asked = len(told)
+        told.append(("go", who, place))
+        if facts > 1 and takes[who] == number:
+            told.append(("take", who, objects[persons.index(who)]))
+        if dropped and number == end:
+            told.append(("drop", person, thing))
+    before = places[end] if facts == 3 else ""
+    template = FACTS["babilong"]["questions"][facts - 1]
+    question, *questions = (
+        template.format(person=who, object=what, place=before)
+        for who, what in zip(persons, objects, strict=True)
+    )
+    return Story(
+        [FACTS["facts"][verb].format(who, word) for verb, who, word in told],
+        asked,
+        question,
+        places[answer],
+        [place for place in places if place not in (places[answer], before)],
+        questions,
+    )
+
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -311,8 +421,8 @@ TASKS: dict[str, Task] = {
         Task("vt", variable_tracking, 30, has_depth=False),
         Task("fwe", frequent_words, 50, has_depth=False),
         *(
-            Task(name, partial(closed, riddles=riddles), 10, first_word, calibrated=True)
-            for name, riddles in RIDDLES.items()
+            Task(f"babilong_qa{n}", partial(babilong, facts=n), 10, first_word, calibrated=True)
+            for n in (1, 2, 3)
         ),
     )
 }

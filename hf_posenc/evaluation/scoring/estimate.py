@@ -97,25 +97,20 @@ def run_cost(
     batch: int = 1,
     chunk: int | None = None,
     prefill_chunk: int | None = None,
-    dtype: torch.dtype | None = None,
     full_logits: bool = False,
 ) -> Cost:
     """Return the cost of many windows: the sums of tokens and operations, and the memory of the most expensive window.
 
     The model is as it will run: patched, with its attention backend, on any device. A forward is the tokens of a window
-    and how many of them are scored; at most `batch` windows are run at once. The defaults are those of `TokenScorer`,
-    and the model's dtype. `full_logits`: no head replay.
+    and how many of them are scored; at most `batch` windows are run at once. The defaults are those of `TokenScorer`.
+    `full_logits`: no head replay.
     """
     counted = Counter(forwards)
     if not counted:
         raise PosencError("There is no window to estimate: give one or more.")
     shape, costs = read_shape(model), []
-    size = (dtype or shape.dtype).itemsize
-    weights = sum(
-        tensor.numel() * (size if dtype and tensor.is_floating_point() else tensor.itemsize)
-        for tensors in (model.parameters(), model.buffers())
-        for tensor in tensors
-    )
+    size = shape.dtype.itemsize
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     chunk = chunk or max(1, LOGITS_PER_CHUNK // shape.vocabulary)
     for (tokens, scored), count in counted.items():
         piece = tokens if prefill_chunk is None or full_logits else min(prefill_chunk, tokens)
@@ -124,7 +119,8 @@ def run_cost(
         # Without head replay all logits are held while the losses of a chunk are computed.
         held = (together * tokens if full_logits else rows) * size
         held += rows * (size if size >= FLOAT else 2 * FLOAT)
-        activations = together * _activations(shape, piece, tokens, size)
+        states = piece * size * int(STATES * shape.hidden + WIDE * shape.width)
+        activations = together * (states + score_matrix(shape, piece, tokens, size))
         if piece < tokens:  # the last chunk of the piece before is still held
             activations += rows * shape.vocabulary * size
         cost = Cost(
@@ -172,12 +168,6 @@ def _cache(shape: ModelShape, queries: int, tokens: int) -> int:
         for layer in shape.attentions
     ]
     return sum(layers) + max(layers, default=0)
-
-
-def _activations(shape: ModelShape, queries: int, keys: int, size: int) -> int:
-    """Return the bytes of the decoder at its peak: activations, and the largest matrix of queries x keys."""
-    states = queries * size * int(STATES * shape.hidden + WIDE * shape.width)
-    return states + score_matrix(shape, queries, keys, size)
 
 
 def score_matrix(shape: ModelShape, queries: int, keys: int, size: int) -> int:
@@ -313,10 +303,16 @@ def read_shape(model: nn.Module) -> ModelShape:
         )
     config, embeddings = whole.config.get_text_config(decoder=True), whole.get_input_embeddings()
     decoder, layers = _decoder(model, embeddings, config)
-    attentions = tuple(each for layer in layers for each in _attentions(layer, config))
+    attentions = list[Attention]()
+    for layer in layers:  # one that mixes tokens in another way has none
+        for module in layer.modules():
+            kind = layer_type(module, config)
+            if "ttention" in type(module).__name__ and not kind.startswith(_WITHOUT_ATTENTION):
+                attentions.append(_attention(module, kind, config))
+                break
     hidden = _first_int(config, "hidden_size") or int(embeddings.weight.shape[-1])
     met, width = _weights(decoder, layers, config, head)
-    features = (layer.heads * layer.key_dim + layer.cached for layer in attentions)
+    features = (each.heads * each.key_dim + each.cached for each in attentions)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
     return ModelShape(
         hidden=hidden,
@@ -324,7 +320,7 @@ def read_shape(model: nn.Module) -> ModelShape:
         head=head.weight.numel(),
         met=met,
         width=max(width, *features, 0),
-        attentions=attentions,
+        attentions=tuple(attentions),
         dtype=embeddings.weight.dtype,
         device=sizes_alone(model) or embeddings.weight.device,
         implementation=native_implementation(implementation),
@@ -401,15 +397,6 @@ def linear_features(module: nn.Module) -> tuple[int, int] | None:
         if all(type(size) is int for size in sizes):
             return sizes[0], sizes[1]  # type: ignore[return-value]
     return None
-
-
-def _attentions(layer: nn.Module, config: Any) -> list[Attention]:
-    """Return the sizes of the attention of a layer, none where it mixes tokens in another way."""
-    for module in layer.modules():
-        kind = layer_type(module, config)
-        if "ttention" in type(module).__name__ and not kind.startswith(_WITHOUT_ATTENTION):
-            return [_attention(module, kind, config)]
-    return []
 
 
 def _attention(module: nn.Module, kind: str, config: Any) -> Attention:

@@ -27,8 +27,8 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, T
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Span, Window
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
-from hf_posenc.evaluation.plots.results import search_figure
-from hf_posenc.evaluation.retrieval.prompts import Kit, Sample, lay_out
+from hf_posenc.evaluation.plots import search_figure
+from hf_posenc.evaluation.retrieval import Kit, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import get_task
 from hf_posenc.evaluation.tuning import Race, prepared, tried
 from hf_posenc.evaluation.tuning.algorithms import (

@@ -19,7 +19,7 @@ from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
-from hf_posenc.evaluation.plots.results import sweep_figure
+from hf_posenc.evaluation.plots import sweep_figure
 from hf_posenc.evaluation.tuning import Race, prepared, tried
 from hf_posenc.evaluation.tuning.board import Board, Row
 from hf_posenc.evaluation.tuning.results import TuningResult

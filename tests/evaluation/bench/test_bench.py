@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,7 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench.run import BenchJob, BenchResult, pooled, prepare, suite_lengths
-from hf_posenc.evaluation.bench.suites import SUITES, get_suite
+from hf_posenc.evaluation.bench import BenchJob, BenchResult, prepare, suite_lengths
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
@@ -24,6 +20,7 @@ from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.perplexity.run import measure_perplexity
 from hf_posenc.evaluation.retrieval.run import measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import get_task
+from hf_posenc.evaluation.suites import SUITES, get_suite
 from hf_posenc.files import to_json
 from hf_posenc.patch.patching import get_patch
 from tests.support.bench_cases import LENGTHS, METHODS, TEXTS, edited, measured, tiny, without_speed
@@ -36,11 +33,14 @@ def result() -> BenchResult:
 
 
 def rows(result: BenchResult) -> dict[str, list[str]]:
-    """The fields of the first block of the table, method by method."""
-    lines = [line for line in result._repr_markdown_().splitlines() if line.startswith("|")]
-    cells = [[field.strip() for field in line.strip("|").split(" | ")] for line in lines]
-    first = next(place for place, row in enumerate(cells) if row[0] == "**prefix**")
-    return {row[0]: row[1:] for row in cells[first + 1 : first + 1 + len(METHODS)]}
+    """The fields of the first table (perplexity, prefix) and of the last one (speed), method by method."""
+    first, *_, last = result.tables()
+    return {
+        row.fields[0].text: [
+            field.text for field in (*row.fields[1 : 1 + len(LENGTHS)], *timed.fields[1:])
+        ]
+        for row, timed in zip(first.rows, last.rows, strict=True)
+    }
 
 
 def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
@@ -60,41 +60,12 @@ def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
     assert found.to_dict() == result.retrieval.to_dict()
 
 
-def test_the_difference_is_that_of_mean_losses_and_the_star_its_interval(
-    result: BenchResult,
-) -> None:
-    assert "\\*" not in "".join("".join(row) for row in rows(result).values())  # too few documents
-    values = json.loads(to_json(result.to_dict()))["perplexity"]
-    values["records"] += [{**r, "document": f"{r['document']} again"} for r in values["records"]]
-    result = edited(result, perplexity=values)
-    fields, starred = rows(result), 0
-    for method, length in itertools.product(fields, LENGTHS):
-        means = []
-        for label in (method, "none"):
-            mine = [
-                r
-                for r in result.perplexity.records
-                if (r.method, r.protocol, r.length) == (label, "prefix", length)
-            ]
-            assert len(mine) == 2 * len(TEXTS)
-            means.append(math.fsum(r.nats for r in mine) / sum(r.tokens for r in mine))
-        field = fields[method][LENGTHS.index(length)]
-        cell = result.perplexity.cell(method, "prefix", length)
-        assert cell is not None
-        assert cell.perplexity == pytest.approx(math.exp(means[0]))
-        shown = re.findall(r"\(([+-][\d.]+)\)", field)
-        assert len(shown) == (method != "none")
-        assert [float(text) for text in shown] == pytest.approx(
-            [means[0] - means[1]] * len(shown), abs=6e-4
-        )
-        differs = bool(cell.differs) and method != "none"
-        assert field.endswith("\\*") == differs, field
-        starred += differs
-    assert starred
-
-
 def test_a_result_comes_back_from_its_json(result: BenchResult) -> None:
-    assert len(result.table().columns) == 1 + len(LENGTHS) + 3  # passkey, tok/s, GiB
+    titles = [grid.title.split(":")[0] for grid in result.tables()]
+    assert titles == [
+        *("Perplexity, prefix", "Perplexity, tail", "Retrieval, passkey", "Prefill of 640 tokens"),
+    ]
+    assert set(titles[:2]) == {grid.title.split(":")[0] for grid in result.perplexity.tables()}
     assert "seconds" not in without_speed(result)
     text = to_json(result.to_dict())
     again = BenchResult.from_dict(json.loads(text))
@@ -139,7 +110,8 @@ def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     result = measured(model)
     fields = rows(result)["yarn (auto)"]
     assert fields[0] not in ("OOM", "")
-    assert fields[1:] == ["OOM", "OOM", "OOM", "OOM"]
+    assert fields[1:] == ["OOM"] * 4
+    assert "OOM" in [field.text for field in result.tables()[2].rows[2].fields]
     assert "OOM" not in rows(result)["none"] + rows(result)["sliding_window"]
     said = list(result.problems())
     assert len(said) == 3
@@ -215,27 +187,13 @@ def test_prompts_that_are_too_short_are_said_and_left_out() -> None:
     assert result.retrieval is None
     assert any("No retrieval: No task fits into 128 tokens" in line for line in result.notes())
     assert result.speed is None
-    assert len(result.table().columns) == 1 + 2
+    assert len(result.tables()) == 2
 
 
 @pytest.mark.parametrize("protocol", ["tail", "stream"])
 def test_fewer_documents_than_the_suite_asks_for_are_said(protocol: str) -> None:
     job = work(tiny(), protocols=(protocol,), tasks=())
     assert job.about["remarks"] == ("3 documents are long enough; 4 were requested.",)
-
-
-def test_a_share_over_tasks_and_lengths_counts_every_sample() -> None:
-    tasks, methods = ("passkey", "niah_single_1"), ("none", "yarn")
-    result = measured(methods=methods, tasks=tasks, lengths=(640, 700), rounds=0)
-    found = result.retrieval
-    assert found is not None
-    for task in (None, ["passkey"]):
-        mine = [r for r in found.records if r.method == "yarn (auto)" and task in (None, [r.task])]
-        cell = pooled(found, "yarn (auto)", task)
-        assert not isinstance(cell, str)
-        assert cell.samples == len(mine) > 0
-        assert cell.first == sum(r.rank == 1 for r in mine) / len(mine)
-    assert "## Retrieval by task" in result._repr_markdown_()
 
 
 def test_the_suites_are_what_they_say() -> None:

@@ -21,10 +21,10 @@ from hf_posenc.attention.checks.comparison import encoding_of, methods
 from hf_posenc.attention.engine import attend, forced
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench.run import bench
-from hf_posenc.evaluation.device import layer as layers
+from hf_posenc.evaluation import device as layers
+from hf_posenc.evaluation.bench import bench
+from hf_posenc.evaluation.device import Layer
 from hf_posenc.evaluation.device import run as gpu
-from hf_posenc.evaluation.device.layer import Layer
 from hf_posenc.evaluation.device.result import GENERATION, PERPLEXITY, PHASES, PLAIN, GpuResult
 from hf_posenc.evaluation.device.run import GpuRun
 from hf_posenc.evaluation.measuring.candidates import Candidate

@@ -26,7 +26,7 @@ from hf_posenc.evaluation.documents import (
     readers,
     tokenize,
 )
-from hf_posenc.evaluation.documents import tokens as joining
+from hf_posenc.evaluation.documents import source as joining
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK, json_lines
 from tests.support.tiny_text import byte_tokenizer, prose

@@ -12,8 +12,7 @@ import pytest
 
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-from hf_posenc.evaluation.page import collect, render
-from hf_posenc.evaluation.page.compare import ratio_text
+from hf_posenc.evaluation.page import collect, ratio_text, render
 from tests.support.page_results import (
     CURVES,
     LENGTHS,

@@ -1,4 +1,4 @@
-"""Key tokens against a float64 reference from full logits, and how they are carried between tokenizers."""
+"""Key tokens against a float64 reference from full logits, and evaluators that are refused."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, tokenize
-from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity.longppl import (
-    Evaluator,
-    carry,
-    evaluator_of,
-    finder,
-    key_tokens,
-)
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.run import Evaluator, evaluator_of, key_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
@@ -122,18 +115,12 @@ def test_an_evaluator_that_keeps_the_longest_text_as_state_reads_every_piece_ane
     rope_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lenient = partial(key_tokens, alpha=0.01, beta=-9.0)  # the weights are random
-    monkeypatch.setattr("hf_posenc.evaluation.perplexity.longppl.key_tokens", lenient)
+    monkeypatch.setattr("hf_posenc.evaluation.perplexity.run.key_tokens", lenient)
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 8.0}
     model = zoo.build("llama", vocab_size=257, rope_parameters=rope)  # trained at 64 tokens
     document = tokenize(Document("d", prose(200)), byte_tokenizer())
     candidate = Candidate.parse("none").checked(model)
-    found = finder(
-        Evaluator("self", model, byte_tokenizer(), candidate, (), 80),
-        [document],
-        byte_tokenizer(),
-        200,
-        Source(),
-    )(0)
+    found = Evaluator("self", model, byte_tokenizer(), candidate, (), 80).key_tokens(document, 200)
 
     def losses(part: Tensor, first: int) -> Tensor:
         with torch.no_grad():
@@ -189,33 +176,6 @@ def test_pieces_score_every_later_token_once_even_a_single_last_one() -> None:
     assert not scorer.windows
 
 
-def test_tokens_that_split_a_character_stand_for_all_of_it() -> None:
-    ends, model_ends = torch.tensor([1, 4, 4, 6]), torch.tensor([1, 4, 4, 4, 5])
-    for first in (True, False):  # of two tokens for 1..4, both or the second
-        mask = torch.tensor([False, first, True, False])
-        assert carry(mask, ends, model_ends).tolist() == [False, *[True] * 3, False]
-
-
-def test_random_tokens_are_carried_as_intervals_are() -> None:
-    generator = torch.Generator().manual_seed(1)
-    size = 200
-    for _ in range(30):
-        draws = [torch.randperm(size - 1, generator=generator)[:60] + 1 for _ in range(2)]
-        ends = [torch.cat([draw, torch.tensor([size])]).sort()[0] for draw in draws]
-        mask = torch.rand(61, generator=generator) > 0.4
-        offsets = [list(zip([0, *e.tolist()[:-1]], e.tolist(), strict=True)) for e in ends]
-        stretches: list[tuple[int, int]] = []
-        for (begin, end), key in zip(offsets[0], mask.tolist(), strict=True):
-            if key and stretches and stretches[-1][1] == begin:
-                stretches[-1] = (stretches[-1][0], end)
-            elif key:
-                stretches.append((begin, end))
-        expected = [any(b <= begin and end <= e for b, e in stretches) for begin, end in offsets[1]]
-        assert carry(mask, *ends).tolist() == expected
-        assert any(expected)
-        assert not carry(torch.zeros_like(mask), *ends).any()
-
-
 def evaluator_for(longest: int, longppl: str, model: Any, load: Any = None) -> Evaluator:
     options = PerplexityOptions(longppl=longppl)
     settings = Settings((32, longest), ("prefix",))
@@ -242,3 +202,7 @@ def test_an_evaluator_that_would_be_broken_is_refused() -> None:
     for name, loaded in (("self", longer), ("other", longer)):
         with pytest.raises(PosencError, match=rf"length, 256.*{name}@rerope"):
             evaluator_for(257, name, loaded, lambda name: (longer, byte_tokenizer()))
+    with pytest.raises(
+        PosencError, match=r"other: its tokenizer is not the measured model's.*self@"
+    ):
+        evaluator_for(64, "other", model, lambda name: evaluator())

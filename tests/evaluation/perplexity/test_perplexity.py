@@ -17,10 +17,7 @@ from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.measuring.candidates import (
-    Candidate,
-    checked_candidates,
-)
+from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.options import PerplexityOptions

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import parse_lengths
-from hf_posenc.evaluation.perplexity.protocols import (
-    Settings,
-    Window,
-    default_lengths,
-    plan,
-)
+from hf_posenc.evaluation.perplexity.protocols import Settings, Window, default_lengths, plan
 
 
 def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:

@@ -15,13 +15,7 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.retrieval.prompts import (
-    NOISE,
-    Kit,
-    Prompt,
-    Sample,
-    lay_out,
-)
+from hf_posenc.evaluation.retrieval import NOISE, Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from tests.support.retrieval_models import TOKENIZERS
 from tests.support.selection import covering
@@ -39,11 +33,9 @@ PROMPTS = {
     "babilong_qa1": "435ee18c73bb",
     "babilong_qa2": "4029eb3796bc",
     "babilong_qa3": "b59be7d5d03e",
-    "nolima_tools": "d4eb96d5aa93",
-    "nolima_world": "d53e2bf443b5",
 }
 DEEP = [name for name, task in TASKS.items() if task.has_depth]
-WORDS = [name for name in TASKS if name.startswith(("vt", "fwe", "babilong", "nolima"))]
+WORDS = [name for name in TASKS if name.startswith(("vt", "fwe", "babilong"))]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Facts about people, and associations: an interpreter of the text finds the answer, and nothing gives it away."""
+"""Facts about people: an interpreter of the text finds the answer, and nothing gives it away."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import re
 import pytest
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.retrieval.prompts import Draws, Prompt, Sample
-from hf_posenc.evaluation.retrieval.reasoning import FACTS as DATA
-from hf_posenc.evaluation.retrieval.reasoning import RIDDLES
-from hf_posenc.evaluation.retrieval.tasks import TASKS
+from hf_posenc.evaluation.retrieval import Draws, Prompt, Sample
+from hf_posenc.evaluation.retrieval.tasks import FACTS as DATA
+from hf_posenc.evaluation.retrieval.tasks import TASKS, stories
 from tests.evaluation.retrieval.test_retrieval_prompts import kit_of, make
 from tests.evaluation.retrieval.test_retrieval_prompts import text as shown_by
 from tests.support.tiny_text import prose
 
 FACTS = ["babilong_qa1", "babilong_qa2", "babilong_qa3"]
-KINDS = ["nolima_tools", "nolima_world"]
 DEPTHS = (0.0, 0.3, 1.0)
 BOOK = prose(900)
 
@@ -99,7 +97,7 @@ def test_no_place_is_right_by_its_position_alone(task: str) -> None:
     just_before = 0
     for number in range(300):
         sample = Sample(0, task, 1600, 0.5, number)
-        story, _ = RIDDLES[task](Draws(*sample.needle), kit_of("bytes"))
+        story, _ = stories(Draws(*sample.needle), kit_of("bytes"), int(task[-1]))
         places = re.findall(r"went to the (\w+)\.", " ".join(story.sentences))
         place = places.index(story.answer)
         numbers[place] += 1
@@ -112,81 +110,19 @@ def test_no_place_is_right_by_its_position_alone(task: str) -> None:
     assert just_before / 300 == pytest.approx(6 / 21 if task == "babilong_qa3" else 0, abs=0.07)
 
 
-GRAMMAR = set(
-    re.findall(
-        r"\w+",
-        "a an and at by can every for from has have in is it last next of on the to up was who with year day",
-    )
-)
-
-
-def stems(text: str) -> set[str]:
-    """The content words of a text without common endings, at most six letters of each."""
-    words = [word for word in re.findall(r"[a-z]+", text.lower()) if word not in GRAMMAR]
-    return {re.sub(r"(ing|ers|er|ed|es|s|e)$", "", word)[:6] for word in words}
-
-
-@pytest.mark.parametrize("kind", ["tools", "world"])
-def test_needle_and_question_have_no_word_in_common(kind: str) -> None:
-    asked = DATA["nolima"]["question"]
-    for relation in DATA["nolima"][kind]:
-        pairs = [pair.split(": ") for pair in relation["pairs"].split(", ")]
-        sides = list(zip(*pairs, strict=True))
-        assert all(len({*side}) == len(side) for side in sides)  # nothing belongs to two
-        for needle, known in relation["templates"]:
-            for pair in pairs:
-                said = needle.format(*pair, person="")
-                question = asked.format(known.format(*pair))
-                assert not stems(said) & stems(question), (said, question)
-                assert sum(word in said for word in pair) == 1
-                assert sum(word in question for word in pair) == 1
-
-
-@pytest.mark.parametrize("task", KINDS)
-def test_the_association_leads_to_one_needle(task: str) -> None:
-    directions = set()
-    for number in range(24):
-        prompt = prompt_of(task, number, DEPTHS[number % 3])
-        example, text, question = parts_of(prompt)
-        (answer,) = prompt.references
-        found = []
-        for relation in DATA["nolima"][task.removeprefix("nolima_")]:
-            pairs = [pair.split(": ") for pair in relation["pairs"].split(", ")]
-            for direction, (needle, known) in enumerate(relation["templates"]):
-                for pair in pairs:
-                    if question.startswith(f"Who {known.format(*pair)}?"):
-                        said = re.escape(needle.format(*pair, person="NAME"))
-                        found += re.findall(said.replace("NAME", r"(\w+)"), text)
-                        directions.add(direction)
-        assert found == [answer]
-        offered = {answer, *(shown_by(other.ids).strip() for other in prompt.distractors)}
-        assert len(offered) == 6
-        assert all(len(re.findall(rf"\b{person}\b", text)) == 1 for person in offered)
-        assert not offered.intersection(re.findall(r"\w+", example))
-    assert directions == {0, 1}
-
-
-@pytest.mark.parametrize("task", [*FACTS, *KINDS])
+@pytest.mark.parametrize("task", FACTS)
 def test_names_of_the_users_own_text_are_not_drawn(task: str) -> None:
     names = [*DATA["persons"].split(), *DATA["places"].split(), *DATA["objects"].split()]
     taken = [name for name in names if name not in names[::5]]
     haystack = " ".join(taken).upper() + ". carpenters!\n"
-    if task == "nolima_tools":  # another word
-        assert kit_of("bytes", haystack).unused(["carpenter"], 1) == ["carpenter"]
+    assert kit_of("bytes", haystack).unused(["carpenter"], 1) == ["carpenter"]  # another word
     for number in range(6):
         assert prompt_of(task, number, haystack=haystack).references[0] in names[::5]
     with pytest.raises(PosencError, match=r"all but 0 of the 50 names.*another --haystack"):
         prompt_of(task, 0, haystack=f"{' '.join(names)}.\n")
 
 
-def test_a_text_with_all_associations_is_refused() -> None:
-    pairs = [relation["pairs"] for relation in DATA["nolima"]["world"]]
-    with pytest.raises(PosencError, match="too many of the words that nolima_world"):
-        prompt_of("nolima_world", 0, haystack=" ".join(pairs))
-    assert prompt_of("nolima_tools", 0, haystack=" ".join(pairs)).references
-
-
-@pytest.mark.parametrize("task", [*FACTS, *KINDS])
+@pytest.mark.parametrize("task", FACTS)
 def test_other_questions_are_the_same_about_others(task: str) -> None:
     for number in range(8):
         prompt = prompt_of(task, number)
@@ -197,7 +133,7 @@ def test_other_questions_are_the_same_about_others(task: str) -> None:
         before = shown_by(prompt.ids).rsplit("Question: ", 1)[0]
         assert [start for start, _ in shown] == [before] * len(shown)
         others = [end for _, end in shown]
-        assert len({question, *others}) == (6 if task in KINDS else 3)
+        assert len({question, *others}) == 3
         if task == "babilong_qa1":
             named = {*re.findall(r"(\w+) went", text)}
             known = {q: q.split()[2] for q in (question, *others)}

@@ -16,10 +16,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
-from hf_posenc.evaluation.retrieval.result import (
-    RetrievalResult,
-    wilson,
-)
+from hf_posenc.evaluation.retrieval.result import RetrievalResult, wilson
 from hf_posenc.evaluation.retrieval.run import RetrievalRun, measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from hf_posenc.files import to_json

@@ -11,18 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_posenc.embedded import model_path
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records
-from hf_posenc.evaluation.retrieval import answers
-from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate
-from hf_posenc.evaluation.retrieval.prompts import (
-    Answer,
-    Encoder,
-    Prompt,
-    answer_of,
-)
-from hf_posenc.evaluation.retrieval.run import RetrievalRun
+from hf_posenc.evaluation.retrieval import Answer, Encoder, Prompt, answer_of
+from hf_posenc.evaluation.retrieval import run as answers
+from hf_posenc.evaluation.retrieval.run import AnswerScorer, RetrievalRun, generate
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.evaluation.retrieval.test_retrieval_prompts import make
@@ -302,7 +297,7 @@ def test_logits_that_are_not_finite_are_no_verdict() -> None:
             output.logits *= math.nan
             return output
 
-    with pytest.raises(NotFiniteError, match="not finite"):
+    with pytest.raises(PosencError, match="not finite"):
         scorer_of(Broken())(prompt_of())
 
 

@@ -11,8 +11,8 @@ import torch
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity, measure_retrieval
-from hf_posenc.evaluation.bench.run import bench
-from hf_posenc.evaluation.scoring.positions import position_limit
+from hf_posenc.evaluation.bench import bench
+from hf_posenc.evaluation.scoring.decoder import position_limit
 from tests.support import zoo
 from tests.support.families import build_text_model
 from tests.support.selection import quick

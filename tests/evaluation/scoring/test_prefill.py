@@ -16,8 +16,7 @@ from hf_posenc import patch_model, unpatch_model
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
+from hf_posenc.evaluation.scoring.head_replay import Pieces, TokenScorer, disagreement
 from hf_posenc.model import masks
 from tests.evaluation.scoring.test_head_replay import (
     IN_ATTENTION,

@@ -1,8 +1,8 @@
 """Figures of measurements, for papers, notebooks and the report. Needs matplotlib (`pip install hf-posenc[plot]`).
 
 Every function takes a result (`Any`, since results import this file), or plain data of one, and returns a matplotlib
-`Figure`. This file has the common look, axes and files, and perplexity: against context length, as a ratio to the
-baseline, and by position in the text.
+`Figure`: perplexity against context length, as a ratio to the baseline and by position in the text; heat maps of
+retrieval; the points of a sweep; the path of a search. The common look, axes and files come first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ from hf_posenc.files import replace_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
+
 
 # Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
 # pale yellow.
@@ -101,11 +104,26 @@ def styled_panels(
 def line_panels(
     result: Any, width: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
+    """Make `styled_panels` as high as the names of the lines need.
+
+    When they are drawn, they are named beside the last one, in their colours and in the order of their ends.
+    """
     height = max(3.1, 1.5 + 0.14 * len(result.candidates))
     with styled_panels(width, height, columns, **options) as (figure, panels):
         yield figure, panels
-        name_lines(panels[-1], {candidate.label for candidate in result.candidates})
+        labels = {candidate.label for candidate in result.candidates}
+        found: list[Any] = [n for n in panels[-1].get_lines() if n.get_label() in labels]
+        lines = sorted((n for n in found if len(n.get_ydata())), key=lambda n: -n.get_ydata()[-1])
+        names = [str(line.get_label()) for line in lines]
+        panels[-1].legend(
+            lines,
+            [name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…" for name in names],
+            loc="center left",
+            bbox_to_anchor=(1.02, 0.5),
+            frameon=False,
+            fontsize=LABEL_SIZE,
+            labelcolor="linecolor",
+        )
 
 
 def length_axis(panel: Axes, lengths: Sequence[int]) -> None:
@@ -179,22 +197,6 @@ def set_ticks(axis: Axis, lengths: Sequence[int]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def name_lines(panel: Axes, labels: Collection[str]) -> None:
-    """Name the lines beside a panel, in their colours and in the order of their ends."""
-    found: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
-    lines = sorted((n for n in found if len(n.get_ydata())), key=lambda n: -n.get_ydata()[-1])
-    names = [str(line.get_label()) for line in lines]
-    panel.legend(
-        lines,
-        [name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…" for name in names],
-        loc="center left",
-        bbox_to_anchor=(1.02, 0.5),
-        frameon=False,
-        fontsize=LABEL_SIZE,
-        labelcolor="linecolor",
-    )
-
-
 # Files.
 
 
@@ -205,19 +207,19 @@ def add_footer(drawn: Figure, text: str) -> None:
 
 
 def write_figure(drawn: Figure, *paths: Path) -> None:
-    """Write a figure to every path, in the format of its suffix; each file is whole or as it was before."""
-    for path in paths:
-        replace_atomically(path, lambda temporary: save(drawn, temporary))
+    """Write a figure to every path, in the format of its suffix, without a date or random names.
 
-
-def save(drawn: Figure, path: Path | Any, format: str | None = None) -> None:
-    """Write a figure deterministically, without a date or random names, to a path or an open file."""
+    Each file is whole or as it was before.
+    """
     import matplotlib as mpl
 
-    kind = format or Path(path).suffix.removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else None
-    with mpl.rc_context(STYLE):
-        drawn.savefig(path, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
+    for path in paths:
+        kind = path.suffix.removeprefix(".")
+        how: dict[str, Any] = {"metadata": {"Date": None} if kind == "svg" else None, "dpi": 200}
+        with mpl.rc_context(STYLE):
+            replace_atomically(
+                path, partial(drawn.savefig, format=kind, bbox_inches="tight", **how)
+            )
 
 
 # Figures of perplexity.
@@ -362,3 +364,152 @@ def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, f
             points.append(((begin + stop) / 2, math.exp(nats / tokens)))
         nats, tokens = 0.0, 0
     return points
+
+
+HEAT = "cividis"  # the same with and without colour blindness, and ordered by lightness
+MAX_COLUMNS = 4
+MAX_DEPTHS = 10  # more of them make no panel higher
+WRITTEN = 8  # with at most so many lengths, each cell contains its number
+
+
+def heat_figure(result: Any, value: str, label: str) -> Figure:
+    """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
+
+    The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
+    grey where a number is missing. `value` is the attribute of a cell that is shown, and `label` its name.
+    """
+    require()
+    import matplotlib as mpl
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
+
+    lengths, labels = result.settings.lengths, [entry.label for entry in result.candidates]
+    columns = min(MAX_COLUMNS, len(labels))
+    starts = range(0, len(labels), columns)
+    rows = [(task, labels[n : n + columns]) for task in result.settings.tasks for n in starts]
+    depths = [len(result.shares(task, labels[0], value)) for task, _ in rows]
+    heights = [0.24 * min(count, MAX_DEPTHS) + 0.85 for count in depths]
+    size = max(0.42 * len(lengths), 1.5) * columns + 1.6, sum(heights) + 0.4
+    colours = mpl.colormaps[HEAT].with_extremes(bad=GRID)
+    with mpl.rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+        for (task, methods), panels in zip(rows, axes, strict=True):
+            for panel, method in itertools.zip_longest(panels, methods):
+                if method is None:
+                    panel.set_visible(False)
+                else:
+                    _panel(panel, result, task, method, value, colours)
+            panels[0].set_ylabel(task, fontsize=8)
+        if result.original:
+            about = f"rows: needle depth; dashed: trained length, {result.original:,} tokens"
+            figure.suptitle(about, fontsize=7)
+        bar = figure.colorbar(ScalarMappable(cmap=colours), ax=axes, label=label)  # from 0 to 1
+        bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
+    return figure
+
+
+def _panel(panel: Axes, result: Any, task: str, method: str, value: str, colours: Colormap) -> None:
+    import numpy as np
+
+    lengths, shares = result.settings.lengths, result.shares(task, method, value)
+    rows = len(shares)
+    shown = np.ma.masked_invalid(np.array(shares, dtype=float))
+    panel.imshow(shown, cmap=colours, vmin=0, vmax=1, aspect="auto")
+    panel.set_title(method, loc="left", fontsize=8)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(labelsize=7, length=0)
+    ticks = range(0, len(lengths), -(-len(lengths) // MAX_TICKS))
+    panel.set_xticks(ticks, [tick(lengths[place]) for place in ticks])
+    panel.set_xlabel("context (tokens)", fontsize=8)
+    depths = [f"{depth:.0%}" for depth in result.settings.depths] if rows > 1 else [""]
+    ticks = range(0, rows, -(-rows // MAX_TICKS))
+    panel.set_yticks(ticks, [depths[row] for row in ticks])
+    look: dict[str, Any] = {"ha": "center", "va": "center"}
+    remark = {**look, "fontsize": 6, "color": REMARK, "rotation": 90 if rows > 2 else 0}
+    for column, length in enumerate(lengths):
+        if missing := result.missing(task, method, length):
+            panel.text(column, (rows - 1) / 2, missing, **remark)
+            continue
+        for row, values in enumerate(shares if len(lengths) <= WRITTEN else ()):
+            share = values[column]
+            digits = int(0 < share < 0.005 or 0.995 <= share < 1)  # neither 0 nor 100
+            text, colour = f"{100 * share:.{digits}f}", "white" if share < 0.5 else BASELINE
+            panel.text(column, row, text, fontsize=5.5, color=colour, **look)
+    if result.original:
+        within = sum(length <= result.original for length in lengths)
+        panel.axvline(within - 0.5, color=BASELINE, linewidth=1.0, linestyle=(0, (4, 3)))
+
+
+# Sweep and search.
+
+
+def sweep_figure(rows: Sequence[Any], winner: str | None, documents: int, target: int) -> Figure:
+    """Draw a point for every method, the best on top, and a vertical line for every control.
+
+    Points of methods that were measured on fewer documents than all are open. The target is a length in tokens.
+    """
+    shown = [row for row in rows if row.failed is None and math.isfinite(row.perplexity)]
+    methods = [row for row in shown if not row.control]
+    with styled_panels(6.4, 1.3 + 0.22 * len(methods)) as (drawn, (panel,)):
+        panel.set_xscale("log")
+        names = []
+        for height, row in enumerate(methods):
+            colour = COLOURS[1] if row.label == winner else COLOURS[0]
+            complete = row.documents == documents
+            names.append(row.label if complete else f"{row.label}, {row.documents} documents")
+            if row.interval is not None:
+                thin: dict[str, Any] = {"linewidth": 1.1, "alpha": 0.6, "zorder": 2}
+                panel.plot(row.interval, (height, height), color=colour, **thin)
+            face = colour if complete else "white"
+            look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 5}
+            panel.plot(row.perplexity, height, "o", **look, zorder=3)
+        panel.set_yticks(range(len(methods)), names)
+        panel.set_ylim(len(methods) - 0.4, -0.6)
+        for index, row in enumerate(row for row in shown if row.control):
+            colour = BASELINE if row.label == "none" else CONTROL_COLOUR
+            x, dashes = row.perplexity, (0, (4, 3))
+            panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
+            above = (0, 2 + 9 * index)  # names above each other, however near
+            name_mark(panel, row.label, (x, 1), above, color=colour, ha="center", va="bottom")
+        round_ticks(panel.xaxis)
+        panel.set_xlabel(f"tail perplexity at {target:,} tokens")
+    return drawn
+
+
+def search_figure(
+    perplexities: Sequence[float],
+    starts: Mapping[str, Sequence[float]],
+    best: Sequence[float] | None,
+    target: int,
+    scored: str = "tail",
+) -> Figure:
+    """Draw the path of a search on the left; on the right the factors of the starts, by method, and of the best.
+
+    `scored` names the tokens that the perplexities are of.
+    """
+    lowest: list[float] = []
+    for value in perplexities:
+        lowest.append(min(value, lowest[-1]) if lowest and not math.isnan(lowest[-1]) else value)
+    count = range(1, len(perplexities) + 1)
+    with styled_panels(8.2, 3.3, 2) as (drawn, (path, factors)):
+        path.plot(count, perplexities, ".", color=COLOURS[0], markersize=3, alpha=0.5)
+        path.plot(count, lowest, color=COLOURS[1], linewidth=1.3)
+        # from the best found to somewhat above the best start; far worse mutations are cut off
+        low = min((value for value in lowest if not math.isnan(value)), default=1.0)
+        high = min((value for value in lowest[:3] if not math.isnan(value)), default=low)
+        room = max(high - low, 0.02 * low)
+        path.set_ylim(low - 0.3 * room, high + room)
+        path.set_xlabel("evaluations")
+        path.set_ylabel(f"{scored} perplexity at {target:,} tokens")
+        path.set_title("search documents", loc="left")
+        colours = itertools.cycle((COLOURS[0], *COLOURS[2:]))
+        for colour, (name, values) in zip(colours, starts.items(), strict=False):
+            factors.plot(values, color=colour, linewidth=1.1, label=name)
+        if best is not None:
+            look: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1.4}
+            factors.plot(best, color=COLOURS[1], label="search", **look)
+        factors.set_xlabel("pair of features, from the fastest")
+        factors.set_ylabel("divisor of its frequency")
+        factors.legend(frameon=False, fontsize=7.5)
+    return drawn

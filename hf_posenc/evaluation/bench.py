@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -14,55 +12,27 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.bench.suites import Suite, get_suite
-from hf_posenc.evaluation.device.speed import SpeedResult, SpeedRun, window_of
+from hf_posenc.evaluation.device.result import to_page
+from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import output_folder, with_fields
-from hf_posenc.evaluation.grid import (
-    Field,
-    Grid,
-    Result,
-    auto_scale_note,
-    escaped,
-    failure_field,
-    length_head,
-    listed,
-    number,
-    number_range,
-    percent,
-    percent_range,
-    to_markdown,
-)
+from hf_posenc.evaluation.grid import Grid, Result
 from hf_posenc.evaluation.measuring.candidates import (
     original_length,
     parse_candidates,
     within_reach,
 )
-from hf_posenc.evaluation.measuring.execute import (
-    Measurement,
-    Progress,
-    silent,
-)
+from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.store import ALONE, Shard
-from hf_posenc.evaluation.options import (
-    BenchOptions,
-    PerplexityOptions,
-    ProtocolOptions,
-)
+from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions, ProtocolOptions
 from hf_posenc.evaluation.perplexity import run as measurement
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
-from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
-from hf_posenc.evaluation.retrieval.result import (
-    Failure,
-    Record,
-    RetrievalResult,
-    summarize,
-)
+from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
-from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.evaluation.suites import Suite, get_suite
 from hf_posenc.files import finite, to_csv
 from hf_posenc.model.unwrapping import unwrap
 
@@ -70,8 +40,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = 1
-GIB = 2**30
-
 _PARTS: dict[str, Any] = {
     "perplexity": PerplexityResult,
     "retrieval": RetrievalResult,
@@ -79,28 +47,9 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def pooled(
-    result: RetrievalResult, method: str, tasks: Collection[str] | None = None
-) -> RetrievalCell | str:
-    """Pool the samples of a method in some tasks, which have equally many, at all lengths.
-
-    A failure leaves no number but its reason: a share of the remaining samples would not be comparable.
-    """
-    tasks = result.settings.tasks if tasks is None else tasks
-
-    def selected(entry: Failure | Record) -> bool:
-        return entry.method == method and entry.task in tasks
-
-    reasons = [failure.reason for failure in result.failures if selected(failure)]
-    if reasons:
-        return OUT_OF_MEMORY if OUT_OF_MEMORY in reasons else reasons[0]
-    records = [dataclasses.replace(r, task="", length=0) for r in result.records if selected(r)]
-    return summarize(records, by_depth=False)[0] if records else "too short for the task"
-
-
 @dataclass(repr=False, kw_only=True)
 class BenchResult(Result):
-    """Result of `hf-posenc bench`.
+    """Result of `hf-posenc bench`: the tables and notes of its parts, one after the other.
 
     Attributes:
         retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
@@ -111,7 +60,6 @@ class BenchResult(Result):
     kind = "bench"
     columns = COLUMNS
     formats = ("png",)
-    width = 180
 
     perplexity: PerplexityResult
     suite: str
@@ -156,21 +104,14 @@ class BenchResult(Result):
         about = (
             f"{model['class']}, {model['parameters'] / 1e6:,.1f} M parameters{trained}; {model['dtype']} on "
             f"{model['device']}, {model['attention']} attention; hf-posenc {versions['hf-posenc']}, torch "
-            f"{versions['torch']}, transformers {versions['transformers']}.\n"
+            f"{versions['torch']}, transformers {versions['transformers']}."
         )
-        first, *others = self.tables()
-        lines = [
-            *(f"# {model['name']}, suite {self.suite}\n", about, to_markdown(first)),
-            *(f"\n## {grid.title}\n\n{to_markdown(grid)}" for grid in others),
-            *("", *(f"- {escaped(line)}" for line in self.notes())),
-        ]
-        if measured.command is not None:
-            lines.append(f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```")
-        return "\n".join(lines) + "\n"
+        head, lines = f"# {model['name']}, suite {self.suite}", (*self.notes(), *self.guide())
+        return to_page(f"{head}\n\n{about}", self.tables(), lines, measured.command)
 
     def figures(self) -> dict[str, Figure]:
-        heatmap = self.heatmap()
-        return {"curve": self.plot(), **({"heatmap": heatmap} if heatmap else {})}
+        figures = {"curve": self.plot(), "heatmap": self.heatmap()}
+        return {name: figure for name, figure in figures.items() if figure is not None}
 
     def plot(self) -> Figure:
         """Draw perplexity by position in the text if `prefix` was measured, else by length. Needs matplotlib."""
@@ -181,147 +122,26 @@ class BenchResult(Result):
         """Draw retrieval by length and depth of the needle, if it was measured. Needs matplotlib."""
         return None if self.retrieval is None else self.retrieval.plot()
 
+    @property
+    def _parts(self) -> list[Any]:
+        return [part for name in _PARTS if (part := getattr(self, name)) is not None]
+
     def tables(self) -> list[Grid]:
-        """Return the main table, and retrieval by task if there are several."""
-        retrieval = self.retrieval
-        if retrieval is None or len(retrieval.settings.tasks) == 1:
-            return [self.table()]
-        tasks, longest = retrieval.settings.tasks, retrieval.settings.lengths[-1]
-        grid = Grid.of(f"Retrieval by task, prompts of up to {longest:,} tokens", "method")
-        for task in tasks:
-            grid.column(task, numeric=True)
-        for entry in retrieval.candidates:
-            grid.row(entry.label, *(_share(retrieval, entry.label, [task]) for task in tasks))
-        return [self.table(), grid]
-
-    def table(self) -> Grid:
-        """Return methods against lengths: a block per protocol; retrieval, speed and memory beside the first.
-
-        A field has the perplexity, its interval, and the paired difference to the first method in parentheses.
-        """
-        measured = self.perplexity
-        lengths, protocols = measured.settings.lengths, measured.settings.protocols
-        title = f"Benchmark, suite {self.suite}: perplexity by method and context length"
-        grid = Grid.of(title, "method")
-        heads = [length_head(length, measured.original) for length in lengths]
-        if self.retrieval is not None:
-            tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
-            heads.append(f"{tasks[0] if len(tasks) == 1 else 'retrieval'}\n≤{longest:,}")
-        if self.speed is not None:
-            heads += [f"{name}\n@{self.speed.length:,}" for name in ("tok/s", "GiB")]
-        for head in heads:
-            grid.column(head, numeric=True)
-        for protocol in protocols:
-            first = protocol == protocols[0]
-            grid.row(Field(protocol, "heading"), rule=not first)
-            for entry in measured.candidates:
-                fields = [self._perplexity(entry.label, protocol, length) for length in lengths]
-                grid.row(entry.label, *fields, *(self._beside(entry.label) if first else ()))
-        return grid
-
-    def _perplexity(self, method: str, protocol: str, length: int) -> Field:
-        measured = self.perplexity
-        cell = measured.cell(method, protocol, length)
-        if cell is None:
-            return failure_field(measured.failure(method, protocol, length))
-        lowest = cell.perplexity == measured.lowest(protocol, length)
-        field = Field(number(cell.perplexity), "best" if lowest else "", cell.perplexity)
-        if cell.interval is not None and math.isfinite(cell.perplexity):
-            field.append(f"\n{number_range(cell.interval, 3)}", "aside")
-        compared = cell.ratio is not None and 0 < cell.ratio < math.inf
-        if compared and method != measured.candidates[0].label:
-            rounded = round(math.log(cell.ratio or 1), 3) or 0.0  # no -0.000
-            field.append(f"\n({rounded:+.3f}){'*' * bool(cell.differs)}")
-        return field
-
-    def _beside(self, method: str) -> Iterator[Field]:
-        """Yield retrieval, speed and memory of a method."""
-        if self.retrieval is not None:
-            yield _share(self.retrieval, method, None)
-        if self.speed is not None:
-            row = self.speed.row(method)
-            if row.tokens_per_second is None:
-                yield from [failure_field(row.failed)] * 2
-                return
-            speed = Field(f"{row.tokens_per_second:,.0f}")
-            if row.speedup is not None and method != self.speed.methods[0]:
-                speed.append(f"\nx{row.speedup:.2f}", "aside")
-            yield speed
-            yield Field("-" if row.peak_bytes is None else number(row.peak_bytes / GIB, 3))
+        """Return the tables of perplexity, of retrieval, and of speed and memory."""
+        return [grid for part in self._parts for grid in part.tables()]
 
     def notes(self) -> Iterator[str]:
-        measured, settings = self.perplexity, self.perplexity.settings
-        count, baseline = len(measured.documents), measured.candidates[0].label
-        for protocol in settings.protocols:
-            yield f"{protocol}: {settings.definition(protocol)}."
-        yield (
-            f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % interval over "
-            f"documents, and in parentheses the difference in log-perplexity (nats per token) "
-            f"to {baseline} on the same documents; *: its paired interval excludes 0 (all of a column "
-            "hold together in 95 % of samples)."
-        )
-        yield from measured.sample_sizes()
         yield from self.remarks
-        yield from auto_scale_note(measured.candidates)
+        notes = (note for part in self._parts for note in part.notes())
+        yield from dict.fromkeys(notes)  # parts may share the note on automatic scales
+
+    def guide(self) -> Iterator[str]:
+        yield from self.perplexity.guide()
         if self.retrieval is not None:
-            yield from _retrieval_notes(self.retrieval)
-        if self.speed is not None:
-            yield from _speed_notes(self.speed, measured.head_replay != "off")
-        yield from measured.guide()
+            yield from self.retrieval.guide()
 
     def problems(self) -> Iterator[str]:
-        yield from self.perplexity.problems()
-        if self.retrieval is not None:
-            yield from self.retrieval.problems()
-        for row in map(self.speed.row, self.speed.methods) if self.speed is not None else ():
-            if row.failed is not None:
-                yield f"{row.method}: the prefill failed at length {row.length:,}: {row.failed}"
-
-
-def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
-    cell = pooled(result, method, tasks)
-    if isinstance(cell, str):
-        left_out = not any(failure.method == method for failure in result.failures)
-        return Field("-", "none") if left_out else failure_field(cell)
-    field = Field(percent(cell.accuracy)).append(f"\n{percent_range(cell.interval)}", "aside")
-    if cell.first is not None and cell.first_interval is not None and cell.chance is not None:
-        above = cell.first_interval[0] > cell.chance
-        field.append(f"\n1st {percent(cell.first)}{'*' * above}")
-    return field
-
-
-def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
-    settings = result.settings
-    count = len(settings.depths) * settings.samples
-    yield (
-        f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths ({count} samples each), with "
-        "a 95 % Wilson interval."
-    )
-    if settings.ranks:
-        yield (
-            f"1st: how often the right answer is the most probable of {settings.distractors + 1} (fewer where the task "
-            "offers fewer); *: more often than chance."
-        )
-    for task in settings.tasks:
-        short = [entry.length for entry in result.left_out if entry.task == task]
-        if short:
-            yield f"{task} has no prompt as short as {listed(short)} tokens."
-
-
-def _speed_notes(speed: SpeedResult, replays: bool) -> Iterator[str]:
-    count = speed.threads
-    threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
-    logits = "the last token" if replays else "every token, as this model cannot do with fewer"
-    yield (
-        f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
-        f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: times as "
-        f"fast as {speed.methods[0]}, median over the rounds."
-    )
-    if speed.memory is not None:
-        yield f"GiB: {speed.memory}, in the timed forward."
-    for method in speed.methods:
-        if (size := speed.pieces(method)) is not None:
-            yield f"{method}: prefill in pieces of {size:,} tokens."
+        return (problem for part in self._parts for problem in part.problems())
 
 
 # The measurement.
