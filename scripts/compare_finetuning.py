@@ -28,9 +28,8 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.options import RECIPES, read_yaml
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training.options import RECIPES, read_yaml
+from hf_posenc.training.train import finetune, parse_arguments
 
 LENGTHS = (256, 512, 1024)
 EMBEDDED_PATCH = "yarn:scale=4"  # that of the recipe embedded
@@ -59,7 +58,6 @@ POSITIONS: dict[str, list[str]] = {
     "PoSE": ["--positions", "pose", *_SHORT],
     "random (Randomized YaRN)": ["--positions", "random", *_SHORT],
     "the same with a curriculum": ["--positions", "random", "--curriculum", "1,2,4", *_SHORT],
-    "random real numbers": ["--positions", "random_float", *_SHORT],
 }  # fmt: skip
 # Ways that train on blocks of 256 tokens alone, for 1,024.
 _PI = ["--patch", "pi:scale=4", *_SHORT]

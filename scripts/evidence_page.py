@@ -18,7 +18,7 @@ from hf_posenc.evaluation.measuring.statistics import Record
 from hf_posenc.evaluation.page import perplexity_verdict
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import RetrievalResult, mcnemar
-from hf_posenc.training.log import TrainingLog
+from hf_posenc.training.result import TrainingLog
 from scripts import results
 from scripts.results import DATA, at, losses, made_with, read, summary, table
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from hf_posenc.training.run import main
+from hf_posenc.training.__main__ import main
 
 if __name__ == "__main__":
     main()

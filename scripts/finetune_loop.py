@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_see
 
 from hf_posenc import embedded, evaluation, from_pretrained, get_patch, patch_model, training
 from hf_posenc.patch.config import parse_method
-from hf_posenc.training import checks, folder
-from hf_posenc.training.batches import blocks, collator
+from hf_posenc.training import blocks, checkpoints, collator, processes
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Options:
 
 def main() -> None:
     """Train; the same command resumes a killed run."""
-    checks.join_on_cpu()
+    processes.join_on_cpu()
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)
@@ -65,7 +64,7 @@ def main() -> None:
     accelerator.register_for_checkpointing(scheduler)  # prepared, it would step per process
     accelerator.init_trackers("finetune_loop", asdict(run))
     set_seed(run.seed)
-    step = folder.resume(accelerator, output, {**asdict(run), "blocks": data.counts.sha256})
+    step = checkpoints.resume(accelerator, output, {**asdict(run), "blocks": data.counts.sha256})
     while step < run.max_steps:
         epoch, done = divmod(step, len(range(0, len(loader), accumulated)))
         collate.set_epoch(epoch)
@@ -93,7 +92,7 @@ def main() -> None:
             accelerator.print(f"step {step}/{run.max_steps}  loss {total:.6f}  gradient {norm:.3f}")
             accelerator.log({"loss": total, "grad_norm": norm}, step)
             if step % run.save_steps == 0 or step == run.max_steps:
-                folder.save(accelerator, output, step)
+                checkpoints.save(accelerator, output, step)
             parts = [part for _, part in zip(range(accumulated), batches, strict=False)]
     result, weights = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
     result.save_pretrained(output, state_dict=weights, is_main_process=accelerator.is_main_process)

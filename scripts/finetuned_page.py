@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posenc.evaluation.grid import markdown_table, number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.log import TrainingLog
+from hf_posenc.training.result import TrainingLog
 from hf_posenc.training.scoring import conclusion
 from scripts.results import BENCHMARKS, DOCS, at, made_with, perplexity, read, summary, table
 
@@ -16,7 +16,7 @@ POSITIONS = BENCHMARKS / "positions.json"
 SHORT = BENCHMARKS / "short_training.json"
 CONVERSIONS = BENCHMARKS / "conversions.json"
 FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
-RECIPES = "hf_posenc/training/run/recipes"
+RECIPES = "hf_posenc/training/recipes"
 COMMANDS = {
     "finetune": f"hf-posenc finetune --output_dir {RESULT}",
     "evaluate": f"hf-posenc perplexity {RESULT} --patch none --lengths 256,512,1024,2048 --output {RESULT}-perplexity",

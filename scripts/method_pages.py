@@ -21,7 +21,7 @@ from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import METHODS, LengthDependent, Method, TableFilter
 from hf_posenc.methods.facts import facts, knob_rows
-from hf_posenc.training.run.options import RECIPES, read_yaml
+from hf_posenc.training.options import RECIPES, read_yaml
 from scripts import evidence_page
 from scripts.results import (
     BENCHMARKS,

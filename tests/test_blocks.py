@@ -40,9 +40,8 @@ from typer.testing import CliRunner
 from hf_posenc import catalog, embedded, from_pretrained, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.documents import Document
-from hf_posenc.training.run import documents as training_documents
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training import train as training_documents
+from hf_posenc.training.train import finetune, parse_arguments
 from scripts import measure_real_model, results
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import prose, tiny_checkpoint

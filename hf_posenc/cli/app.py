@@ -220,7 +220,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, spread)
 
 
-# A command whose words `hf_posenc.training.run` reads; typer shows and completes its options.
+# A command whose words `hf_posenc.training` reads; typer shows and completes its options.
 
 ALL = "--help-all"
 EPILOG = (
@@ -233,7 +233,8 @@ def finetune() -> Callable[..., None]:
     """Return the command, whose options take a fifth of a second to import."""
     from hf_posenc.cli.frame import check_methods, check_model
     from hf_posenc.evaluation.measuring.candidates import UNPATCHED
-    from hf_posenc.training.run import options, run
+    from hf_posenc.training import options
+    from hf_posenc.training.__main__ import run
 
     def command(context: typer.Context, **_: Any) -> None:
         """Fine-tune a model for a longer context, and measure it before and after.
@@ -260,7 +261,7 @@ class Finetune(TyperCommand):
         if ctx.resilient_parsing:  # a shell asks for names
             return super().parse_args(ctx, args)
         if {"--help", "-h", ALL} & {*args}:
-            from hf_posenc.training.run import options
+            from hf_posenc.training import options
 
             rest = {field.name for field, *_ in options.listed() if field.metadata["flag"].rank}
             for each in self.params:

@@ -29,8 +29,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import write_atomically
 from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.training.checks import launcher
-from hf_posenc.training.ranks import gather, random_state
+from hf_posenc.training.processes import gather, launcher, random_state
 from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -270,18 +269,12 @@ class PerplexityCallback(TrainerCallback):
         seen = state.num_input_tokens_seen or None
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
         label = label_of(unwrap(model, adapters=False), state.global_step)
+        cells = [cell for cell in result.cells if cell.method == label]
         numbers = {
-            metric_name(cell.protocol, cell.length): cell.perplexity
-            for cell in result.cells
-            if cell.method == label
+            f"eval_{each.protocol}_perplexity_{each.length}": each.perplexity for each in cells
         }
         self._trainer.log(dict(numbers))
         return numbers
-
-
-def metric_name(protocol: str, length: int) -> str:
-    """Return the name of a perplexity in the Trainer's log."""
-    return f"eval_{protocol}_perplexity_{length}"
 
 
 class LossBar(ProgressCallback):

@@ -1,157 +1,37 @@
-"""Checks before the first step: of the launch, and of everything that would silently be dropped or have no effect."""
+"""Checks before the first step: of everything that would silently be dropped, have no effect, or be misread."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-from pathlib import Path
+import copy
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate import FullyShardedDataParallelPlugin, PartialState
-from accelerate.state import AcceleratorState
-from torch import nn
+from accelerate.utils import parse_flag_from_env
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
+from hf_posenc.evaluation.measuring.identity import check_vocabulary
+from hf_posenc.evaluation.scoring.decoder import READS_AHEAD_HALF, evaluation_mode, input_embeddings
 from hf_posenc.methods import Growing
+from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.chunked_loss import ChunkedLoss
-from hf_posenc.training.ranks import gather
+from hf_posenc.training.collator import DRAWS, PositionCollator
+from hf_posenc.training.processes import check_launch, gather, wants_fsdp
 
-_CONFIGS = "scripts/configs/"
-_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
-_MODULES = re.compile(r"(accelerate[./]commands[./]launch|torch[./]distributed[./]run)(\.py)?$")
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
-
-
-def join_on_cpu() -> None:
-    """Connect the processes of a launcher on a machine without a GPU: accelerate alone would let each train by itself.
-
-    Call it first.
-    """
-    sharded = is_set("ACCELERATE_USE_FSDP") or is_set("ACCELERATE_USE_DEEPSPEED")
-    if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-
-
-def check_launch(arguments: TrainingArguments | None = None) -> None:
-    """Refuse a launch that did not do what was requested. Without the Trainer, call it after `Accelerator(...)`."""
-    if arguments is not None:
-        _ = arguments.device  # sets up the processes
-    state = PartialState()
-    kind = state.distributed_type.value
-    if arguments is not None and arguments.n_gpu > 1:
-        raise PosencError(
-            f"One process sees {arguments.n_gpu} GPUs, and the Trainer would copy the model to each in every step "
-            "(DataParallel), without its patch. Start one process for each: accelerate launch --config_file "
-            f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} -m hf_posenc.training ..., or "
-            "CUDA_VISIBLE_DEVICES=0."
-        )
-    if wants_fsdp(arguments):
-        if kind in ("NO", "MULTI_CPU"):
-            raise PosencError(
-                "FSDP was requested, but accelerate supports it on GPUs only: on a CPU every process would silently "
-                f"hold the whole model. Use {_CONFIGS}two_cpu_processes.yaml."
-            )
-        _check_fsdp(arguments)
-    if (
-        is_set("ACCELERATE_USE_DEEPSPEED") or (arguments and arguments.deepspeed)
-    ) and kind != "DEEPSPEED":
-        raise PosencError(
-            "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
-            "hold the whole model. Leave --use_cpu out; a CPU needs DS_ACCELERATOR=cpu and --ddp_backend gloo."
-        )
-    requested = launched_processes()
-    if requested > state.num_processes:
-        raise PosencError(
-            f"{requested} processes were requested, and accelerate connected {state.num_processes}: each would train "
-            f"alone. Without a GPU, use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {requested}, or "
-            "ACCELERATE_USE_CPU=true in front; with DeepSpeed, DS_ACCELERATOR=cpu and --ddp_backend gloo."
-        )
-    if kind == "DEEPSPEED":
-        _check_deepspeed(arguments)
-
-
-def wants_fsdp(arguments: TrainingArguments | None) -> bool:
-    """Return whether FSDP is requested, by a launch file or by the arguments."""
-    return is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
-
-
-def launched_processes() -> int:
-    """Return the number of processes requested from the launcher; 1 if it is unknown.
-
-    `accelerate launch` does not pass a larger number on to a single process, so its command line is parsed.
-    """
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    parent = launcher()
-    if parent is None:
-        return 1
-    try:
-        from accelerate.commands.launch import launch_command_parser, load_config_from_file
-
-        arguments = parent[1][1:] if parent[1][:1] == ["launch"] else parent[1]
-        options, _ = launch_command_parser().parse_known_args(arguments)
-        if options.num_processes is None and (options.config_file or not options.cpu):
-            return int(load_config_from_file(options.config_file).num_processes)
-        return int(options.num_processes or 1)
-    except (Exception, SystemExit):  # another parent, another version
-        return 1
-
-
-def launcher() -> tuple[int, list[str]] | None:
-    """Return process id and arguments of the launcher of accelerate or torch that started this process."""
-    import psutil  # accelerate depends on it
-
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(os.getppid())
-        command = parent.cmdline()
-        for index, argument in enumerate(command[:4]):
-            if Path(argument).name in _LAUNCHERS or _MODULES.search(argument):
-                return int(parent.pid), command[index + 1 :]
-    return None
-
-
-def is_set(name: str) -> bool:
-    """Return whether a variable of the environment is true."""
-    return os.environ.get(name, "false").lower() in ("true", "1")
-
-
-def _check_fsdp(arguments: TrainingArguments | None) -> None:
-    options: dict[str, Any] = (None if arguments is None else arguments.fsdp_plugin_args) or {}
-    plugin = FullyShardedDataParallelPlugin(**options)
-    if plugin.fsdp_version != 2:
-        raise PosencError(
-            "FSDP1 flattens weights into buffers, which leaves no separate parameters for a patch and for the head. "
-            f"Set fsdp_version: 2, as {_CONFIGS}fsdp2.yaml does."
-        )
-    sharded = "SHARDED" in str(plugin.state_dict_type)
-    if sharded and arguments is not None and arguments.save_on_each_node:
-        raise PosencError(
-            "--save_on_each_node: a checkpoint in shards is read from one disk by all machines. Give an --output_dir "
-            "that they share, or set fsdp_state_dict_type: FULL_STATE_DICT in the launch file."
-        )
-
-
-def _check_deepspeed(arguments: TrainingArguments | None) -> None:
-    plugin: Any = arguments.deepspeed_plugin if arguments else AcceleratorState().deepspeed_plugin
-    zero = plugin.deepspeed_config.get("zero_optimization", {})
-    if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
-        raise PosencError(
-            "ZeRO-3 without stage3_gather_16bit_weights_on_model_save would write no model that can be loaded. Set it "
-            f"to true, or zero3_save_16bit_model in a launch file, as {_CONFIGS}zero3.yaml does."
-        )
-    clipping = plugin.deepspeed_config.get("gradient_clipping")
-    norm = None if arguments is None else arguments.max_grad_norm
-    if clipping != "auto" and (not clipping if norm is None else (clipping or 0.0) != norm):
-        raise PosencError(
-            f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipping}"
-            + ("" if norm is None else f" while max_grad_norm is {norm:g}")
-            + ". Set both to the same number."
-        )
+_TOKENS, _PROMPT = 12, 4
+_DOCUMENTS = ((4, 5, 3), (6, 2, 4))
+_SEED = 0
+_ROUNDING = 1e-5
+"""Of the largest logit, in single precision: experts are chosen per batch, which changes the order of sums."""
 
 
 def check_run(
@@ -174,7 +54,17 @@ def check_run(
     """
     check_launch(arguments)
     patch = get_patch(model)
-    for name, update in _moving_tables(model, patch).items():
+    # The frequency tables that depend on the length of a batch, with their update mode.
+    moving = {
+        method.name: method.update
+        for method in (() if patch is None else patch.config.build())
+        if isinstance(method, Growing)
+    }
+    with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
+        for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
+            if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
+                moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
+    for name, update in moving.items():
         if positions == "contiguous" or update == "row":
             continue  # blocks of one length, or one table per position
         if update == "request" and positions != "packed":
@@ -185,13 +75,7 @@ def check_run(
             "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
             "method (yarn, ntk_by_parts, ...)."
         )
-    _check_parallelism(model, patch, positions, arguments)
-    sharded = wants_fsdp(arguments) or is_set("ACCELERATE_USE_DEEPSPEED")
-    if positions == "random_float" and (sharded or (arguments and arguments.deepspeed)):
-        raise PosencError(
-            "FSDP and DeepSpeed convert a model's floating-point inputs to the dtype they compute in, and "
-            "positions='random_float' would be rounded to it. Use positions='random', or train without sharding."
-        )
+    _check_parallelism(patch, [*moving], positions, arguments)
     _check_equal_weights(model)
     if arguments is None:
         return
@@ -216,42 +100,25 @@ def check_run(
         )
 
 
-def _moving_tables(model: nn.Module, patch: Patch | None) -> dict[str, str]:
-    """Return name and update mode of the frequency tables that depend on the length of a batch."""
-    moving = {
-        method.name: method.update
-        for method in (() if patch is None else patch.config.build())
-        if isinstance(method, Growing)
-    }
-    with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
-        for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
-            if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
-                moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
-    return moving
-
-
 def _check_parallelism(
-    model: nn.Module, patch: Patch | None, positions: str, arguments: TrainingArguments | None
+    patch: Patch | None, moving: Sequence[str], positions: str, arguments: TrainingArguments | None
 ) -> None:
     config: Any = None if arguments is None else getattr(arguments, "parallelism_config", None)
-    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
-    moving = [*_moving_tables(model, patch)]
+    dropped = None
     if patch is not None and patch.layers:
-        dropped = (
-            f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence"
-        )
+        methods = " + ".join(patch.methods)
+        dropped = f"what {methods} changes in attention would be dropped in silence"
     elif positions == "packed":
         dropped = "packed documents would attend to each other"
     elif moving:
         dropped = f"{moving[0]}, which scales with the positions in a part, would differ between processes"
-    else:
-        return
     for name, kind in (("Context", "cp_size"), ("Sequence", "sp_size")):
         size = getattr(config, kind, None) or 1
-        if size > 1:
+        if size > 1 and dropped is not None:
             raise PosencError(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
                 f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and "
@@ -300,3 +167,150 @@ def _check_equal_weights(model: nn.Module) -> None:
                 f"Process {process} starts from another {name} than this one. Set the same seed in all processes "
                 "before the model is patched: transformers.set_seed(0)."
             )
+
+
+# A batch in the live model: do logits depend on the tokens in front of a jump of positions?
+
+
+def check_dependencies(
+    model: nn.Module, collator: PositionCollator, *, largest: int | None = None
+) -> None:
+    """Check that a model handles the collator's batches correctly, before it is trained on them.
+
+    Two rows of a dozen tokens go through the model, in evaluation mode. Packed documents must not attend to each other.
+    (Recurrent layers, attention functions without a mask, and models that do not pass positions to the mask let them.)
+    Parts of a text whose positions jump must attend to each other. (Without a mask in the batch they would not.) And
+    positions must have an effect. The jumps are short, so that a bias or a window is not mistaken for a mask.
+
+    Args:
+        model: A causal language model, patched or not, also a PEFT model; not yet wrapped for several processes.
+        collator: The collator of the training.
+        largest: The largest token id of the training data; by default it is not checked.
+
+    Raises:
+        PosencError: A token has no embedding; packed documents attend to each other; parts of a text do not; positions
+            have no effect; the logits are not finite.
+
+    Warns:
+        UserWarning: The model cannot run on this process, so nothing was checked.
+
+    Examples:
+        >>> from hf_posenc.training import PositionCollator, check_dependencies
+        >>> check_dependencies(model, PositionCollator("pose", target_length=8192))
+    """
+    if largest is not None:
+        check_vocabulary(model, largest)
+    name, positions = _describe(model), collator.positions
+    unverified = f"Could not verify that {name} handles positions={positions!r} correctly"
+    if any(p.is_meta or (hasattr(p, "ds_id") and not p.numel()) for p in model.parameters()):
+        reason = "the weights are not on this process (meta, ZeRO-3)"
+        warnings.warn(f"{unverified}: {reason}.", stacklevel=2)
+        return
+    if positions == "packed" and not collator.flatten and "flash" in _attention(model):
+        raise PosencError(
+            f"{name} separates packed documents only in batches of one row: use PositionCollator('packed', "
+            "flatten=True)."
+        )
+    batch = _probe_batch(model, collator)
+    try:
+        exact = _logits(model, batch)
+        reads = [] if positions == "contiguous" else _reads_across(model, batch, exact)
+    except (RuntimeError, ImportError) as error:  # a kernel may require another device
+        warnings.warn(f"{unverified}: {one_line(error)}.", stacklevel=2)
+        return
+    if positions == "packed" and any(reads):
+        raise PosencError(
+            f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no mask, "
+            "or its mask ignores positions. Use positions='contiguous', or another attention implementation (--attn "
+            "sdpa)."
+        )
+    if positions not in DRAWS:
+        return
+    if not all(reads):
+        raise PosencError(
+            f"{name} separates the parts of a text where positions jump: positions={positions!r} would train on short "
+            "texts. Use positions='contiguous'."
+        )
+    drawn = batch["position_ids"]
+    plain = torch.arange(drawn.shape[1]).expand_as(drawn)
+    if torch.equal(exact, _logits(model, {**batch, "position_ids": plain})):
+        raise PosencError(
+            f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
+            "positions='contiguous'."
+        )
+
+
+def _reads_across(model: nn.Module, batch: Mapping[str, Any], exact: Tensor) -> list[bool]:
+    """Return, for every jump of positions, whether the logits behind it depend on the tokens in front of it."""
+    full = (torch.float32, torch.float64)
+    half = exact.dtype not in full or rounding_dtype(model) not in full
+    rounding = float(exact.abs().max()) * (READS_AHEAD_HALF if half else _ROUNDING)
+    found = []
+    for row, index in _jumps(batch).nonzero().tolist():
+        if index:
+            ids = batch["input_ids"].clone()
+            ids[row, :index] -= 1
+            moved = (_logits(model, {**batch, "input_ids": ids}) - exact)[row, index:].abs().max()
+            found.append(float(moved) > rounding)
+    return found
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return the logits of a batch in evaluation mode."""
+    device, given = next(model.parameters()).device, {"use_cache": False, **batch}
+    values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+    try:
+        with evaluation_mode(model):
+            output = model(**values)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise PosencError(
+            f"{_describe(model)} does not accept positions: {error}. Use positions='contiguous'."
+        ) from error
+    logits: Tensor | None = getattr(output, "logits", None)
+    if logits is None:
+        raise PosencError(f"{_describe(model)} is no causal language model: it returns no logits.")
+    if not bool(logits.isfinite().all()):
+        raise PosencError(
+            f"{_describe(model)} returns logits that are not finite, untrained: broken weights, or too narrow a dtype."
+        )
+    return logits
+
+
+def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]:
+    """Return a batch of the collator, in which every row of drawn positions has a jump."""
+    embeddings: Any = input_embeddings(model)
+    vocabulary = min(embeddings.weight.shape[0], 1 << 15)
+    random = np.random.default_rng(_SEED)
+    ids = random.integers(vocabulary // 4, vocabulary, (len(_DOCUMENTS), _TOKENS))
+    examples = [
+        {"input_ids": row, "document_lengths": documents}
+        for row, documents in zip(ids, _DOCUMENTS, strict=True)
+    ]
+    short = copy.copy(collator)
+    if collator.positions in DRAWS:
+        short.terminal_prompt = collator.terminal_prompt[:_PROMPT]
+        short.target_length, short.curriculum = 2 * (_TOKENS + len(short.terminal_prompt)), ()
+    for short.seed in itertools.count():
+        batch = short(examples)
+        if collator.positions not in DRAWS or bool(_jumps(batch).any(-1).all()):
+            break
+    del batch["labels"]
+    return batch
+
+
+def _jumps(batch: Mapping[str, Any]) -> Tensor:
+    """Return whether a token begins a new part or document, shape (b, n)."""
+    positions: Tensor = batch["position_ids"]
+    return positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
+
+
+def _attention(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+
+
+def _describe(model: nn.Module) -> str:
+    attention, name = _attention(model), type(model).__name__
+    return f"{name} ({attention} attention)" if attention else name

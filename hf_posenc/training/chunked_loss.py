@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.fsdp import is_fsdp_enabled
 
@@ -36,11 +38,11 @@ from hf_posenc.evaluation.scoring.decoder import (
     without_cache,
 )
 from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.training.batches.collator import IGNORED
-from hf_posenc.training.head_gradients import SinglePrecisionSums, unsharded
+from hf_posenc.training.collator import IGNORED
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
+_Function: Any = torch.autograd.Function  # whose `apply` has no types
 Arguments = dict[str, Any]  # of a model's forward, by name
 
 LEAST_LOGITS = 2**23
@@ -223,7 +225,12 @@ class ChunkedLoss:
         def logits(states: Tensor, part: slice) -> Tensor:
             # Contiguous, as the whole is: some heads view it in another shape.
             handed = _with_hidden(sliced(output, part), states.contiguous())
-            few = {name: _slice_argument(value, hidden, part) for name, value in options.items()}
+            few = {
+                name: value[:, part]
+                if isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
+                else value
+                for name, value in options.items()
+            }
             with self._returning(handed), sums, unsharded(sharded):
                 found: Tensor = self._forward(**few).logits
                 return found
@@ -261,74 +268,87 @@ class ChunkedLoss:
 
     def _probe(self, *, last: bool = False) -> None:
         """Compare both forwards on a few tokens; a model that cannot run waits for its first batch, the `last` try."""
-        arguments = _probe_arguments(self.model)
+        model: Any = self.model
+        device = next(input_embeddings(model).parameters()).device
+        ids = torch.arange(_PROBE_BATCH * _PROBE_TOKENS, device=device).view(_PROBE_BATCH, -1)
+        ids = (ids * 7919 + 11) % model.config.get_text_config().vocab_size
+        labels = ids.masked_fill(ids % 5 == 0, IGNORED)  # some tokens have none
+        arguments: Arguments = {"input_ids": ids, "labels": labels, **without_cache(model)}
         devices = {w.device for w in self.model.parameters() if w.device.type == "cuda"}
         with evaluation_mode(self.model), torch.random.fork_rng(list(devices)):
             try:
                 with torch.no_grad():
-                    self._find_decoder(arguments)
-                    output = self.run(without_loss(arguments))[1]
+                    output = self._find_decoder(arguments)
             except Exception as error:
-                if last:
-                    self._use_plain(one_line(error))
-                return
-            # Weights that are sharded have no gradient here.
-            few = replaced(self, "chunk", _PROBE_CHUNK * _PROBE_BATCH)
-            with torch.set_grad_enabled(not last), few:
-                reason = self._difference(arguments, output)
-        if reason is None:
-            self.exact = True
-        else:
-            self._use_plain(reason)
+                if not last:
+                    return
+                reason: str | None = one_line(error)
+            else:
+                # Weights that are sharded have no gradient here.
+                few = replaced(self, "chunk", _PROBE_CHUNK * _PROBE_BATCH)
+                with torch.set_grad_enabled(not last), few:
+                    reason = self._difference(arguments, output)
+        self.exact = reason is None
+        if reason is not None:
+            logger.warning(
+                "%s: its loss cannot be computed in chunks (%s); the plain forward holds the logits of the whole "
+                "batch.",
+                type(self.model).__name__,
+                reason,
+            )
 
-    def _find_decoder(self, arguments: Arguments) -> None:
-        """Find the part of the model that its forward calls first, and stop it before the first embedding.
+    def _find_decoder(self, arguments: Arguments) -> Any:
+        """Find the outermost part that reads tokens and returns hidden states, and return its output.
 
-        A LookupError is raised if it calls no part that holds the embeddings.
+        A LookupError is raised if the model's forward calls no such part that holds its embeddings.
         """
+        embeddings, found = input_embeddings(self.model), dict[str, Any]()
 
-        def stop(path: str, *_: Any) -> None:
-            raise _ReachedError(path)
+        def note(path: str, module: nn.Module, _: Any, output: Any) -> None:
+            if hidden_states(output) is not None:
+                found[path] = output  # hooks run when a part returns: the outermost comes last
 
-        embeddings = input_embeddings(self.model)
         hooks = [
-            module.register_forward_pre_hook(partial(stop, path), prepend=True)
+            module.register_forward_hook(partial(note, path))
             for path, module in self.model.named_modules()
             if module not in (self.model, embeddings) and embeddings in module.modules()
         ]
         try:
             self._forward(**without_loss(arguments))
-        except _ReachedError as reached:
-            self._path = str(reached)
-        else:
-            raise LookupError("its forward calls no part that holds its embeddings")
         finally:
             for hook in hooks:
                 hook.remove()
+        if not found:
+            raise LookupError("its forward calls no part that holds its embeddings")
+        self._path, output = found.popitem()
+        return output
 
     @property
     def _decoder(self) -> nn.Module:
         """The part that was found, read on each access: wrappers such as FSDP's replace it."""
         return self.model.get_submodule(self._path)
 
-    def _use_plain(self, reason: str) -> None:
-        self.exact = False
-        logger.warning(
-            "%s: its loss cannot be computed in chunks (%s); the plain forward holds the logits of the whole batch.",
-            type(self.model).__name__,
-            reason,
-        )
-
     def _difference(self, arguments: Arguments, output: Any) -> str | None:
         """Return how the loss in chunks differs from the plain one by more than rounding, in one line, if it does.
 
         If gradients are enabled, those of the hidden states and of all weights behind them are compared; those of the
-        decoder's weights follow from them.
+        decoder's weights follow from them. A head may share its weights with the decoder's embeddings.
         """
-        hidden = hidden_states(output)
+        hidden, model = hidden_states(output), self.model
         assert hidden is not None
         states = hidden.detach().requires_grad_(torch.is_grad_enabled())
-        inputs = [states, *_weights_outside(self.model, self._decoder)]
+        inside = {id(weight) for weight in self._decoder.parameters()}
+        behind = {id(w): w for w in model.parameters() if id(w) not in inside}
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        behind |= {id(weight): weight for weight in ([] if head is None else head.parameters())}
+        inputs = [states, *(weight for weight in behind.values() if weight.requires_grad)]
+
+        def differentiated(output: Any) -> list[Tensor | None]:
+            if not output.loss.requires_grad:
+                return [output.loss, *[None] * len(inputs)]
+            gradients = torch.autograd.grad(output.loss, inputs, allow_unused=True)
+            return [output.loss.detach(), *gradients]
+
         handed = _with_hidden(output, states)
         cases = {"": arguments}
         parameters = inspect.signature(self._forward).parameters.values()
@@ -338,8 +358,8 @@ class ChunkedLoss:
         for name, case in cases.items():
             try:
                 with self._returning(handed):
-                    expected = _loss_and_gradients(self._forward(**case), inputs)
-                    actual = _loss_and_gradients(self._chunked(case)[0], inputs)
+                    expected = differentiated(self._forward(**case))
+                    actual = differentiated(self._chunked(case)[0])
             except Exception as error:
                 return f"{type(error).__name__}: {one_line(error)}"
             close = [_is_close(*pair, hidden.dtype) for pair in zip(actual, expected, strict=True)]
@@ -353,20 +373,13 @@ class _Stub(nn.Module):
 
     def __init__(self, decoder: nn.Module, output: Any) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.output = output
+        vars(self).update(decoder=decoder, output=output)  # neither is a module inside
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self.output
+        return vars(self)["output"]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("decoder", "output"):
-            return super().__getattr__(name)
-        return getattr(self.decoder, name)
-
-
-class _ReachedError(Exception):
-    """The forward has called a part that holds the embeddings: its path."""
+        return getattr(vars(self)["decoder"], name)
 
 
 # The probe: both losses on a few tokens, compared in value and in gradients.
@@ -379,32 +392,6 @@ def runs_here(model: nn.Module) -> bool:
         for weight in model.parameters()
     )
     return not is_fsdp_enabled() and not any(absent)
-
-
-def _probe_arguments(model: Any) -> Arguments:
-    """Return two texts of a few tokens, some of them without a label."""
-    device = next(input_embeddings(model).parameters()).device
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = (torch.arange(_PROBE_BATCH * _PROBE_TOKENS, device=device) * 7919 + 11) % vocabulary
-    ids = ids.view(_PROBE_BATCH, _PROBE_TOKENS)
-    labels = ids.masked_fill(ids % 5 == 0, IGNORED)
-    return {"input_ids": ids, "labels": labels, **without_cache(model)}
-
-
-def _weights_outside(model: Any, decoder: nn.Module) -> list[Tensor]:
-    """Return the trainable weights outside the decoder, and those of the head, which may be the embeddings'."""
-    inside = {id(weight) for weight in decoder.parameters()}
-    weights = [weight for weight in model.parameters() if id(weight) not in inside]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weights += [] if head is None else list(head.parameters())
-    return [weight for weight in {id(w): w for w in weights}.values() if weight.requires_grad]
-
-
-def _loss_and_gradients(output: Any, inputs: list[Tensor]) -> list[Tensor | None]:
-    loss: Tensor = output.loss
-    if not loss.requires_grad:
-        return [loss, *[None] * len(inputs)]
-    return [loss.detach(), *torch.autograd.grad(loss, inputs, allow_unused=True)]
 
 
 def _is_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> bool:
@@ -449,12 +436,6 @@ def without_loss(arguments: Arguments) -> Arguments:
     return {name: value for name, value in arguments.items() if name not in loss}
 
 
-def _slice_argument(value: Any, like: Tensor, part: slice) -> Any:
-    """Return some positions of an argument with one entry per token of `like`; any other argument unchanged."""
-    each = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == like.shape[:2]
-    return value[:, part] if each else value
-
-
 def _with_hidden(output: Any, states: Tensor) -> Any:
     """Return a decoder's output with other last hidden states."""
     if isinstance(output, tuple):
@@ -466,3 +447,89 @@ def _with_fields(output: Any, **changes: Any) -> Any:
     """Return a model's output with other values of some fields; `None` removes a field."""
     fields = {**output, **changes}
     return type(output)(**{name: value for name, value in fields.items() if value is not None})
+
+
+# A head that runs once for each slice: its gradients are summed in single precision, sharded weights gathered once.
+
+
+class SinglePrecisionSums(TorchFunctionMode):
+    """Adds up the gradients of half-precision weights in float32, over all their uses, and rounds the sum once.
+
+    Autograd adds up a weight's gradients in the weight's own dtype, and under autocast in that of its cast copy. With
+    500 chunks in bfloat16 the error is about 2 %; from 512 chunks on, addends can be smaller than the last bit of the
+    sum. One mode serves all chunks of a batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled() and func.__name__ != "__get__":
+            args, kwargs = tree_map_only(nn.Parameter, self._used, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _used(self, weight: nn.Parameter) -> Tensor:
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        cast = weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
+        if not (half or cast) or not weight.requires_grad or isinstance(weight, DTensor):
+            return weight
+        if id(weight) not in self._sums:
+            self._sums[id(weight)] = weight, _Sum.apply(weight)
+        used: Tensor = _Use.apply(self._sums[id(weight)][1], weight.detach())
+        return used
+
+
+class _Sum(_Function):  # type: ignore[misc]
+    """An empty float32 tensor, for which autograd adds up gradients before they become the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.dtype)
+
+
+class _Use(_Function):  # type: ignore[misc]
+    """The weight's values, whose gradient flows to the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.float(), None
+
+
+@contextlib.contextmanager
+def unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the whole weights of modules sharded by FSDP2, and hide their forwards from FSDP.
+
+    FSDP's hooks reduce gradients and free weights behind the backward of each module. accelerate puts the last norm and
+    the head into one group, which counts as run when each of its modules has run once. A head that runs once per slice
+    would be freed and reduced behind the first slice that comes back, while the others still need its weights:
+    gradients would be missing, or the process would access freed memory. With this, FSDP registers one run of the head.
+    """
+
+    def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        # as FSDP's own hook does with mixed precision
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            sharded: Any = module
+            sharded.unshard()
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, name)
+                others = [(n, h) for n, h in hooks.items() if "fsdp" not in str(h.__module__)]
+                setattr(module, name, type(hooks)(others))
+                stack.callback(setattr, module, name, hooks)
+            stack.callback(module.register_forward_pre_hook(cast_inputs).remove)
+        yield

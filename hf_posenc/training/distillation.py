@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch.patching import unpatch_model
-from hf_posenc.training.batches.collator import DRAWS, IGNORED
 from hf_posenc.training.chunked_loss import (
     Arguments,
     ChunkedLoss,
@@ -22,7 +21,8 @@ from hf_posenc.training.chunked_loss import (
     shifted,
     without_loss,
 )
-from hf_posenc.training.names import Trained
+from hf_posenc.training.collator import DRAWS, IGNORED
+from hf_posenc.training.options import Trained
 
 
 def distill(
@@ -79,7 +79,7 @@ def distill(
             f"The loss of {type(handle.model).__name__} cannot be computed in chunks, which distillation needs. Train "
             "without it."
         )
-    handle.beside = _Divergence(handle, taught_by, weight, drawn=positions in DRAWS)
+    handle.beside = partial(_divergence, handle, taught_by, weight, positions in DRAWS)
     return handle
 
 
@@ -111,42 +111,40 @@ def unpatched_teacher(model: nn.Module, train: Trained = "full") -> nn.Module:
     return teacher.requires_grad_(False) if copied else teacher
 
 
-@dataclass
-class _Divergence:
-    """The term for a batch: the mean Kullback-Leibler divergence of predictions from the teacher's, times a weight."""
+def _divergence(
+    model: ChunkedLoss,
+    teacher: ChunkedLoss,
+    weight: float,
+    drawn: bool,
+    arguments: Arguments,
+    output: Any,
+) -> Tensor:
+    """Return the mean Kullback-Leibler divergence of predictions from the teacher's, in nats, times the weight.
 
-    model: ChunkedLoss
-    teacher: ChunkedLoss  # the same where the model teaches itself
-    weight: float
-    drawn: bool
+    `arguments` are those of the forward, `output` that of the decoder that the loss is of.
+    """
+    ours, taught = arguments, arguments
+    if drawn:
+        taught = {name: value for name, value in arguments.items() if name != "position_ids"}
+    if drawn and teacher is not model:
+        ours, output = taught, model.run(without_loss(taught))[1]
+    device = arguments["labels"].device  # to which the Trainer has moved the model
+    if any(buffer.device != device for buffer in teacher.model.buffers()):
+        teacher.model.to(device)
+    with torch.no_grad(), evaluation_mode(teacher.model):
+        expected = teacher.run(without_loss(taught))[1]
+    head, teachers = model.head(output, ours), teacher.head(expected, taught)
 
-    def __call__(self, arguments: Arguments, output: Any) -> Tensor:
-        """Return it for the arguments of the forward, and the output of the decoder that the loss is of."""
-        ours, taught = arguments, arguments
-        if self.drawn:
-            taught = {name: value for name, value in arguments.items() if name != "position_ids"}
-        if self.drawn and self.teacher is not self.model:
-            ours, output = taught, self.model.run(without_loss(taught))[1]
-        device = arguments["labels"].device  # to which the Trainer has moved the model
-        if any(buffer.device != device for buffer in self.teacher.model.buffers()):
-            self.teacher.model.to(device)
-        with torch.no_grad(), evaluation_mode(self.teacher.model):
-            expected = self.teacher.run(without_loss(taught))[1]
-        head, teachers = self.model.head(output, ours), self.teacher.head(expected, taught)
+    def summed(aims: Tensor, part: slice, states: Tensor, others: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = teachers(others, part)
+        predicted = head(states, part)
+        precision = torch.promote_types(predicted.dtype, torch.float32)
+        own, theirs = (each.to(precision).log_softmax(-1) for each in (predicted, logits))
+        each = F.kl_div(own, theirs, reduction="none", log_target=True).sum(-1)
+        return each[aims != IGNORED].sum()
 
-        def summed(aims: Tensor, part: slice, states: Tensor, others: Tensor) -> Tensor:
-            with torch.no_grad():
-                logits = teachers(others, part)
-            return divergences(head(states, part), logits)[aims != IGNORED].sum()
-
-        targets, items = arguments.get("shift_labels"), arguments.get("num_items_in_batch")
-        if targets is None:
-            targets = shifted(arguments["labels"])
-        return self.weight * self.model.mean([output, expected], targets, summed, items)
-
-
-def divergences(logits: Tensor, teachers: Tensor) -> Tensor:
-    """Return KL(teacher || model) of every token in nats, from logits of shape (..., vocabulary)."""
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    ours, theirs = (each.to(precision).log_softmax(-1) for each in (logits, teachers))
-    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    targets, items = arguments.get("shift_labels"), arguments.get("num_items_in_batch")
+    if targets is None:
+        targets = shifted(arguments["labels"])
+    return weight * model.mean([output, expected], targets, summed, items)

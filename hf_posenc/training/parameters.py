@@ -21,7 +21,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.files import patch_to_save
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.seams.inspection import is_formula
-from hf_posenc.training.names import Trained
+from hf_posenc.training.options import Trained
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -81,28 +81,39 @@ def choose_parameters(
         )
     if train != "lora" and options:
         raise PosencError(f"{', '.join(options)} belong to train='lora', not to {train!r}.")
-    if train != "lora":
-        chosen = _all_weights(model) if train == "full" else _encoding_weights(model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
-        return model
-    config = lora_config(model, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, **options)
-    from peft import get_peft_model
+    if train == "lora":
+        options = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, **options}
+        config = lora_config(model, **options)
+        from peft import get_peft_model
 
-    try:
-        adapted: nn.Module = get_peft_model(model, config)
-    except ValueError as error:  # no such rank, or modules that no LoRA can be added to
-        raise PosencError(f"The LoRA cannot be added: {one_line(error)}") from error
-    return adapted
-
-
-def _all_weights(model: nn.Module) -> set[int]:
-    if getattr(model, "is_quantized", False):
+        try:
+            adapted: nn.Module = get_peft_model(model, config)
+        except ValueError as error:  # no such rank, or modules that no LoRA can be added to
+            raise PosencError(f"The LoRA cannot be added: {one_line(error)}") from error
+        return adapted
+    if train == "full" and getattr(model, "is_quantized", False):
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
         )
+    own = trained_parameters(model)
+    if train == "encoding" and not own:
+        patch = get_patch(model)
+        reason = (
+            "This model is not patched" if patch is None else f"{patch.method} has no parameters"
+        )
+        able = [name for name in available_methods() if get_method(name).trainable]
+        raise PosencError(
+            f"{reason}, so train='encoding' has nothing to train. Patch the model with one of {', '.join(able)}, or "
+            "use train='full' or 'lora'."
+        )
+    chosen = {
+        id(weight) for weight in (own.values() if train == "encoding" else model.parameters())
+    }
     constant = {id(tensor) for tensor in _formulas(model)}
-    return {id(p) for p in model.parameters() if p.is_floating_point() and id(p) not in constant}
+    for weight in model.parameters():
+        trains = weight.is_floating_point() and id(weight) not in constant
+        weight.requires_grad_(trains and id(weight) in chosen)
+    return model
 
 
 def _formulas(model: nn.Module) -> list[Tensor]:
@@ -114,20 +125,6 @@ def _formulas(model: nn.Module) -> list[Tensor]:
         # The first rows may be those of padding.
         return [each.weight for each in embeddings if is_formula(each.weight, start=_PADDING)]
     return [table.tensor() for table in tables if isinstance(table, SinCosTable)]
-
-
-def _encoding_weights(model: nn.Module) -> set[int]:
-    trained = trained_parameters(model)
-    if not trained:
-        patch, reason = get_patch(model), "This model is not patched"
-        if patch is not None:
-            reason = f"{patch.method} has no parameters"
-        able = [name for name in available_methods() if get_method(name).trainable]
-        raise PosencError(
-            f"{reason}, so train='encoding' has nothing to train. Patch the model with one of {', '.join(able)}, or "
-            "use train='full' or 'lora'."
-        )
-    return {id(parameter) for parameter in trained.values()}
 
 
 def lora_config(
@@ -159,8 +156,8 @@ def lora_config(
         The configuration for `peft.get_peft_model`, of the kind for causal language models.
 
     Raises:
-        PosencError: peft is not installed, the model has an adapter, no attention is found in it, or its patch is a
-            user-defined method, which is not registered by name.
+        PosencError: peft is not installed, no attention is found in the model, or its patch is a user-defined method,
+            which is not registered by name.
 
     Examples:
         >>> from peft import get_peft_model
@@ -177,10 +174,6 @@ def lora_config(
     from hf_posenc.patch.lora import PosencLoraConfig
 
     whole: Any = model
-    if hasattr(model, "peft_config"):
-        raise PosencError(
-            "This model has an adapter already. Merge it (merge_and_unload()), or add a copy of its configuration."
-        )
     decoder = _text_decoder(model)
     embeddings, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embeddings.weight
@@ -235,12 +228,9 @@ def lora_config(
     if absent:
         raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
     patch = patch_to_save(model)
-    try:
-        if patch is None:
-            return LoraConfig(**values)
-        return PosencLoraConfig(**values, hf_posenc=patch.to_dict())
-    except TypeError as error:
-        raise PosencError(f"peft.LoraConfig does not take these options: {error}") from error
+    if patch is None:
+        return LoraConfig(**values)
+    return PosencLoraConfig(**values, hf_posenc=patch.to_dict())
 
 
 def _attention_projections(decoder: nn.Module) -> list[nn.Module]:
@@ -254,7 +244,10 @@ def _attention_projections(decoder: nn.Module) -> list[nn.Module]:
         for attention in _text_modules(decoder)
         if _ATTENTION.search(type(attention).__name__)
         for module in _text_modules(attention)
-        if _is_linear(module) and id(module) not in excluded
+        if linear_features(module) is not None
+        # grouped layers multiply each part of the features by a matrix of its own
+        and "Grouped" not in type(module).__name__
+        and id(module) not in excluded
     ]
 
 
@@ -313,8 +306,3 @@ def _shared(decoder: nn.Module) -> set[int]:
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(id(module))
     return {module for modules in holders.values() if len(modules) > 1 for module in modules}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # grouped layers multiply each part of the features by a matrix of its own
-    return linear_features(module) is not None and "Grouped" not in type(module).__name__

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents, special_prefix
-from hf_posenc.evaluation.grid import MethodEntry, number
+from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
@@ -30,7 +30,7 @@ from hf_posenc.files import to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.model.unwrapping import is_sharded, unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training import ranks
+from hf_posenc.training.processes import gather, group_shard, without_side_effects
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -54,11 +54,6 @@ def stages_of(table: PerplexityResult) -> list[Stage]:
     return [Stage(**stage) for stage in table.source.get("stages", ())]
 
 
-def rows_of(table: PerplexityResult) -> list[tuple[Stage, MethodEntry]]:
-    """Return the rows of a table, in order: the stage and the method of each."""
-    return list(zip(stages_of(table), table.candidates, strict=True))
-
-
 def before_and_after(table: PerplexityResult) -> PerplexityResult:
     """Return the rows before the training, and the last one."""
     stages = stages_of(table)
@@ -79,9 +74,9 @@ def _select(table: PerplexityResult, labels: Collection[str]) -> PerplexityResul
 
 def _with_row(table: PerplexityResult, row: PerplexityResult) -> PerplexityResult:
     """Append a row. Rows of later steps belong to a training that this one replaces, and are removed."""
-    ((last, entry),) = rows_of(row)
-    now = (last.step, entry.method is not None)
-    labels = [e.label for stage, e in rows_of(table) if (stage.step, e.method is not None) < now]
+    earlier_rows = zip(stages_of(table), table.candidates, strict=True)
+    now = (stages_of(row)[0].step, row.candidates[0].method is not None)
+    labels = [e.label for stage, e in earlier_rows if (stage.step, e.method is not None) < now]
     earlier = _select(table, labels)
     names = ("candidates", "records", "failures")
     lists: dict[str, Any] = {n: [*getattr(earlier, n), *getattr(row, n)] for n in names}
@@ -107,7 +102,7 @@ class GroupRecords(Records):
 
     def refresh(self) -> None:
         """Exchange values with the other ranks. Call it on all ranks."""
-        for values in ranks.gather({key: self._own.get(key) for key in self._keys}):
+        for values in gather({key: self._own.get(key) for key in self._keys}):
             for key, value in values.items():
                 if value is not None:
                     super().append(key, value)
@@ -218,11 +213,11 @@ class Scores:
         precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._autocast is not None:
             precision = torch.autocast(next(model.parameters()).device.type, self._autocast)
-        with ranks.without_side_effects(model), precision:
+        with without_side_effects(model), precision:
             described = identity.describe_model(
                 None, model, self._tokenizer, self._special, self._bos
             )
-            hashes = ranks.gather(described["weights_sha256"])  # each rank may hold another shard
+            hashes = gather(described["weights_sha256"])  # each rank may hold another shard
             both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
             described["weights_sha256"] = both if sharded else hashes[0]
             if self._autocast is not None:
@@ -231,7 +226,7 @@ class Scores:
             unchanging = ("name", "revision", "tokenizer", "bos")
             state = fingerprint_of({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            table = ranks.broadcast(self._read_table())
+            table = gather(self._read_table())[0]
             stages = [] if table is None else stages_of(table)
             if table is None or stage not in stages:
                 row = self._measure_row(model, stage, described, sharded, progress)
@@ -242,7 +237,7 @@ class Scores:
             else:
                 return table
         self._kept = table
-        if self.output is not None and ranks.group_shard().index == 0:
+        if self.output is not None and group_shard().index == 0:
             values = table.to_dict()
             text = to_json({**values, "checksum": fingerprint_of(values)})
             write_atomically(self.output / FILE, text)
@@ -256,7 +251,7 @@ class Scores:
         sharded: bool,
         progress: Progress,
     ) -> PerplexityResult:
-        shard = ranks.group_shard()
+        shard = group_shard()
         together = sharded and shard.count > 1
         share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
@@ -286,7 +281,7 @@ class Scores:
         return result
 
     def _read_table(self) -> PerplexityResult | None:
-        if self.output is None or ranks.group_shard().index:
+        if self.output is None or group_shard().index:
             return self._kept
         path = self.output / FILE
         if not path.exists():
@@ -349,7 +344,7 @@ def conclusion(scores: PerplexityResult) -> str:
     parts = []
     for length in dict.fromkeys((lengths[-1], short)):
         numbers = []
-        for stage, row in rows_of(shown):
+        for stage, row in zip(stages_of(shown), shown.candidates, strict=True):
             cell = shown.cell(row.label, protocol, length or 0)
             name = _after(stage.step) or ("unpatched" if row.method is None else "patched")
             numbers.append(f"{number(None if cell is None else cell.perplexity)} {name}")

@@ -15,9 +15,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
-from hf_posenc.training import TrainingLog
-from hf_posenc.training.run import options
-from hf_posenc.training.run.result import print_next
+from hf_posenc.training import TrainingLog, options
+from hf_posenc.training.result import print_next
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]

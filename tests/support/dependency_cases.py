@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
-from hf_posenc.training.batches.collator import DRAWS, PositionCollator
-from hf_posenc.training.names import PROMPTED
+from hf_posenc.training.collator import DRAWS, PositionCollator
+from hf_posenc.training.options import PROMPTED
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.zoo_registry import quiet

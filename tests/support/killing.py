@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.training import PositionCollator, distill, unpatched_teacher
-from hf_posenc.training.folder import TrainingFolder, settings_of
+from hf_posenc.training.checkpoints import TrainingFolder, settings_of
 from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.run.model import partition_weights
+from hf_posenc.training.processes import partition_weights
 from tests.support.file_operations import Moment, count_operations
 from tests.support.fsdp_on_cpu import allow
 from tests.support.processes import start

@@ -11,8 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.training.callbacks import PerplexityCallback
-from hf_posenc.training.ranks import group_shard, leave_group
-from hf_posenc.training.run.model import partition_weights, whole_weights
+from hf_posenc.training.processes import group_shard, leave_group, partition_weights, whole_weights
 from tests.training.test_training_scoring import blocks, make_scores, patched_model
 
 STEPS = 4

@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or not there; whose run a folder holds; where it continues."""
+"""Checkpoints and results that are complete or absent, whose run a folder holds, and where it resumes."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,27 @@ import pytest
 from transformers import TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
-from hf_posenc.training import folder as folder_module
+from hf_posenc.files import write_atomically
+from hf_posenc.training import checkpoints as folder_module
 from hf_posenc.training.checkpoints import (
     MANIFEST,
+    SETTINGS,
     SafeCheckpoints,
+    TrainingFolder,
     checkpoints,
     clear_partial,
     complete_checkpoints,
+    differences,
     discard,
     last_complete_checkpoint,
     mark_complete,
-    rotate,
-)
-from hf_posenc.training.folder import (
-    SETTINGS,
-    TrainingFolder,
-    differences,
     resume_point,
+    rotate,
+    save_result,
     settings_of,
 )
+from tests.support.file_operations import Moment
+from tests.support.killing import launch
 from tests.support.processes import running
 
 LR = {"arguments": {"learning_rate": 1e-3, "seed": 1}, "patch": {"method": "yarn"}}
@@ -60,13 +62,6 @@ def test_the_newest_whole_one_is_chosen_by_step_and_the_partial_one_goes(tmp_pat
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
     assert (tmp_path / "checkpoint-final").exists()
     assert last_complete_checkpoint(tmp_path / "nothing") is None
-
-
-def test_the_manifest_lists_every_file_and_is_written_last(tmp_path: Path) -> None:
-    path = make(tmp_path, 3)
-    found = json.loads((path / MANIFEST).read_text())
-    sizes = {"global_step/shard_0.pt": 9, "model.safetensors": 21, "trainer_state.json": 2}
-    assert found["files"] == sizes
 
 
 def test_a_whole_one_that_lost_a_file_since_is_an_error_and_never_removed(tmp_path: Path) -> None:
@@ -255,3 +250,58 @@ def test_one_folder_holds_no_search_over_hyperparameters(tmp_path: Path) -> None
     SafeCheckpoints().on_train_begin(arguments, TrainerState())
     with pytest.raises(PosencError, match="writes one per trial"):
         SafeCheckpoints().on_train_begin(arguments, TrainerState(is_hyper_param_search=True))
+
+
+# The final save: the old result or the new one, never a mixture that loads.
+
+
+NAMES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def _result(folder: Path, moment: Moment | None, *, text: str = "new") -> None:
+    def write(path: str) -> None:
+        for name in NAMES:
+            (Path(path) / name).write_text(text)
+
+    save_result(folder, write)
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_final_save_never_leaves_a_mixture_that_loads(tmp_path: Path) -> None:
+    assert launch(tmp_path / "whole", work=_result, log=tmp_path / "operations") == [0]
+    count = len((tmp_path / "operations").read_text().splitlines())
+    seen = set()
+    for operation in range(1, count + 1):
+        folder = tmp_path / str(operation)
+        folder.mkdir()
+        (folder / "config.json").write_text("old")
+        for shard in (1, 2):
+            (folder / f"model-0000{shard}-of-00002.safetensors").write_text("old")
+        (folder / "model.safetensors.index.json").write_text("old")
+        assert launch(folder, Moment(operation), work=_result) == [-signal.SIGKILL]
+        texts = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+        if "config.json" in texts:
+            assert len(set(texts.values())) == 1, (operation, texts)
+            assert len(texts) == (4 if texts["config.json"] == "old" else 3)
+        seen.add(texts.get("config.json"))
+        if operation % 5 == 0:
+            _result(folder, None)
+            assert sorted(path.name for path in folder.iterdir()) == [*NAMES]
+    assert seen == {"old", None, "new"}
+
+
+def test_a_final_save_that_fails_leaves_the_old_result_and_says_so(tmp_path: Path) -> None:
+    _result(tmp_path, None, text="old")
+
+    def full(path: str) -> None:
+        (Path(path) / "config.json").write_text("new")
+        raise OSError(28, "No space left on device")
+
+    def of_ours(path: str) -> None:
+        write_atomically(Path(path) / "nothing" / "card.md", "new")
+
+    for write, reason in ((full, "No space left"), (of_ours, "card.md cannot be written")):
+        message = f"could not be saved.*{reason}.*make room and run the same command"
+        with pytest.raises(PosencError, match=message):
+            save_result(tmp_path, write)
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"old"}

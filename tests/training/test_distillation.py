@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hf_posenc import PosencError, get_patch, patch_model
 from hf_posenc.training import PositionCollator, choose_parameters, distill, unpatched_teacher
-from hf_posenc.training.names import Trained
+from hf_posenc.training.options import Trained
 from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo
 from tests.support.selection import late
-from tests.training.chunked_loss.test_chunked_loss import assert_same, trained
+from tests.training.test_chunked_loss import assert_same, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -93,9 +93,9 @@ def defined(model: Any, batch: dict[str, Any], teaches: bool, items: int | None)
         (True, "packed", "rerope", "full", False),
         (True, "endprompt", "kerple_log", "encoding", True),
         *late(
-            [False], ["random", "random_float", "cream"], ["yarn"], ["full"], [False]
+            [False], ["random", "cream"], ["yarn"], ["full"], [False]
         ),
-        *late([True], ["contiguous", "random_float"], ["yarn"], ["full", "lora"], [True]),
+        *late([True], ["contiguous", "random"], ["yarn"], ["full", "lora"], [True]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("items", [None, *late([ITEMS])])
@@ -171,7 +171,7 @@ def test_what_cannot_be_distilled_is_one_line(given: dict[str, Any], message: st
 
 
 def test_a_model_without_a_loss_in_chunks_is_refused() -> None:
-    from tests.training.chunked_loss.test_chunked_loss_fallback import PositionBias
+    from tests.training.test_chunked_loss_training import PositionBias
 
     model: Any = PositionBias(zoo.tiny_config("llama"))
     with pytest.raises(PosencError, match="PositionBias cannot be computed in chunks"):

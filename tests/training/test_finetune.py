@@ -15,13 +15,10 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import PosencError, from_pretrained, get_patch
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training import TrainingLog
-from hf_posenc.training.batches.blocks import Blocks
-from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.run import main
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.model import apply_patch, resolve_lengths
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training import TrainingLog, result
+from hf_posenc.training.__main__ import main
+from hf_posenc.training.collator import PositionCollator
+from hf_posenc.training.train import apply_patch, finetune, parse_arguments, resolve_lengths
 from tests.support.selection import late
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
@@ -65,9 +62,15 @@ def losses(output: Path) -> list[float]:
 def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     tmp_path: Path,
     texts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = run(tmp_path, texts)
+    pushed = list[Any]()
+    monkeypatch.setattr(result, "create_repository", lambda _: "me/it")
+    monkeypatch.setattr(result, "push", lambda *given: pushed.append(given[:2]))
+    output = run(tmp_path, texts, "--push_to_hub")  # which the Trainer itself does not do
+    assert pushed == [(output, "me/it")]
+    assert '.from_pretrained("me/it")' in (output / "README.md").read_text(encoding="utf-8")
     shown = capsys.readouterr().out
     assert "'train_loss'" in shown
     assert "after 2 steps" in shown
@@ -87,9 +90,7 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     assert any(not torch.equal(a, b) for a, b in pairs), "it has learned something"
 
 
-@pytest.mark.parametrize(
-    "positions", ["endprompt", *late(["pose", "packed", "random", "random_float", "cream"])]
-)
+@pytest.mark.parametrize("positions", ["endprompt", *late(["pose", "packed", "random", "cream"])])
 def test_every_way_of_giving_positions_trains(
     tmp_path: Path, texts: dict[str, Path], positions: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +211,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no patch": (("--model", str(model_path())), "carries no patch: give --patch"),
     "no length": (("--patch", "none"), "give --target_length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
+    "nothing to train": (("--patch", "truncation"), "truncation"),
     "an option of another program": (("--batch-size", "3"), "Did you mean --per_device_train_batch_size"),
     "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option. A model is given as --model"),
     "a column of a text": (("--text", __file__, "--column", "body"), "nothing here would use it"),
@@ -217,15 +219,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
-    "a curriculum of whole blocks": (("--curriculum", "1,2"), "positions that are drawn .*not positions='contiguous'"),
-    "a curriculum that falls": ((*RANDOM, "2,1"), r"rising lengths in tokens, not \[512, 256\]"),
     "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
     "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
     "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
-    "a curriculum beyond the target": (
-        (*RANDOM, "1,2,4,8"),
-        "ends at 2,048 tokens, beyond target_length=1,024: end it there, or give a longer one",
-    ),
     "a prompt for other positions": (("--terminal_prompt", "Now:"), "for --positions endprompt or endprompt_random"),
     "a prompt of no tokens": (
         ("--positions", "endprompt", "--terminal_prompt", ""),
@@ -280,8 +276,8 @@ def test_what_is_scored_is_held_out_of_the_texts(
     finetune(parse_arguments([*given, "--text", *paths]))
     assert f"Held out to be scored: {paths[1]}\n" in capsys.readouterr().out
     assert f"without what was scored ({NAMES[1]}.txt)" in (tmp_path / "run/README.md").read_text()
-    blocks = Blocks.read(next((tmp_path / "run/blocks").glob("*/")))
-    assert blocks.counts.documents == len(paths) - 1
+    (counts,) = tmp_path.glob("run/blocks/*/blocks.json")
+    assert json.loads(counts.read_text())["documents"] == len(paths) - 1
     scores = json.loads((tmp_path / "run/scores/perplexity.json").read_text())
     assert [document["name"] for document in scores["documents"]] == [paths[1]]
 
@@ -311,7 +307,7 @@ def test_an_interruption_is_one_line(
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_posenc.training.run.train.finetune", interrupted)
+    monkeypatch.setattr("hf_posenc.training.train.finetune", interrupted)
     monkeypatch.setattr("sys.argv", ["finetune.py", "--use_cpu"])
     with pytest.raises(SystemExit) as raised:
         main()
@@ -365,7 +361,7 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         assert (data.text, arguments.report_to) == ([str(tmp_path / "text")], [])
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
     wrong["no_score: true"] = "no_score, which is no option"
-    wrong["score_lengths: [64, 4x]"] = "sets score_lengths: .*'4x' is no length"
+    wrong["score_lengths: [64, 4x]"] = "recipe.yaml: argument --score_lengths.*'4x' is no length"
     for content, message in wrong.items():
         with pytest.raises(PosencError, match=message):
             parsed(content)

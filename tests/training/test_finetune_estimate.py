@@ -19,11 +19,9 @@ from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
 from hf_posenc.evaluation.scoring.estimate import read_shape, run_cost
 from hf_posenc.training import choose_parameters, chunk_loss, prepare_blocks
 from hf_posenc.training.chunked_loss import default_chunk
-from hf_posenc.training.names import Trained
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.estimate import Step, step_cost
-from hf_posenc.training.run.model import resolve_lengths
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training.estimate import Step, step_cost
+from hf_posenc.training.options import Trained
+from hf_posenc.training.train import finetune, parse_arguments, resolve_lengths
 from tests.support import zoo
 from tests.support.live_bytes import LiveBytes
 from tests.support.selection import late

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from hf_posenc import from_pretrained, get_patch
@@ -25,11 +23,10 @@ from hf_posenc.training import (
     last_complete_checkpoint,
     prepare_blocks,
 )
-from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
-from hf_posenc.training.run.model import apply_patch, resolve_lengths
+from hf_posenc.training.collator import DRAWS
+from hf_posenc.training.train import apply_patch, resolve_lengths
 from scripts import finetune_loop
-from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -142,28 +139,6 @@ def test_the_losses_are_those_of_the_trainer(
     assert get_patch(from_pretrained(tmp_path / "loop")) is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("patch", ["rerope:window=16", "dynamic_yarn", "kerple_log"])
-def test_mixed_precision_gives_the_result_of_the_trainer(
-    patch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A band, moving frequencies and a bias. On a CPU, accelerate computes in float32 if fp16 is requested."""
-    model = tiny_checkpoint(tmp_path / "model")  # no dropout, under which no fused path computes
-    (model / "text.txt").write_text(prose(33 * 128))
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    own: dict[str, Any] = {"patch": patch, "target_length": 128, "gradient_accumulation_steps": 1}
-    losses = losses_of_loop(monkeypatch, command(model, tmp_path / "loop", **own))
-    own |= {"bf16": True, "optim": "adamw_torch"}
-    expected = losses_of_trainer(model, tmp_path / "trainer", "contiguous", "full", **own)
-    assert losses == pytest.approx(expected, rel=2e-6)
-    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 3.8 at least
-    files = (tmp_path / name / "model.safetensors" for name in ("loop", "trainer"))
-    ours, theirs = map(load_file, files)
-    assert {*ours} == {*theirs}
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6)
-
-
 def test_killed_between_checkpoints_it_goes_on_bit_for_bit(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,8 +209,3 @@ def test_two_processes_report_what_one_does(
 
 def test_it_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "scripts" / "finetune_loop.py").read_text().splitlines()) <= 105
-
-
-def test_truncation_is_nothing_to_train() -> None:
-    with pytest.raises(PosencError, match="truncation"):
-        apply_patch(zoo.build("llama"), "truncation")

@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 
 from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
-from hf_posenc.training.run.arguments import parse_arguments
-from hf_posenc.training.run.train import finetune
+from hf_posenc.training.train import finetune, parse_arguments
 from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
 from hf_posenc.engines import ENGINES, export_source
@@ -20,14 +20,22 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.log import FILE as LOG
-from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.result import CARD, PLOT, write_card
-from hf_posenc.training.run.arguments import command_line
-from hf_posenc.training.run.result import Hub, print_report
+from hf_posenc.training.result import (
+    CARD,
+    LOG,
+    PLOT,
+    TrainingLog,
+    create_repository,
+    print_report,
+    published,
+    push,
+    shown_name,
+    write_card,
+)
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import conclusion, score
+from hf_posenc.training.train import command_line
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -212,25 +220,29 @@ def test_a_folders_name_goes_without_the_way_to_it(tmp_path: Path) -> None:
     assert {name: shown_name(name) for name in names} == names
 
 
-def push(hub: FakeHub, folder: Path, **options: Any) -> str:
-    given: dict[str, Any] = {"token": TOKEN, "endpoint": hub.endpoint, **options}
-    return Hub("it", **given).push(folder)
-
-
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets this test talk to the hub that it started on this machine."""
+def pushed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pushes to the hub that a test started on this machine."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
+    def push_to(hub: FakeHub, folder: Path, **options: Any) -> str:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+        given = {"hub_token": TOKEN, **{f"hub_{name}": each for name, each in options.items()}}
+        arguments = TrainingArguments(str(folder), hub_model_id="it", use_cpu=True, **given)
+        return push(folder, create_repository(arguments), arguments)
 
-@pytest.mark.usefixtures("online")
-def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
+    return push_to
+
+
+def test_the_result_is_pushed_and_nothing_else(made: Made, pushed: Any) -> None:
     folder = made[0]
     (folder / "checkpoint-4").mkdir()
     (folder / "checkpoint-4" / "model.safetensors").write_bytes(b"old")
     torch.save({"hub_token": TOKEN}, folder / "training_args.bin")
     with FakeHub() as hub:
-        assert push(hub, folder, private=True).endswith("/me/it/commit/" + "1".rjust(40, "0"))
+        assert pushed(hub, folder, private_repo=True).endswith(
+            "/me/it/commit/" + "1".rjust(40, "0")
+        )
         private = {"checkpoint-4", "training_args.bin"}
         expected = {path.name: path for path in folder.iterdir() if path.name not in private}
         saved = {"model.safetensors", "tokenizer.json"}
@@ -239,30 +251,20 @@ def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
         asked = hub.created[0]  # older versions of huggingface_hub say `private`
         assert asked.get("visibility") == "private" or asked.get("private") is True
         assert "POST /api/validate-yaml" in hub.requests
-        push(hub, folder, revision="dev")
+        pushed(hub, folder, revision="dev")
         assert any("/branch/dev" in request for request in hub.requests)
         assert any("/commit/dev" in request for request in hub.requests)
         with pytest.raises(PosencError, match="hf auth login"):
-            push(hub, folder, token="wrong")
+            pushed(hub, folder, token="wrong")
         assert len(hub.commits) == 2
 
 
-@pytest.mark.usefixtures("online")
-def test_a_hub_that_fails_is_said_in_one_line(made: Made) -> None:
+def test_a_hub_that_fails_is_said_in_one_line(made: Made, pushed: Any) -> None:
     with FakeHub(fails=("/commit/",)) as hub:
         with pytest.raises(PosencError, match="is complete in") as error:
-            push(hub, made[0])
+            pushed(hub, made[0])
         assert "\n" not in str(error.value)
         assert not hub.commits
-
-
-def test_the_trainer_does_not_push(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"output_dir": str(tmp_path / "out"), "use_cpu": True}
-    assert Hub.taken_from(TrainingArguments(**options)) is None
-    options["push_to_hub"] = True
-    asked = TrainingArguments(**options, hub_token="t", hub_private_repo=True, hub_revision="dev")
-    assert Hub.taken_from(asked) == Hub("out", "t", True, "dev")
-    Trainer(model=tiny_model(), args=asked)  # would ask the hub for a repository
 
 
 PROGRAMS = {1: "hf-posenc finetune", 2: "accelerate launch -m hf_posenc.training"}

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import PosencError, patch_model
 from hf_posenc.evaluation.loading import load_model
 from hf_posenc.methods import KerpleLog, YaRN
-from hf_posenc.training.run.model import loading_dtype, partition_weights, whole_weights
+from hf_posenc.training.processes import loading_dtype, partition_weights, whole_weights
 from tests.support.peak_memory import anonymous_memory
 
 SWITCH = "FSDP_CPU_RAM_EFFICIENT_LOADING"

@@ -1,7 +1,8 @@
-"""Trainer, PEFT and TRL's SFTTrainer each train a patched model, which stays patched, is saved and comes back."""
+"""Trainer, PEFT and TRL each train a patched model, which stays patched, is saved and comes back; docs/trainers.md."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,22 +115,6 @@ def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kerple", "yarn"])
-def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
-    """A LoRA of PEFT's own makes trains a patched model too; the patch goes along with the merged weights."""
-    model = patched(base, name)
-    before = loss_of(model, ids)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
-    rows = data(ids, labels=ids.tolist())
-    Trainer(wrapped, settings(tmp_path), train_dataset=rows).train()
-    merged = wrapped.eval().merge_and_unload()
-    assert loss_of(merged, ids) < before - 0.5  # of ten seeds, the least is 1.49
-    merged.save_pretrained(tmp_path / "merged")
-    loaded = from_pretrained(tmp_path / "merged").eval()
-    assert torch.equal(zoo.logits(loaded, ids), zoo.logits(merged, ids))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("train", ["lora", "encoding"])
 def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, train: Any) -> None:
     """Also of what the method trains, which lies in the adapter or among the weights."""
@@ -164,3 +149,47 @@ def test_sft_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str, train: 
     )
     loaded = check(trainer, before, ids, base, tmp_path)
     assert isinstance(loaded, peft.PeftModel) == (train == "lora")
+
+
+# docs/trainers.md: its lines for TRL run, on shorter texts, and its callback patches a model in time.
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.mark.slow
+def test_the_lines_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(BLOCKS[0].replace("max_length=512", "max_length=64"), names)
+    assert "rerope" in capsys.readouterr().out
+    assert names["trainer"].state.global_step == 2
+    exec(BLOCKS[1], names)
+    trainer = names["SFTTrainer"](
+        model=from_pretrained(model_path()),
+        args=names["SFTConfig"]("hooked", use_cpu=True, bf16=False, **names["settings"]),
+        train_dataset=names["trainer"].train_dataset,
+        processing_class=names["trainer"].processing_class,
+        callbacks=[names["Patch"]()],
+    )
+    assert trainer.optimizer is None
+    trainer.train()
+    trainer.save_model("hooked/final")
+    found = get_patch(from_pretrained("hooked/final"))
+    assert found is not None
+    assert "yarn" in str(found)
+
+
+def test_the_version_of_trl_is_the_pinned_one() -> None:
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^trl==(.*)$", constraints, re.MULTILINE)
+    assert f"(TRL {version})" in PAGE

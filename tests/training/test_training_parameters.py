@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import PosencError, get_method, get_patch, patch_model
 from hf_posenc.model.parameters import trained_parameters
-from hf_posenc.training.names import Trained
+from hf_posenc.training.options import Trained
 from hf_posenc.training.parameters import choose_parameters, lora_config, short_names
 from tests.support import zoo
 from tests.support.selection import late, quick

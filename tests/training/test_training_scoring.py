@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
-from hf_posenc import from_pretrained, patch_model
+from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import PositionInterpolation
 from hf_posenc.patch.config import parse_method
 from hf_posenc.training.callbacks import PerplexityCallback
 from hf_posenc.training.chunked_loss import chunk_loss
@@ -111,16 +109,6 @@ def test_a_method_that_follows_the_text_is_read_anew_at_every_length(method: str
     assert records(result, 0) == records(measured(tiny_model(), methods=[method]), 0)
 
 
-def test_a_method_of_ones_own_is_scored() -> None:
-    @dataclass(frozen=True)
-    class Mine(PositionInterpolation):
-        name: ClassVar[str] = "mine"
-
-    model = patch_model(tiny_model(), Mine(scale=2.0))
-    result = score(model, byte_tokenizer(), HELD_OUT, lengths=LENGTHS)
-    assert result.candidates[0].label == "mine (scale 2), before"
-
-
 def test_training_adds_rows_and_numbers_to_the_log(tmp_path: Path) -> None:
     scores, model = make_scores(tmp_path), tiny_model()
     scores.measure(model)
@@ -149,14 +137,6 @@ def test_training_adds_rows_and_numbers_to_the_log(tmp_path: Path) -> None:
     assert stored.to_dict() == result.to_dict()
     labels = [entry.label for entry in before_and_after(result).candidates]
     assert labels == [result.candidates[row].label for row in (0, 1, 3)]
-
-
-def test_after_is_what_the_saved_model_measures(tmp_path: Path) -> None:
-    model = patched_model()
-    make_trainer(model, tmp_path).train()
-    after = make_scores().measure(model, STEPS)
-    model.save_pretrained(tmp_path / "saved")
-    assert records(after, 0) == records(measured(from_pretrained(tmp_path / "saved")), 0)
 
 
 START = {"eval_on_start": True, "gradient_accumulation_steps": 2}

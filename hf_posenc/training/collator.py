@@ -1,8 +1,7 @@
 """Batches for all kinds of positions, and positions that reach a long context from short examples.
 
 Each draw takes the number of tokens n, the target length L and a random generator, and returns n rising positions
-within 0 .. L - 1, shape (n,): whole numbers, or float32 of any value. Those of a terminal prompt also take its number
-of tokens k, the last k of the n.
+within 0 .. L - 1, shape (n,). Those of a terminal prompt also take its number of tokens k, the last k of the n.
 
 Without an attention mask, transformers reads document boundaries from `position_ids`: every step other than 1 between
 two neighbours begins a new document, and attention does not cross it (`masking_utils.find_packed_sequence_indices`).
@@ -21,12 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.lengths import read_length
-from hf_posenc.training.names import POSITIONS, PROMPTED
+from hf_posenc.training.options import POSITIONS, PROMPTED
 
 Numbers = NDArray[np.int64]
 Draw = Callable[..., NDArray[Any]]
@@ -60,15 +60,6 @@ def randomized(length: int, target: int, random: np.random.Generator) -> Numbers
     """Randomized positions (Ruoss et al. 2023, arXiv 2305.16843, section 3): n of L without repetition, in order."""
     chosen = random.choice(target, size=length, replace=False, shuffle=False)
     return np.sort(chosen).astype(np.int64)
-
-
-def random_floats(length: int, target: int, random: np.random.Generator) -> NDArray[np.float32]:
-    """Random Float Sampling (Shimizu et al. 2026, arXiv 2602.14050): n real positions, uniform in 0 .. L - 1, in order.
-
-    float32, as transformers' rotary modules compute: 2e-3 apart at 32,768 tokens. The paper samples positions
-    at inference too; here a trained model is measured and served at whole ones.
-    """
-    return np.sort(random.uniform(0, target - 1, length)).astype(np.float32)
 
 
 def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
@@ -115,7 +106,6 @@ def endprompt_random(
 DRAWS: dict[str, Draw] = {
     "pose": pose,
     "random": randomized,
-    "random_float": random_floats,
     "cream": cream,
     "endprompt": endprompt,
     "endprompt_random": endprompt_random,
@@ -141,8 +131,8 @@ class PositionCollator(TrainerCallback):
 
     Args:
         positions: `"contiguous"`: 0 .. n - 1. `"packed"`: an example holds several documents, which begin at 0 each
-            and do not attend to each other. `"pose"`, `"random"`, `"random_float"`, `"cream"`, `"endprompt"`,
-            `"endprompt_random"`: the draws of `DRAWS`.
+            and do not attend to each other. `"pose"`, `"random"`, `"cream"`, `"endprompt"`, `"endprompt_random"`:
+            the draws of `DRAWS`.
         target_length: The long context that drawn positions reach, in tokens, also as `"32k"`; unused by the other two.
             By default the last length of the curriculum.
         curriculum: Rising lengths in tokens, up to the long context (Randomized YaRN, arXiv 2606.23687).
@@ -249,8 +239,7 @@ class PositionCollator(TrainerCallback):
 
     def _stage_of(self, step: int, steps: int) -> int:
         """Return the index in the curriculum: k lengths have equal shares of the steps, up to rounding."""
-        last = max(len(self.curriculum) - 1, 0)
-        return min(step * len(self.curriculum) // max(steps, 1), last)
+        return min(step * len(self.curriculum) // max(steps, 1), len(self.curriculum) - 1)
 
     def _of_stage(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         positions = batch.get("position_ids")
@@ -352,6 +341,5 @@ def _numbers(values: Any) -> Numbers:
 
 def _stack(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:
     """Return rows of different lengths as one tensor (b, n), padded with `fill`."""
-    longest = max(map(len, rows))
-    padded = [np.pad(row, (0, longest - len(row)), constant_values=fill) for row in rows]
-    return torch.from_numpy(np.stack(padded))
+    tensors = [torch.from_numpy(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill)

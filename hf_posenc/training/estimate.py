@@ -34,11 +34,11 @@ from hf_posenc.evaluation.scoring.estimate import (
     score_matrix,
 )
 from hf_posenc.model.weights import free_memory
-from hf_posenc.training.batches.blocks import Counts
+from hf_posenc.training.blocks import Counts
 from hf_posenc.training.chunked_loss import default_chunk
-from hf_posenc.training.names import Trained
-from hf_posenc.training.run.model import choose, will_be_sharded
-from hf_posenc.training.run.options import PatchArguments
+from hf_posenc.training.options import PatchArguments, Trained
+from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.processes import will_be_sharded
 
 STATES, WIDE = 8, 4
 """Tensors of the hidden size, and of the width of the widest projection, that a layer keeps for its backward."""
@@ -127,7 +127,7 @@ def print_cost(
     batch, forwards = arguments.train_batch_size, arguments.gradient_accumulation_steps
     step = step_cost(
         shape,
-        [*choose(choice, model).parameters()],
+        [*choose_parameters(model, choice.train, lora_rank=choice.lora_rank).parameters()],
         tokens=block,
         chunk=default_chunk(model) if chunk is None else chunk or batch * block,
         batch=batch,
@@ -149,10 +149,9 @@ def print_cost(
     parts = (f"{name} {value / GIB:.2g}" for name, value in vars(step).items() if name != "flops")
     free = free_memory(arguments.device)
     have = "" if free is None else f"; {free / GIB:,.1f} GiB are free on {arguments.device}"
-    read, epochs = counts.tokens + counts.unused, steps * examples / counts.blocks
     if arguments.process_index == 0:
         print(f"""\
-texts:  {read:,} tokens, {epochs:.2g} epochs
+texts:  {counts.tokens + counts.unused:,} tokens, {steps * examples / counts.blocks:.2g} epochs
 steps:  {steps:,} of {examples * block:,} tokens ({examples:,} blocks): {steps * examples * block:,} tokens
 memory: about {step.total / GIB:.3g} GiB for each process ({", ".join(parts)}){have}
 time:   about {time}, without scores: {step.flops:.3g} operations a step, {source}

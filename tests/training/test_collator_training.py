@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_posenc.training.batches.collator import PositionCollator
+from hf_posenc.training.collator import PositionCollator
 from tests.support.killing import in_two_processes
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY
@@ -86,18 +84,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Pa
     return made
 
 
-def test_epochs_give_an_example_other_positions(whole: Any) -> None:
-    seen = whole(False)[1]
-    assert len(seen) == EPOCHS * STEPS
-    epochs = [
-        {tuple(ids): positions for batch in part for ids, positions in batch}
-        for part in (seen[:STEPS], seen[STEPS:])
-    ]
-    assert len(epochs[0]) == EXAMPLES
-    assert epochs[0].keys() == epochs[1].keys()
-    assert all(epochs[0][ids] != epochs[1][ids] for ids in epochs[0])
-
-
 @pytest.mark.parametrize(
     ("curriculum", "step", "workers"),
     [(False, STEPS, 2), (True, 4, 2), *late([False, True], [2], [0]), *late([False, True], [STEPS + 2], [2])],
@@ -136,31 +122,6 @@ def test_a_curriculum_counts_steps_not_batches(tmp_path: Path) -> None:
     assert reached[:4] == [7] * 4
     assert all(7 < end < 16 for end in reached[4:8])
     assert all(16 <= end < 64 for end in reached[8:])
-
-
-@pytest.mark.parametrize("skipped", [0, 2])
-def test_two_processes_share_the_batches_of_one(skipped: int) -> None:
-    """By accelerate's own sharding, with and without batches that a resumed run skips."""
-    from accelerate.data_loader import prepare_data_loader, skip_first_batches
-
-    def batches(processes: int) -> list[Batch]:
-        shards = []
-        for index in range(processes):
-            made = collator()
-            loader: Any = DataLoader(data(), BATCH * 2 // processes, collate_fn=made)
-            place: Any = {"num_processes": processes, "process_index": index}
-            loader = prepare_data_loader(loader, **place, dispatch_batches=False)
-            made.set_epoch(1)
-            loader = itertools.islice(skip_first_batches(loader, skipped), STEPS // 2 - skipped)
-            shards.append([rows_of(batch) for batch in loader])
-        return [
-            [row for part in step for row in part]  # what all processes see in a step
-            for step in zip(*shards, strict=True)
-        ]
-
-    alone = batches(1)
-    assert len(alone) == EXAMPLES // (BATCH * 2) - skipped
-    assert batches(2) == alone
 
 
 def _in_one_of_two(folder: Path, curriculum: bool) -> None:

@@ -1,13 +1,15 @@
-"""Training data: which tokens stand in which block, what bad input says, and what is left after an interruption."""
+"""Training data: the tokens of each block, bad input, the cache after an interruption, and held-out documents."""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,19 +20,24 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
+    LongDocument,
+    Skipped,
     TokenizedDocument,
     read_dataset,
     read_paths,
 )
-from hf_posenc.training.batches.blocks import (
+from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.training.blocks import (
     STANDARD_LIBRARY,
     Blocks,
     Cutter,
+    candidates,
     prepare_blocks,
     read_standard_library,
+    without,
 )
-from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.names import POSITIONS
+from hf_posenc.training.options import POSITIONS
+from tests.support.processes import PATIENCE, running, start
 from tests.support.tiny_text import byte_tokenizer, prose
 
 datasets: Any = pytest.importorskip("datasets")
@@ -158,26 +165,6 @@ def test_reading_stops_at_the_limit() -> None:
     assert (blocks.counts.documents, blocks.counts.skipped) == (2, 1)
 
 
-def test_rows_go_through_the_collator_and_the_trainer(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    from tests.support.zoo import build
-
-    blocks = prepare_blocks(documents(30, 5, 80), tokenizer(), length=16, positions="packed")
-    assert all(isinstance(blocks.dataset[0][name], np.ndarray) for name in blocks.dataset[0])
-
-    def train(**options: Any) -> float:
-        made, model = PositionCollator("packed"), build("llama", vocab_size=257)
-        fixed: Any = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-        arguments = TrainingArguments(str(tmp_path), report_to=[], **fixed, **options)
-        trainer = Trainer(model, arguments, made, blocks.dataset, callbacks=[made])
-        return float(trainer.train().training_loss)
-
-    assert 0 < train(remove_unused_columns=False) < 100
-    with pytest.raises(PosencError, match="remove_unused_columns=False"):
-        train()
-
-
 # Bad input
 
 
@@ -250,3 +237,199 @@ def test_the_standard_library_is_read_without_what_is_held_out() -> None:
     assert not {Path(name).parts[0].removesuffix(".py") for name in names} & {*HELD_OUT}
     assert not [name for name in names if "test" in Path(name).parts]
     assert json.loads(json.dumps(STANDARD_LIBRARY)) == STANDARD_LIBRARY
+
+
+# Training data on disk: found again, read by one process for all, whole after any interruption.
+
+
+def unread() -> Iterator[Entry]:
+    pytest.fail("the documents were read again")
+    yield
+
+
+def cached(folder: Path, entries: Iterable[Entry], **options: Any) -> Blocks:
+    settings: dict[str, Any] = {"length": 10, "source": SOURCE, **options}
+    return prepare_blocks(entries, byte_tokenizer(), cache=folder / "cache", **settings)
+
+
+@pytest.mark.parametrize("positions", ["contiguous", "packed"])
+def test_a_cache_gives_what_reading_gives(tmp_path: Path, positions: str) -> None:
+    entries = documents(25, 7, 40)
+    fresh = prepare_blocks(entries, byte_tokenizer(), length=10, positions=positions)
+    first = cached(tmp_path, entries, positions=positions)
+    again = cached(tmp_path, unread(), positions=positions)
+    for other in (first, again):
+        assert other.counts == fresh.counts
+        assert rows_of(other) == rows_of(fresh)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"length": 11},
+        {"positions": "packed"},
+        {"limit": 1},
+        {"source": {"kind": "other"}},
+    ],
+)
+def test_other_settings_are_other_blocks(tmp_path: Path, other: dict[str, Any]) -> None:
+    cached(tmp_path, documents(25))
+    cached(tmp_path, documents(25), **other)
+    assert len(list((tmp_path / "cache").glob("*/"))) == 2
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
+    text = tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    hashes = []
+    for number in range(3):
+        if number != 1:
+            text.write_text(prose(30 + number, seed=number))
+        for path in (str(text), str(text.parent), str(text.parent / "*.txt")):
+            source = {"kind": "text", "paths": [path]}
+            entries = unread() if number == 1 else read_paths([path])
+            hashes.append(cached(tmp_path, entries, source=source).counts.sha256)
+    assert hashes[:3] == hashes[3:6]
+    assert not set(hashes[:3]) & set(hashes[6:])
+
+
+def test_the_hash_is_of_tokens_and_of_boundaries() -> None:
+    def of(*sizes: int) -> str:
+        ids = torch.arange(20).split(sizes)
+        whole = [TokenizedDocument(str(i), part, None, None) for i, part in enumerate(ids)]
+        blocks = prepare_blocks(whole, byte_tokenizer(), length=10, positions="packed")
+        assert rows_of(blocks) == [list(range(10)), list(range(10, 20))]
+        return blocks.counts.sha256
+
+    assert of(5, 15) == of(5, 15)
+    assert of(5, 15) != of(6, 14)
+
+
+def test_a_reader_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def failing() -> Iterator[Entry]:
+        yield from documents(25)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path, failing())
+    assert not list(tmp_path.rglob("*.arrow"))
+    assert len(cached(tmp_path, documents(25, 25))) == 4
+
+
+def _slow(folder: Path, begun: Path) -> None:
+    def entries() -> Iterator[Entry]:
+        yield from documents(*[20] * 200)
+        begun.touch()
+        time.sleep(60)
+
+    cached(folder, entries())
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_that_is_taken_for_complete(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with running(_slow, tmp_path, begun) as process:
+        while process.is_alive() and not begun.exists():
+            time.sleep(0.01)
+    assert [path.name for path in tmp_path.rglob("*.incomplete")] == ["0.0.0.incomplete"]
+    assert len(cached(tmp_path, documents(25, 25))) == 4
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def _rank(folder: Path, rank: int) -> None:
+    def entries() -> Iterator[Entry]:
+        (folder / f"read-{rank}").touch()
+        for entry in documents(25, 40):
+            time.sleep(0.2)
+            yield entry
+
+    blocks = cached(folder, entries())
+    (folder / f"hash-{rank}").write_text(blocks.counts.sha256)
+
+
+@pytest.mark.slow
+def test_of_several_processes_one_reads_and_all_have_the_same(tmp_path: Path) -> None:
+    ranks = [start(_rank, tmp_path, rank) for rank in range(3)]
+    for process in ranks:
+        process.join(PATIENCE)
+    assert len(list(tmp_path.glob("read-*"))) == 1
+    hashes = [path.read_text() for path in tmp_path.glob("hash-*")]
+    assert len(hashes) == 3
+    assert len(set(hashes)) == 1
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: bool
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Cutter, "cut", full)
+    options: Any = {"cache": tmp_path / "cache", "source": SOURCE} if cache else {}
+    with pytest.raises(PosencError, match=r"cannot be written to .*: No space left on device"):
+        prepare_blocks(documents(25), byte_tokenizer(), length=10, **options)
+    assert not list(tmp_path.rglob("*.arrow"))
+
+
+@pytest.mark.parametrize("name", ["*.arrow", "blocks.json"])
+def test_a_damaged_cache_says_so(tmp_path: Path, name: str) -> None:
+    cached(tmp_path, documents(25))
+    (file,) = tmp_path.rglob(name)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(PosencError, match="damaged: remove that folder"):
+        cached(tmp_path, unread())
+
+
+# Which documents are held out to be scored, and that no other part of them is trained on.
+
+
+TEXT = "".join(chr(97 + i % 26) for i in range(120))
+
+
+def long(name: str) -> LongDocument:
+    return LongDocument(name, lambda: iter([TEXT[:50], TEXT[50:]]))
+
+
+@pytest.mark.parametrize(
+    ("entries", "held_out"),
+    [
+        ([Document(f"{i}", "text") for i in range(25)], ["1", "11", "21"]),
+        # What cannot be read does not count.
+        ([Skipped("a", "damaged"), Document("b", " "), *map(long, "cde")], ["d"]),
+    ],
+)
+def test_every_tenth_document_is_held_out_from_the_second_on(
+    entries: Sequence[Entry], held_out: list[str]
+) -> None:
+    assert [entry.name for entry in candidates(entries)] == held_out
+    source = Source(lambda: entries, {"kind": "test"}, embedded=False)
+    rest = without(source, held_out[:1])  # the others are trained on if nothing scores them
+    assert {entry.name for entry in rest} == {entry.name for entry in entries} - {held_out[0]}
+    assert rest.about == {"kind": "test", "held_out": held_out[:1]}
+
+
+def halves(document: Entry) -> list[Any]:
+    """What is trained on and what is held out of a single document."""
+    (end,) = candidates([document])
+    (rest,) = without(Source(lambda: [document], embedded=False), [end.name])
+    return [rest, end]
+
+
+@pytest.mark.parametrize("document", [Document("a", TEXT), long("a")])
+def test_the_last_tenth_of_a_single_text_is_held_out(document: Entry) -> None:
+    assert ["".join(part.chunks()) for part in halves(document)] == [TEXT[:108], TEXT[108:]]
+
+
+def test_the_last_tenth_of_single_token_ids_is_held_out() -> None:
+    rest, end = halves(TokenizedDocument("a", torch.arange(30), None, None))
+    assert torch.equal(torch.cat([rest.ids, end.ids]), torch.arange(30))
+    assert len(end) == 3
+
+
+def test_what_cannot_be_held_out_is_given_with_its_reason() -> None:
+    entries: list[Entry] = [
+        Skipped("a", "damaged"),
+        Skipped("b", "a conversation"),
+    ]
+    assert list(candidates(entries)) == entries

@@ -1,7 +1,7 @@
 """The options of a fine-tuning, in groups, and what is wrong with their words; nothing heavy is imported here.
 
 A field's line under `Attributes:` is its help; one of rank 1 is in `--help-all` alone. Of transformers' own options
-only the names are known here: `arguments.py` parses them.
+only the names are known here: `train.py` parses them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.options import DocumentOptions, Flag, help_texts, option
 from hf_posenc.lengths import read_length
-from hf_posenc.training.names import DRAWN, POSITIONS, PROMPTED, Trained
 
+Trained = Literal["full", "lora", "encoding"]
+PROMPTED = ("endprompt", "endprompt_random")
+DRAWN = ("pose", "random", "cream", *PROMPTED)
+POSITIONS = ("contiguous", "packed", *DRAWN)
 RECIPES = Path(__file__).parent / "recipes"
 PROMPT = " That is the end of the text. The answer to the question about the text above is:"
 HELP = "See hf-posenc finetune --help-all."
@@ -53,22 +56,12 @@ _ELSEWHERE = {
 
 
 @dataclass
-class RecipeArguments:
-    """The recipe.
-
-    Attributes:
-        recipe: A YAML file of these options, which the command line overrides, or one that comes with the package:
-            drope, embedded, lora_24gb, lora_80gb, swan. Without --model: embedded.
-    """
-
-    recipe: str | None = _model()
-
-
-@dataclass
 class PatchArguments:
     """The model, its patch, and the parameters that are trained.
 
     Attributes:
+        recipe: A YAML file of these options, which the command line overrides, or one that comes with the package:
+            drope, embedded, lora_24gb, lora_80gb, swan. Without --model: embedded.
         model: Folder, GGUF file or hub name of a model; by default the embedded one.
         tokenizer: Folder or hub name of a tokenizer, if not the model's.
         dtype: Dtype of the trained weights; --bf16 computes in bfloat16.
@@ -84,6 +77,7 @@ class PatchArguments:
         loss_chunk: Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.
     """
 
+    recipe: str | None = _model()
     model: str | None = _model()
     tokenizer: str | None = _model(rank=1)
     dtype: str = _model("float32", rank=1)
@@ -115,7 +109,7 @@ class DataArguments:
         tokenized: Column of token ids, instead of --column.
         documents: Usable documents to read; by default all.
         positions: contiguous: blocks of one document; packed: short documents side by side that do not attend to each
-            other; pose, random, random_float, cream, endprompt, endprompt_random: short blocks whose positions reach
+            other; pose, random, cream, endprompt, endprompt_random: short blocks whose positions reach
             the target length.
         terminal_prompt: The end of every block, of --positions endprompt.
         curriculum: Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after
@@ -207,7 +201,7 @@ DEFAULTS: Mapping[str, Any] = {
     "save_total_limit": 2,
     "disable_tqdm": False,
 }
-KINDS: tuple[Any, ...] = (RecipeArguments, PatchArguments, DataArguments, RunArguments)
+KINDS: tuple[Any, ...] = (PatchArguments, DataArguments, RunArguments)
 
 
 @functools.cache
@@ -218,11 +212,9 @@ def listed() -> list[tuple[dataclasses.Field[Any], Any, str]]:
         for kind in KINDS
         for each in dataclasses.fields(kind)
     ]
-    return sorted(found, key=lambda option: _place(option[0].metadata["flag"]))
-
-
-def _place(flag: Flag) -> tuple[int, int]:
-    return GROUPS.index(str(flag.panel)), flag.rank
+    flags: list[Flag] = [each.metadata["flag"] for each, *_ in found]
+    places = [(GROUPS.index(str(flag.panel)), flag.rank) for flag in flags]
+    return [found[n] for n in sorted(range(len(found)), key=places.__getitem__)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -269,9 +261,11 @@ def pick(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**{each.name: values[each.name] for each in dataclasses.fields(kind)})
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
-        """Raise an error of one line, without all options in front of it."""
+        """Raise an error of one line, without the hundred options in front of it."""
         raise PosencError(f"{message}. {HELP}")
 
 
@@ -280,7 +274,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
     `--help` prints all options, and exits.
     """
-    parser = _Parser("hf-posenc finetune", allow_abbrev=False)
+    parser = Parser("hf-posenc finetune", allow_abbrev=False)
     add_options(parser)
     known = parser._option_string_actions
     others = [name for name in _training_arguments() if f"--{name}" not in known]
@@ -303,38 +297,31 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse words that may name a recipe, whose values are defaults."""
+    """Parse words that may name a recipe, whose words come first."""
     given, _ = parser.parse_known_args(words)
     if given.recipe or given.model is None:
-        parser.set_defaults(**_read_recipe(given.recipe or "embedded", parser))
+        words = [*_recipe_words(given.recipe or "embedded", parser), *words]
     values, rest = parser.parse_known_args(words)
-    if rest:
-        word = next((word for word in rest if word.startswith("--")), rest[0])
-        raise PosencError(f"{_no_such(word.partition('=')[0], parser)} {HELP}")
+    for word in sorted(rest, key=lambda word: not word.startswith("--")):
+        if not word.startswith("--"):
+            raise PosencError(
+                f"{word!r} belongs to no option. A model is given as --model NAME. {HELP}"
+            )
+        name = word.partition("=")[0]
+        names = {action.dest: action.dest for action in parser._actions} | _ELSEWHERE
+        close = difflib.get_close_matches(name[2:].replace("-", "_"), names, n=1)
+        meant = "".join(f" Did you mean --{names[each]}?" for each in close)
+        raise PosencError(f"No such option: {name}.{meant} {HELP}")
     return values
-
-
-def _no_such(given: str, parser: argparse.ArgumentParser) -> str:
-    if not given.startswith("--"):
-        return f"{given!r} belongs to no option. A model is given as --model NAME."
-    names = {name: name for name in (action.dest for action in parser._actions)} | _ELSEWHERE
-    close = difflib.get_close_matches(given[2:].replace("-", "_"), names, n=1)
-    return f"No such option: {given}." + "".join(
-        f" Did you mean --{names[each]}?" for each in close
-    )
 
 
 def _training_arguments() -> list[str]:
     """Return the names of transformers' own options, read from its source: importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    path = Path(spec.origin).parent / "training_args.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    body = next(node.body for node in classes if node.name == "TrainingArguments")
-    targets = (node.target for node in body if isinstance(node, ast.AnnAssign))
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    path = Path(str(spec and spec.origin)).with_name("training_args.py")
+    tree: Any = ast.parse(path.read_text(encoding="utf-8"))
+    (own,) = (node for node in tree.body if getattr(node, "name", "") == "TrainingArguments")
+    return [node.target.id for node in own.body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
 
 
 def read_yaml(kind: str, path: Path) -> Any:
@@ -353,13 +340,13 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def _recipe_words(name: str, parser: argparse.ArgumentParser) -> list[str]:
     path = Path(name)
     if not path.suffix and not path.exists():
         if name not in recipes():
             raise unknown("recipe", name, recipes())
         path = RECIPES / f"{name}.yaml"
-    values = read_yaml("recipe", path)
+    values, words = read_yaml("recipe", path), list[str]()
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
     options = {action.dest for action in parser._actions} - {"help", "recipe"}
@@ -367,18 +354,12 @@ def _read_recipe(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if key not in options or value is None:
             what = "no option" if key not in options else "given no value"
             raise PosencError(f"The recipe {path} sets {key}, which is {what}. {HELP}")
-    # argparse converts only defaults that are strings, and makes no list of one value.
-    kinds = {a.dest: a.type for a in parser._actions if a.nargs == "+" and callable(a.type)}
-    for key, value in values.items():
-        if key in kinds:
-            given = value if isinstance(value, list) else [value]
-            try:
-                values[key] = [kinds[key](str(each)) for each in given]
-            except argparse.ArgumentTypeError as error:
-                raise PosencError(f"The recipe {path} sets {key}: {error}") from error
-        elif type(value) in (int, float):
-            values[key] = str(value)
-    return values
+        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    try:
+        parser.parse_known_args(words)
+    except PosencError as error:
+        raise PosencError(f"The recipe {path}: {error}") from error
+    return words
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

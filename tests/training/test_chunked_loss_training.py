@@ -1,21 +1,23 @@
-"""The loss in chunks inside what trains models: Trainer, a bare accelerate loop, peft, TRL; and in half precision."""
+"""The loss in chunks in what trains models, in half precision, and in models whose loss cannot be computed so."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc.training import chunked_loss as head_chunks
 from hf_posenc.training.chunked_loss import chunk_loss
 from tests.support import zoo
 from tests.support.selection import late
-from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, both, texts, trained
+from tests.training.test_chunked_loss import CHUNK, assert_same, both, texts, trained
 
 pytestmark = pytest.mark.slow  # whole trainings or graphs
 
@@ -34,15 +36,13 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids.index_fill(0, torch.arange(4 * index), -100)}
 
 
-def history(folder: Path, *, chunked: bool, metrics: Any = None, **options: Any) -> list[float]:
+def history(folder: Path, *, chunked: bool, **options: Any) -> list[float]:
     """Losses, gradient norms and the loss of an evaluation of three steps of `Trainer`."""
     model = zoo.build("llama", attention_dropout=0.1)
     handle = chunk_loss(model, CHUNK) if chunked else None
     settings = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
     arguments = TrainingArguments(str(folder), **SILENT, **{**settings, **options})
-    trainer = Trainer(
-        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), compute_metrics=metrics
-    )
+    trainer = Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert handle is None or handle.exact
@@ -68,18 +68,6 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     # The weights' own rounding; Adam's first steps make it a matter of signs.
     tolerance = 1e-2 if "bf16" in options else 1e-6
     torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=0)
-
-
-def test_metrics_of_trainer_get_no_logits(tmp_path: Path) -> None:
-    seen = []
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        seen.append(prediction)
-        return {}
-
-    history(tmp_path, chunked=True, metrics=metrics, max_steps=1)
-    assert seen[0].predictions == ()
-    assert seen[0].label_ids.shape == (8, 40)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -190,3 +178,109 @@ def test_frozen_heads_and_frozen_models() -> None:
     expected = model(**texts()).loss
     assert chunk_loss(model, CHUNK).exact
     torch.testing.assert_close(model(**texts()).loss, expected)
+
+
+# Models whose loss cannot be computed in chunks, or not in the usual way: found by the probe, trained as before.
+
+LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
+
+
+_Llama: Any = LlamaForCausalLM
+
+
+class Changed(_Llama):  # type: ignore[misc]
+    """Its logits are changed behind the head, and the loss is of these."""
+
+    def change(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = self.change(output.logits)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+        return output
+
+
+class PositionBias(Changed):
+    """Its head depends on where a token stands, which a slice of hidden states does not tell."""
+
+    def change(self, logits: Tensor) -> Tensor:
+        places = torch.arange(logits.shape[1], dtype=torch.float32)
+        return logits + places[:, None] * torch.linspace(-1, 1, logits.shape[-1])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_head_that_chunks_change_keeps_its_plain_forward_and_says_so(
+    late: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = PositionBias(zoo.tiny_config("llama"))
+    expected = trained(model, **texts())
+    if late:
+        monkeypatch.setattr(head_chunks, "runs_here", lambda model: False)
+    with caplog.at_level(logging.WARNING):
+        handle = chunk_loss(model, CHUNK)
+        found = trained(model, **texts())
+    assert handle.exact is False
+    assert "PositionBias: its loss cannot be computed in chunks (another loss)" in caplog.text
+    assert_same(found, expected, 0)
+    assert "logits" in model(**texts())
+
+
+class Detached(Changed):
+    """Its loss is right in chunks and its gradient is not."""
+
+    def change(self, logits: Tensor) -> Tensor:
+        return logits.detach() + 0 * logits if logits.shape[1] < 9 else logits
+
+
+def test_wrong_gradients_alone_are_found(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert chunk_loss(Detached(zoo.tiny_config("llama")), CHUNK).exact is False
+    assert "(other gradients)" in caplog.text
+
+
+@pytest.mark.parametrize("seed", [0, 1, *late([2, 3])])
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, LARGE), (torch.float64, {})])
+def test_rounding_is_no_difference(dtype: torch.dtype, options: dict[str, int], seed: int) -> None:
+    """Over a large vocabulary, and of a model in float64, whose loss is float32."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(zoo.tiny_config("llama", **options))  # type: ignore[arg-type]
+        assert chunk_loss(model.to(dtype)).exact
+
+
+class Flattened(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(hidden.view(-1, hidden.shape[-1]), self.weight)
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+def test_a_head_may_view_what_it_gets_in_another_shape() -> None:
+    model: Any = zoo.build("llama")
+    expected = trained(model, **texts())
+    weight = model.lm_head.weight
+    model.lm_head = Flattened(64, 128, bias=False)
+    model.lm_head.weight = weight
+    assert chunk_loss(model, CHUNK).exact
+    assert_same(trained(model, **texts()), expected)
+
+
+class NoHead(_Llama):  # type: ignore[misc]
+    """Its embeddings are none that its forward uses."""
+
+    def get_input_embeddings(self) -> Any:
+        return nn.Embedding(128, 8)
+
+
+def test_a_model_without_a_decoder_to_be_found_trains_as_it_did(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = NoHead(zoo.tiny_config("llama"))
+    given = texts()
+    expected = model(**given).loss
+    handle = chunk_loss(model, CHUNK)
+    with caplog.at_level(logging.WARNING):
+        assert model(**given).loss == expected
+    assert handle.exact is False
+    assert "calls no part that holds its embeddings" in caplog.text

@@ -18,7 +18,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.training.chunked_loss import chunk_loss, default_chunk
 from scripts.benchmark_memory import CHUNKS, SUBJECTS, VOCABULARY, WHOLE, title
 from tests.support import zoo
-from tests.training.chunked_loss.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
+from tests.training.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
 
 
 def test_everything_is_put_back() -> None:

@@ -1,28 +1,27 @@
-"""Training data: documents cut into blocks of tokens, equal on every rank and cached for later runs if requested."""
+"""Training data: documents cut into blocks of tokens, equal on every rank and cached if requested; those held out."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import platform
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
+    LongDocument,
     Skipped,
     TokenizedDocument,
     UnreadableError,
@@ -31,19 +30,19 @@ from hf_posenc.evaluation.documents import (
     tokenize,
 )
 from hf_posenc.evaluation.documents.document import as_entries
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.identity import check_tokenizer, tokenizer_hash
 from hf_posenc.evaluation.options import read_whole
 from hf_posenc.files import disk_errors, to_json, write_atomically
 from hf_posenc.lengths import read_length
-from hf_posenc.training.batches.collator import Numbers
-from hf_posenc.training.names import POSITIONS
+from hf_posenc.training.collator import Numbers
+from hf_posenc.training.options import POSITIONS
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_FORMAT = 3
-_TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
-_ROWS_PER_BATCH = 64
+_FORMAT = 4
+_COUNTS = "blocks.json"
 _UNWRITTEN = "The training data cannot be written to"
 
 STANDARD_LIBRARY: dict[str, Any] = {
@@ -134,6 +133,9 @@ class Counts:
         )
 
 
+Cut = Callable[[Cutter, Counts], Iterator[Block]]
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Training data.
@@ -149,23 +151,6 @@ class Blocks:
 
     def __len__(self) -> int:
         return self.counts.blocks
-
-    @classmethod
-    def read(cls, folder: Path, *, in_memory: bool = False) -> Blocks:
-        """Read the blocks that a `Writer` wrote, or copy them into memory, so that the folder can be removed."""
-        from datasets import Dataset
-
-        try:
-            counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
-            rows = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
-            blocks = cls(rows.with_format("numpy"), Counts(**counts))
-            if len(rows) != len(blocks):
-                raise ValueError(f"{len(rows)} blocks, {len(blocks)} were written")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PosencError(
-                f"The prepared data in {folder} are damaged: remove that folder ({error})"
-            ) from error
-        return blocks
 
 
 def read_standard_library() -> Iterator[Document]:
@@ -190,7 +175,7 @@ def prepare_blocks(
     cache: Path | str | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> Blocks:
-    """Read documents and cut them into blocks (see `hf_posenc.training.batches.blocks.Cutter`).
+    """Read documents and cut them into blocks (see `hf_posenc.training.blocks.Cutter`).
 
     With a cache, the first process writes the blocks. The other processes, of this run or of a later one, wait for it
     and read them. A killed process leaves no folder that counts as complete. Without a cache, every process makes its
@@ -234,12 +219,14 @@ def prepare_blocks(
         )
     suffix = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     packed = positions == "packed"
-    writer = Writer(entries, tokenizer, Cutter(length, packed, prefix, suffix), limit)
+    cutter, cut = (
+        Cutter(length, packed, prefix, suffix),
+        partial(_blocks, entries, tokenizer, limit),
+    )
     if cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
         with disk_errors(f"{_UNWRITTEN} {place}"), tempfile.TemporaryDirectory() as folder:
-            writer.write(Path(folder))
-            return Blocks.read(Path(folder), in_memory=True)
+            return _written(Path(folder), cutter, cut, in_memory=True)
     if not isinstance(source, Mapping):
         raise PosencError(
             "A cache needs source, the description of the documents: a dictionary such as {'kind': 'mine'}."
@@ -254,7 +241,8 @@ def prepare_blocks(
         "source": {**source, "files": _file_stamps(source)},
     }
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
-    return _read_cached(Path(cache), key[:32], writer)
+    with disk_errors(f"{_UNWRITTEN} the cache {cache}"):
+        return _written(Path(cache) / key[:32], cutter, cut)
 
 
 def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -271,99 +259,74 @@ def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
 
-def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:
-    folder, unfinished = cache / key, cache / f"unfinished-{key}"
-    with disk_errors(f"{_UNWRITTEN} the cache {cache}"):
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{key}.lock"):  # the system releases it if a process is killed
-            if not (folder / _COUNTS).is_file():
-                for incomplete in (folder, unfinished):
-                    shutil.rmtree(incomplete, ignore_errors=True)
-                unfinished.mkdir()
-                try:
-                    writer.write(unfinished)
-                    unfinished.rename(folder)
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-    return Blocks.read(folder)
+def _written(folder: Path, cutter: Cutter, cut: Cut, *, in_memory: bool = False) -> Blocks:
+    """Return the blocks in a folder, by datasets' own cache: one process writes them, the others wait for it.
 
+    The counts come last of what the generator writes, so that there is no complete dataset without them.
+    """
+    import pyarrow as pa
+    from datasets import Dataset, Features, List, Value
+    from datasets.exceptions import DatasetGenerationError
 
-@dataclass
-class Writer:
-    """Reads documents and writes their blocks into an empty folder: an Arrow file, and last of all the counts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("input_ids", "document_lengths") if cutter.packed else ("input_ids",)
 
-    entries: Iterable[str | Entry]
-    tokenizer: Any
-    cutter: Cutter
-    limit: int | None
-
-    def write(self, folder: Path) -> None:
-        """Write all blocks and flush them to disk; the counts complete the folder."""
-        import pyarrow as pa
-
-        names = ("input_ids", "document_lengths") if self.cutter.packed else ("input_ids",)
-        schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
-        counts = Counts(self.cutter.length)
-        with (folder / _TOKENS).open("wb") as file:
-            with pa.ipc.new_stream(file, schema) as stream:
-                rows = (dict(zip(names, block, strict=False)) for block in self.cut(counts))
-                while batch := list(itertools.islice(rows, _ROWS_PER_BATCH)):
-                    stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
-            file.flush()
-            os.fsync(file.fileno())
-        if not counts.blocks:
-            self._refuse(counts)
+    def rows() -> Iterator[dict[str, Any]]:
+        counts = Counts(cutter.length)
+        for block in cut(cutter, counts):
+            yield dict(zip(names, block, strict=False))
         write_atomically(folder / _COUNTS, to_json(asdict(counts)))
 
-    def cut(self, counts: Counts) -> Iterator[Block]:
-        """Yield all blocks, in the order of the documents, and count them."""
-        vocabulary, digest = Vocabulary(self.tokenizer), hashlib.sha256()
-        for entry in as_entries(self.entries):
-            try:
-                document = self._usable(entry, vocabulary)
-            except UnreadableError as error:
-                counts.skipped += 1
-                counts.reason = counts.reason or f"{entry.name}: {error}"
-                continue
-            counts.documents += 1
-            for block in self.cutter.cut(document):
-                counts.blocks += 1
-                counts.largest = max(counts.largest, int(block.ids.max()))
-                for numbers in (block.ids, np.asarray(block.documents)):
-                    digest.update(numbers.astype("<i8").tobytes())
-                yield block
-            if counts.documents == self.limit:
-                break
-        self.cutter.finish()
-        counts.tokens, counts.unused = self.cutter.tokens - self.cutter.unused, self.cutter.unused
-        counts.sha256 = digest.hexdigest()
+    try:
+        dataset = Dataset.from_generator(
+            rows,
+            features=Features({name: List(Value("int32")) for name in names}),
+            cache_dir=str(folder),
+            keep_in_memory=in_memory,
+            fingerprint="blocks",  # the folder's name has the key
+        )
+        counts = Counts(**json.loads((folder / _COUNTS).read_text(encoding="utf-8")))
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    except (ValueError, TypeError, pa.ArrowException, FileNotFoundError) as error:
+        raise PosencError(
+            f"The prepared data in {folder} are damaged: remove that folder ({one_line(error)})"
+        ) from error
+    return Blocks(dataset.with_format("numpy"), counts)
 
-    def _usable(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument:
-        """Return a document's tokens, or raise `UnreadableError` with the reason why it is skipped."""
-        if isinstance(entry, Skipped):
-            raise UnreadableError(entry.reason)
-        if isinstance(entry, Document) and not entry.text.strip():
-            raise UnreadableError("empty")
-        if isinstance(entry, TokenizedDocument):
-            try:
-                document = vocabulary.usable(entry)
-            except UnreadableError as error:
-                raise PosencError(
-                    f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
-                ) from error
-        else:
-            document = tokenize(entry, self.tokenizer)
-        cut = self.cutter
-        least = 1 if cut.packed else cut.length - len(cut.prefix) - len(cut.suffix)
-        if len(document) < least:
-            raise UnreadableError(f"too short: {len(document):,} tokens, {least:,} are needed")
-        return document
 
-    def _refuse(self, counts: Counts) -> NoReturn:
-        """Raise with the reason why no document gave a block."""
-        if not counts.skipped and not counts.documents:
-            raise PosencError("There is no document to read.")
-        why = f"together they have {self.cutter.tokens:,} tokens"
+def _blocks(
+    entries: Iterable[str | Entry],
+    tokenizer: Any,
+    limit: int | None,
+    cutter: Cutter,
+    counts: Counts,
+) -> Iterator[Block]:
+    """Yield all blocks, in the order of the documents, and count them; raise if there is none."""
+    vocabulary, digest = Vocabulary(tokenizer), hashlib.sha256()
+    for entry in as_entries(entries):
+        try:
+            document = _usable(entry, tokenizer, vocabulary, cutter)
+        except UnreadableError as error:
+            counts.skipped += 1
+            counts.reason = counts.reason or f"{entry.name}: {error}"
+            continue
+        counts.documents += 1
+        for block in cutter.cut(document):
+            counts.blocks += 1
+            counts.largest = max(counts.largest, int(block.ids.max()))
+            for numbers in (block.ids, np.asarray(block.documents)):
+                digest.update(numbers.astype("<i8").tobytes())
+            yield block
+        if counts.documents == limit:
+            break
+    cutter.finish()
+    counts.tokens, counts.unused = cutter.tokens - cutter.unused, cutter.unused
+    counts.sha256 = digest.hexdigest()
+    if not counts.skipped and not counts.documents:
+        raise PosencError("There is no document to read.")
+    if not counts.blocks:
+        why = f"together they have {cutter.tokens:,} tokens"
         if counts.skipped:
             more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
             why = f"{counts.reason}{more}"
@@ -371,3 +334,97 @@ class Writer:
             f"No document can be used for training ({why}). A block has {counts.length:,} tokens: give more or longer "
             "texts, a shorter --block_length, or --positions packed, which puts short documents side by side."
         )
+
+
+def _usable(
+    entry: Entry, tokenizer: Any, vocabulary: Vocabulary, cutter: Cutter
+) -> TokenizedDocument:
+    """Return a document's tokens, or raise `UnreadableError` with the reason why it is skipped."""
+    if isinstance(entry, Skipped):
+        raise UnreadableError(entry.reason)
+    if isinstance(entry, Document) and not entry.text.strip():
+        raise UnreadableError("empty")
+    if isinstance(entry, TokenizedDocument):
+        try:
+            document = vocabulary.usable(entry)
+        except UnreadableError as error:
+            raise PosencError(
+                f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
+            ) from error
+    else:
+        document = tokenize(entry, tokenizer)
+    least = 1 if cutter.packed else cutter.length - len(cutter.prefix) - len(cutter.suffix)
+    if len(document) < least:
+        raise UnreadableError(f"too short: {len(document):,} tokens, {least:,} are needed")
+    return document
+
+
+# Which documents are held out.
+
+
+def candidates(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield the documents that may be held out; if there is none, all others, whose errors give the reason."""
+    others: list[Entry] | None = []
+    for entry, out in _parted(entries):
+        if out:
+            yield entry
+            others = None
+        elif others is not None:
+            others.append(entry)
+    yield from others or ()
+
+
+def without(source: Source, names: Collection[str]) -> Source:
+    """Return a source without the held-out documents of these names."""
+
+    def read() -> Iterator[Entry]:
+        return (entry for entry, out in _parted(source) if not (out and entry.name in names))
+
+    return replace(source, read=read, about={**source.about, "held_out": sorted(names)})
+
+
+def _parted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, bool]]:
+    """Yield documents, each with True if it is held out: every tenth from the second, or a single one's last tenth."""
+    first: Entry | None = None
+    count = 0
+    for entry in entries:
+        if isinstance(entry, Document) and not entry.text.strip():
+            entry = Skipped(entry.name, "empty")
+        if isinstance(entry, Skipped):
+            yield entry, False
+            continue
+        count += 1
+        if first is None:
+            first = entry  # which is cut if no other follows
+            continue
+        if count == 2:
+            yield first, False
+        yield entry, count % 10 == 2
+    if first is not None and count == 1:
+        yield from zip(_cut(first), (False, True), strict=False)
+
+
+def _cut(document: Entry) -> Iterator[Entry]:
+    """Yield a document without its last tenth, and that tenth; what is skipped as it is."""
+    end = f"{document.name}, last tenth"
+    if isinstance(document, TokenizedDocument):
+        start = len(document) * 9 // 10
+        yield replace(document, ids=document.ids[:start])
+        yield replace(document, name=end, ids=document.ids[start:])
+    elif isinstance(document, Document | LongDocument):
+        try:
+            size = sum(map(len, document.chunks()))
+        except UnreadableError as error:
+            yield Skipped(document.name, str(error))
+            return
+        yield LongDocument(document.name, partial(_part, document, 0, size * 9 // 10))
+        yield LongDocument(end, partial(_part, document, size * 9 // 10, size))
+    else:
+        yield document
+
+
+def _part(document: Document | LongDocument, start: int, stop: int) -> Iterator[str]:
+    position = 0
+    for chunk in document.chunks():
+        yield chunk[max(start - position, 0) : max(stop - position, 0)]
+        position += len(chunk)

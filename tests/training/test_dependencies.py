@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,19 +16,16 @@ from transformers.modeling_flash_attention_utils import (
     prepare_fa_kwargs_from_position_ids,
 )
 
-from hf_posenc import patched as posenc_patched
 from hf_posenc.errors import PosencError
-from hf_posenc.training.batches.collator import DRAWS, PositionCollator
-from hf_posenc.training.batches.dependencies import check_dependencies
-from hf_posenc.training.names import POSITIONS
-from hf_posenc.training.run.model import needs_one_row
+from hf_posenc.training.checks import check_dependencies
+from hf_posenc.training.collator import DRAWS, PositionCollator
+from hf_posenc.training.options import POSITIONS
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS
 from tests.support.dependency_cases import (
     ARCHITECTURES,
     DOCUMENTS,
     FREQUENCIES,
-    LENGTH,
     TARGET,
     batch_of,
     by_change,
@@ -40,7 +36,7 @@ from tests.support.dependency_cases import (
     tiny,
     words_of,
 )
-from tests.support.selection import covering, late, quick
+from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
 pytestmark = [
@@ -68,8 +64,6 @@ def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "positions"), covering(MODELS, POSITIONS), ids=str)
 def test_architectures(model: tuple[str, str], positions: str) -> None:
-    if (model[0], positions) == ("gptj", "random_float"):
-        pytest.skip("takes whole positions only, and is refused below")
     assert torch.equal(by_change(tiny(*model), batch_of(positions)), expected(positions))
     check(tiny(*model), positions)
 
@@ -86,36 +80,6 @@ def test_patched_models(name: str, positions: str) -> None:
     assert torch.equal(by_change(model, batch_of(positions)), expected(positions))
     if (name, positions) != ("nope", "random"):  # which has no effect: refused below
         check(model, positions)
-
-
-@pytest.mark.parametrize(
-    ("name", "reentrant", "positions"),
-    [
-        *covering(["yarn", "rerope", "fire"], [False, True], POSITIONS),
-        *late(["alibi"], [False, True], POSITIONS),
-    ],
-)
-def test_gradients_take_the_same_ways_when_layers_are_computed_again(
-    name: str, reentrant: bool, positions: str
-) -> None:
-    """With gradient checkpointing, in train mode, by a backward like the Trainer's."""
-    model = patched(name)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.train()
-    assert torch.equal(by_backward(model, batch_of(positions)), expected(positions))
-
-
-def by_backward(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
-    inputs = inputs_of(batch)
-    embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
-    rows = []
-    for query in range(LENGTH):
-        leaf = embedded.detach().requires_grad_()
-        found = logits(model, {**inputs, "inputs_embeds": leaf})
-        (found[:, query] * torch.arange(found.shape[-1])).sum().backward()
-        assert leaf.grad is not None
-        rows.append(leaf.grad.abs().amax(-1) > 0)
-    return torch.stack(rows, dim=1)
 
 
 @pytest.mark.parametrize("name", ["yarn", "rerope", "t5"])
@@ -139,17 +103,6 @@ def test_packed_documents_read_as_they_do_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("drawn", DRAWS)
-def test_without_a_mask_parts_of_a_text_are_kept_apart(drawn: str, attention: str) -> None:
-    batch = batch_of(drawn)
-    del batch["attention_mask"]
-    found = by_change(tiny("llama", attention), batch)
-    row = batch["position_ids"][0]
-    place = int((row.diff() > 1).nonzero()[0]) + 1
-    assert not bool(found[0, place:, :place].any())
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
     batch = batch_of("packed")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -158,14 +111,6 @@ def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
 
 
 # The check
-
-
-@pytest.mark.parametrize("positions", quick(POSITIONS, ["packed", "pose"]))
-def test_the_check_passes_a_peft_model(positions: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
-    model = peft.get_peft_model(patched("yarn"), config)
-    check(model, positions)
 
 
 @pytest.mark.parametrize(
@@ -267,39 +212,6 @@ def test_drawn_positions_are_refused_where_they_change_nothing(how: str, drawn: 
         check(model, drawn)
 
 
-@pytest.mark.parametrize("name", ["shaw", "transformer_xl", "gptj"])
-def test_positions_between_whole_numbers_are_refused_where_they_are_rounded(name: str) -> None:
-    model = zoo.build(name) if name == "gptj" else patched(name)
-    check(model, "random")
-    with pytest.raises(PosencError, match=r"takes whole positions only.*'random'"):
-        check(model, "random_float")
-
-
-@pytest.mark.parametrize(
-    "model_type", ["llama", "cohere", "gpt_neox", "gemma3_text", "deepseek_v3"]
-)
-def test_rotary_modules_take_positions_between_whole_numbers_exactly(model_type: str) -> None:
-    """Interpolation by 4 turns by p / 4: an unpatched model at p / 4 computes the same."""
-    model = zoo.build(model_type)
-    ids, positions = zoo.tokens(8), torch.tensor([[0.0, 1.5, 2.25, 6.75, 7.5, 20.25, 31.0, 50.5]])
-    mask = torch.ones_like(ids)
-    given: Any = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    with torch.no_grad():
-        plain = model(position_ids=positions, **given).logits
-        with posenc_patched(model, "pi", scale=4.0, layers="all"):
-            scaled = model(position_ids=4 * positions, **given).logits
-        rounded = model(position_ids=positions.long(), **given).logits
-        whole = model(position_ids=positions.floor(), **given).logits
-    torch.testing.assert_close(plain, scaled, atol=1e-4, rtol=1e-4)
-    assert torch.equal(whole, rounded)
-    assert not torch.allclose(plain, rounded, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["rerope", "self_extend", "kerple_log", "log_n"])
-def test_methods_that_compute_attention_take_positions_between_whole_numbers(name: str) -> None:
-    check(patched(name), "random_float")
-
-
 def test_a_model_without_positions_or_without_a_head_says_so() -> None:
     with quiet():
         mpt = MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64))
@@ -347,11 +259,3 @@ def test_weights_that_are_elsewhere_are_not_looked_at() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(zoo.build("llama"), "packed")
-
-
-def test_packed_batches_are_of_one_row_for_flash_attention() -> None:
-    flash = ("flash_attention_2", "kernels-community/flash-attn")
-    for attention in (*flash, "sdpa", None):
-        model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
-        assert needs_one_row(model, "packed") == (attention in flash)
-        assert not needs_one_row(model, "pose")

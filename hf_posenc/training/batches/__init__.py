@@ -1,1 +1,0 @@
-"""Training data: documents as blocks of tokens, positions, and the batches that a model takes."""
