@@ -166,10 +166,7 @@ class SinCosTable(RotaryTable):
 
 
 class RepositionedTable:
-    """A sin-cos table whose rows are those of the positions at which an encoding caches keys.
-
-    The module that holds the table reads these rows instead, as many as the positions need.
-    """
+    """A sin-cos table whose rows are those of the positions at which an encoding caches keys; its module reads them."""
 
     def __init__(self, table: SinCosTable, labels: Collection[str]) -> None:
         self.table = table

@@ -174,6 +174,10 @@ def lora_config(
     from hf_posenc.patch.lora import PosencLoraConfig
 
     whole: Any = model
+    if hasattr(model, "peft_config"):
+        raise PosencError(
+            "This model has an adapter already. Merge it (merge_and_unload()), or add a copy of its configuration."
+        )
     decoder = _text_decoder(model)
     embeddings, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embeddings.weight
@@ -228,9 +232,12 @@ def lora_config(
     if absent:
         raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
     patch = patch_to_save(model)
-    if patch is None:
-        return LoraConfig(**values)
-    return PosencLoraConfig(**values, hf_posenc=patch.to_dict())
+    try:
+        if patch is None:
+            return LoraConfig(**values)
+        return PosencLoraConfig(**values, hf_posenc=patch.to_dict())
+    except TypeError as error:
+        raise PosencError(f"peft.LoraConfig does not take these options: {error}") from error
 
 
 def _attention_projections(decoder: nn.Module) -> list[nn.Module]:
