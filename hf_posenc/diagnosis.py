@@ -32,7 +32,10 @@ def taken_warnings(module: str, *texts: str) -> Iterator[list[str]]:
         return bool(record.levelno >= level)
 
     logger.addFilter(keep)
-    logger.setLevel(min(level, logging.WARNING))
+    if (
+        level > logging.WARNING
+    ):  # else transformers, whose loggers have no level of their own, logs more
+        logger.setLevel(logging.WARNING)
     logger.warning_once = logger.warning  # once in a process, though nobody may have seen it
     try:
         yield taken
@@ -69,7 +72,7 @@ def check_source(
     if name and (path.is_dir() or find_gguf(path) is not None):
         return
     below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
-    if not name.strip() or path.exists() or below:
+    if not name.strip() or path.exists() or below or name == "MODEL":  # as the pages write
         raise PosencError(
             f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name "
             "or a GGUF file."

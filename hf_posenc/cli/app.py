@@ -351,6 +351,8 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
         message = f"No such option: {given}. It is called {elsewhere[given]} here."
     elif close:
         message = f"No such option: {given}. Did you mean {elsewhere.get(close[0], close[0])}?"
+    if "'serve'" in message:
+        message = "vLLM serves a patched model: hf-posenc export FOLDER --to vllm prints how."
     print_error(f"{message} Try: {path} --help")
 
 

@@ -227,6 +227,10 @@ def get_method(name: str) -> type[Method]:
             f"A method is a name such as 'yarn' (available_methods() lists them), not {name!r}."
         )
     wanted = name.lower().replace("-", "_")
+    if wanted in ("none", "truncation"):
+        raise PosencError(
+            f"{name!r} is no method, but a control of measurements: the unpatched model, on its last tokens."
+        )
     method = _BY_NAME.get(wanted) or _OWN.get(wanted)
     if method is None:  # reading the entry points of every package takes time: once
         installed = metadata.entry_points(group=_GROUP)

@@ -146,9 +146,7 @@ def _check_base(model: nn.Module, recipe: str) -> None:
 
 def read_patch(source: str | Path) -> PatchConfig:
     """Return the patch that a recipe, file or directory holds."""
-    path = Path(source)
-    if path.is_dir():
-        path = path / FILE
+    path = Path(source, FILE) if Path(source).is_dir() else Path(source)
     if path.is_file():
         try:
             return PatchConfig.from_json(path.read_text(encoding="utf-8"))
@@ -157,7 +155,8 @@ def read_patch(source: str | Path) -> PatchConfig:
     name = str(source)
     if name not in available_recipes() and (path.suffix or path.name != name):
         raise PosencError(
-            f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name."
+            f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name. A model that was "
+            "saved with its patch is loaded by from_pretrained."
         )
     return PatchConfig.from_dict(get_recipe(name))
 

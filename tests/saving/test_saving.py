@@ -734,3 +734,20 @@ def test_trained_parameters_beside_a_model_are_those_of_its_patch(tmp_path: Path
     loaded = trained_parameters(from_pretrained(tmp_path))
     assert loaded.keys() == trained.keys()
     assert all(loaded[name].equal(trained[name]) for name in trained)
+
+
+def test_loading_logs_what_transformers_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """A level of its own makes a logger of transformers say more, of layers that nobody asked to shard."""
+    log, logged = transformers.utils.logging, []
+    before = log.get_verbosity()
+    log.set_verbosity_warning()
+    log.add_handler(caplog.handler)
+    try:
+        for load in (AutoModelForCausalLM.from_pretrained, from_pretrained):
+            load(model_path())
+            logged.append([record.getMessage() for record in caplog.records])
+            caplog.clear()
+    finally:
+        log.remove_handler(caplog.handler)
+        log.set_verbosity(before)
+    assert logged[0] == logged[1]

@@ -42,7 +42,7 @@ from hf_posenc.patch.request import resolve_request
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "recommend"]
 
 _PROBE_TOKENS = 4
-SHOWN = 3
+SHOWN = 4
 """Methods of one kind that the answer names in a class."""
 
 
