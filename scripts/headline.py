@@ -34,9 +34,9 @@ def headline() -> str:
     times = evidence_page.prefill().query("length == 32768").set_index("method").times
     columns = {
         f"new code of {length:,} tokens": _named(at(cells, "prefix", length)),
-        "its end": _named(at(cells, "tail", length)),
+        f"its last {code.settings.tail_tokens:,} tokens": _named(at(cells, "tail", length)),
         f"novels of {length:,} tokens": _named(at(books, "prefix", length)),
-        f"short texts, {original:,} tokens": _named(at(cells, "prefix", original))
+        f"code of {original:,} tokens": _named(at(cells, "prefix", original))
         | {"dynamic_yarn": "1 (as unpatched)"},
         f"passkeys in {longest:,} tokens": _answered(),
         "vLLM serves it": {m: served.get(m, "by the plug-in") for m in SHOWN[1:]},
@@ -69,7 +69,7 @@ def headline() -> str:
         f"{len(novels.documents)}; both on an H100. Passkeys: on a CPU. Prefill: one layer of 8B size on an H200 with "
         "the best kernel, in multiples of plain attention. vLLM's plug-in was tried on a CPU so far.\n"
         "- [`hf-posenc extend`](docs/extend.md#on-a-real-model) on ten files of new code: "
-        f"{extended.lines()[0]} {_without_one(extended)}\n\n"
+        f"*{extended.lines()[0]}* {_without_one(extended)}\n\n"
         "[docs/evidence.md](docs/evidence.md) has all numbers, and the commands that repeat them."
     )
 

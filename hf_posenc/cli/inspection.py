@@ -266,7 +266,7 @@ def doctor() -> None:
     for extra, names in missing.items():
         if names:
             print_items(f"pip install 'hf-posenc[{extra}]' adds {', '.join(names)}", wrap=False)
-    print_items(f"Checkpoints and kernels are kept in {cache}", wrap=False)
+    print_items(f"Models, texts and verdicts on backends are kept in {cache}", wrap=False)
 
 
 def _advice_on(config: Any, scaling: Scaling) -> list[str]:
@@ -432,7 +432,7 @@ class RecommendOptions(Checked):
         target_length: The length to reach, in tokens, e.g. 32768 or 32k.
         original: The length that the model was trained at, in tokens, e.g. 4k, where its config names another.
         dtype: Number format of the cache: bfloat16, float16, float32.
-        all: Print every method with its reason, and the limits.
+        all: Print every method with its reason, and the memory of the cache.
         weights: Load the weights, and try every method on the model too.
     """
 
@@ -468,7 +468,7 @@ def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
         first, *lines = report.answer(advice)
         print_heading(model or "the embedded model", f"{about}, {first}", wrap=False)
         order = "Within a class the order is no finding: measure two or three of each kind."
-        print_items(*lines, f"{order} Reasons and limits: --all", wrap=False)
+        print_items(*lines, f"{order} Reasons: --all", wrap=False)
         return
     print_heading(model or "the embedded model", about)
     print_items(*(f"{heading}: {text}" for heading, text in report.facts(advice)))

@@ -249,7 +249,7 @@ def search(
 ) -> None:
     """Search a factor for every pair of features, as LongRoPE does, and judge it on documents it has not read.
 
-    The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
+    The search of LongRoPE (algorithm 1); the best list is written as a longrope recipe for load_patch, and
     advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
     frame = Frame(context, run, model, documents, options)

@@ -12,7 +12,7 @@ KINDS = {
     "frequencies": "Frequencies: the rotary table is changed, attention stays the model's own",
     "bands": "Rotary bands: near and far keys are rotated by different positions",
     "biases": "Biases: added to the scores; the rotation is dropped unless keep_rope is set",
-    "others": "Others: they change the queries and keys themselves",
+    "others": "Others: queries are scaled, or queries and keys changed",
     "tables": "Tables: one row for each position, of models without rotary embedding, made longer",
 }
 """Title of each kind of method."""
@@ -48,7 +48,7 @@ def composes_with(method: type[Method]) -> str:
     words = {
         "rotary": "a frequency method",
         "attention": "rotary bands, xpos, rope_bias" if method.seam == "query" else "rotary bands",
-        "query": "a temperature",
+        "query": "log_n or temperature",
         "bias": "a bias" if method.seam == "query" else "a bias with keep_rope=True",
     }
     if method.seam == "rotary":

@@ -74,7 +74,8 @@ class PatchArguments:
         distill: Keep predictions near a teacher's: of drawn positions near those of the model's own at positions 0 to
             n - 1 (positions), or of blocks within the original length near those of the unpatched model (short).
         distill_weight: Weight of --distill beside the loss; default 1.
-        loss_chunk: Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.
+        loss_chunk: Tokens whose logits exist at a time; by default a quarter as many logits as the head has
+            weights, or 2^23 if that is more. 0: the model's own loss.
     """
 
     recipe: str | None = _model()

@@ -231,7 +231,7 @@ LISTED: dict[str, Method] = {
     "filters after it": ResonanceRoPE(),
     "other filters": ResonanceRoPE(),
     "rotary bands": ReRoPE(),
-    "a temperature": LogN(),
+    "log_n or temperature": LogN(),
     "a bias with keep_rope=True": ALiBi(keep_rope=True),
 }
 
