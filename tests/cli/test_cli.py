@@ -74,9 +74,7 @@ def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_pa
     assert "2 documents" in result.stdout
 
 
-def test_the_limit_and_the_settings_reach_the_result(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_settings_reach_the_result(model: Path, texts: Path, tmp_path: Path) -> None:
     options = (
         "--patch none --limit 2 --max-doc-tokens 200 --protocol tail --tail-tokens 10 --bos always "
         "--windows-per-document 2 --chunk 8 --dtype bfloat16 --attn eager"
@@ -137,9 +135,7 @@ def test_a_length_that_the_model_cannot_take(texts: Path, tmp_path: Path) -> Non
     )
 
 
-def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: Path) -> None:
     live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
     live.save_pretrained(tmp_path / "patched")
     byte_tokenizer().save_pretrained(tmp_path / "patched")

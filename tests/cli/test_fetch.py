@@ -213,10 +213,7 @@ def test_a_folder_of_this_name_wins(cache: Path, downloads: list[list[str]]) -> 
     "field", [{"packages": {"tiny-model==0.1": "0" * 64}}, {"sha256": "0" * 64}]
 )
 def test_another_hash_is_refused(
-    field: dict[str, Any],
-    cache: Path,
-    downloads: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    field: dict[str, Any], cache: Path, downloads: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = vars(catalog.downloads()["tiny"]) | field
     monkeypatch.setattr(catalog, "downloads", lambda: {"tiny": catalog.Download(**entry)})
@@ -303,9 +300,7 @@ def test_texts_by_npm_and_by_their_name(cache: Path, downloads: list[list[str]])
     assert "leave out --directory" in run("fetch", "books", "--directory", "x").stderr
 
 
-def test_a_folder_of_the_name_of_texts_wins_and_a_line_says_so(
-    cache: Path, downloads: list[list[str]]
-) -> None:
+def test_a_folder_of_the_name_of_texts_is_read(cache: Path, downloads: list[list[str]]) -> None:
     run("fetch", "books")
     Path("books").mkdir()
     Path("books/own.txt").write_text("Own words. " * 99)

@@ -208,9 +208,7 @@ CALLS: dict[str, dict[str, str]] = {
         "rounds=-1": "rounds is a whole number of at least 0, not -1.",
         "target_length=512.5": f"target_length: 512.5 {NO_LENGTH}",
     },
-    "SelftestOptions({})": {
-        "head_dims=[0]": "head_dims is a whole number of at least 1, not 0.",
-    },
+    "SelftestOptions({})": {"head_dims=[0]": "head_dims is a whole number of at least 1, not 0."},
     "measure_retrieval(model, tok, lengths=256, {})": {
         "tasks=[]": "Give at least one of the tasks.",
         "samples=None": "samples is a whole number of at least 1, not None.",
@@ -350,9 +348,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_is_refused_with_its_reason(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_with_a_reason(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.endswith((".parquet", ".zst")):
         pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
@@ -384,9 +380,7 @@ BOMB = 32 << 20
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.slow
-def test_bombs_take_little_memory(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bombs_take_little(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONGEST", 1 << 20)
     monkeypatch.setattr(joining, "PART", 1 << 16)
     pack = gzip.compress if ending == ".gz" else zstd
@@ -415,18 +409,12 @@ ENDINGS = ("txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "parquet")
 def valid(ending: str) -> bytes:
     """A good file of a kind."""
     if ending == "parquet":
-        pyarrow, parquet = (
-            pytest.importorskip("pyarrow"),
-            pytest.importorskip("pyarrow.parquet"),
-        )
+        pyarrow, parquet = (pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet"))
         file = io.BytesIO()
         parquet.write_table(pyarrow.table({"text": [GOOD]}), file)
         return file.getvalue()
     kind, *packed = ending.split(".")
-    plain = {
-        "txt": GOOD.encode(),
-        "jsonl": json.dumps({"text": GOOD}).encode() + b"\n",
-    }[kind]
+    plain = {"txt": GOOD.encode(), "jsonl": json.dumps({"text": GOOD}).encode() + b"\n"}[kind]
     return PACK["." + packed[0]](plain) if packed else plain
 
 

@@ -29,9 +29,7 @@ def read(folder: Path) -> dict[str, Any]:
     return values
 
 
-def test_the_result_of_another_run_in_the_folder_is_kept(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_result_of_another_run_is_kept(model: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(model, texts, out, "--patch", "none").exit_code == 0
     first = (out / "perplexity.json").read_bytes()
@@ -64,9 +62,7 @@ def test_shares_in_several_terminals_give_what_one_process_gives(
     assert read(tmp_path / "one")["command"].endswith("--patch none --patch yarn")
 
 
-def test_a_resumed_run_counts_what_is_in_the_records(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_counts_its_records(model: Path, texts: Path, tmp_path: Path) -> None:
     counted = re.compile(
         r"Items taken from the records of an earlier run: (\d+); left to measure: (\d+)\."
     )
@@ -77,9 +73,7 @@ def test_a_resumed_run_counts_what_is_in_the_records(
     assert lines == [[], [("5", "5")], [("5", "0")], [("10", "0")]]
 
 
-def test_a_dry_run_says_what_it_costs_and_measures_nothing(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_prints_the_cost_alone(model: Path, texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "new"
     result = run(model, texts, output, "--patch", "none", "--patch", "yarn", "--dry-run")
     assert result.exit_code == 0, result.output
@@ -172,9 +166,7 @@ def test_a_preset_sets_what_its_peer_has(model: Path, texts: Path, tmp_path: Pat
     assert [document["name"] for document in values["documents"]] == ["stream of 5 documents"]
 
 
-def test_the_trained_length_stands_beside_longer_ones(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_trained_length_beside_longer_ones(model: Path, texts: Path, tmp_path: Path) -> None:
     for flag, lengths in (("--short", [64, 128]), ("--no-short", [128])):
         result = invoke(
             *("perplexity", model, "--text", texts, "--lengths", "128", "--output", tmp_path),

@@ -102,9 +102,7 @@ def test_json_is_alone_on_stdout(line: str, places: dict[str, Path], tmp_path: P
         assert not (tmp_path / "out").exists()
 
 
-def test_notes_and_warnings_go_to_stderr_or_nowhere(
-    places: dict[str, Path], tmp_path: Path
-) -> None:
+def test_notes_and_warnings_go_to_stderr(places: dict[str, Path], tmp_path: Path) -> None:
     line = COMMANDS[8].replace("yarn", "shaw").replace("32,64,128", "32")
     plain = invoke(line, places, tmp_path / "out")
     assert "Wrote perplexity.json" in plain.stdout

@@ -147,9 +147,7 @@ def test_no_held_out_module_of_this_python_is_in_the_corpus() -> None:
     assert [path for _, path, _ in corpus.files] == ["heapq.py"]
 
 
-def test_a_file_that_shares_lines_with_a_held_out_module_is_left_out(
-    stdlib: Source, tmp_path: Path
-) -> None:
+def test_a_file_with_lines_of_a_held_out_one_is_left_out(stdlib: Source, tmp_path: Path) -> None:
     files = {
         "backport.py": mixed("backport", "enum", 0.5),
         "borrows.py": mixed("borrows", "local", 0.15),
@@ -210,9 +208,7 @@ def test_a_distribution_gives_no_more_than_its_limit_and_the_standard_library_al
     assert chosen([whole], stdlib, limit) == files.keys()
 
 
-def test_the_selection_does_not_depend_on_the_order_of_the_files(
-    stdlib: Source, tmp_path: Path
-) -> None:
+def test_the_selection_is_independent_of_the_order(stdlib: Source, tmp_path: Path) -> None:
     site = source(tmp_path / "s", "pkg", {f"module_{name}.py": prose(name) for name in "abcdefgh"})
     turned = Source(site.name, "", "", site.root, site.files[::-1])
     limit = 3 * len(prose("a"))

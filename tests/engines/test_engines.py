@@ -245,9 +245,7 @@ class TestServers:
                 setattr(config, key, value)
             assert flag <= accepted(config, 64)
 
-    def test_interleaved_features_have_no_lists_and_phi3_has_them_alone(
-        self, tmp_path: Path
-    ) -> None:
+    def test_interleaved_features_have_no_lists(self, tmp_path: Path) -> None:
         for model_type in ("cohere", "phi3"):
             zoo.build(model_type).save_pretrained(tmp_path / model_type)
         for engine in SERVERS:
@@ -259,9 +257,7 @@ class TestServers:
         assert found.config["original_max_position_embeddings"] == 256
 
     @pytest.mark.parametrize("engine", SERVERS)
-    def test_the_override_makes_the_stored_config_the_exported_one(
-        self, saved: Path, engine: str
-    ) -> None:
+    def test_the_override_makes_the_config_the_exported_one(self, saved: Path, engine: str) -> None:
         found = export(saved, engine)
         stored = AutoConfig.from_pretrained(saved)
         for key, value in json.loads(found.overrides[1]).items():

@@ -32,9 +32,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_what_was_trained_in_float32_is_not_rounded_to_the_base(
-    adapter: Path, tmp_path: Path
-) -> None:
+def test_trained_float32_is_not_rounded_to_the_base(adapter: Path, tmp_path: Path) -> None:
     found = export(adapter, "transformers5")
     assert found.is_adapter
     write_export(found, tmp_path / "out")

@@ -51,9 +51,7 @@ class TestWriting:
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
-    def test_tokenizer_files_name_a_class_that_transformers_4_has(
-        self, saved: Path, tmp_path: Path
-    ) -> None:
+    def test_tokenizers_name_a_class_of_transformers_4(self, saved: Path, tmp_path: Path) -> None:
         source = tmp_path / "model"
         write_export(export(saved, "vllm"), source)
         (source / "export.json").unlink()

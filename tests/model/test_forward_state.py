@@ -307,9 +307,7 @@ def test_a_long_mask_that_a_module_changes_is_written(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "kerple_log"])
 @pytest.mark.parametrize(("kind", "causal"), [("llama", False), ("bert", True)])
-def test_a_direction_that_is_set_after_the_patch_is_refused(
-    kind: str, causal: bool, name: str
-) -> None:
+def test_a_direction_set_after_the_patch_is_refused(kind: str, causal: bool, name: str) -> None:
     """The unpatched model follows it; the patched one says that it cannot."""
     if kind == "bert" and name == "rerope":
         pytest.skip("BERT has no rotation")

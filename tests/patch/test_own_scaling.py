@@ -127,9 +127,7 @@ def test_phimoe_reads_its_long_list() -> None:
 
 
 @pytest.mark.parametrize("method", [LongRoPE, SelfExtend])
-def test_a_saved_patch_of_its_own_scaling_is_loaded(
-    tmp_path: Path, method: type[LongRoPE | SelfExtend]
-) -> None:
+def test_a_saved_patch_of_own_scaling(tmp_path: Path, method: type[LongRoPE | SelfExtend]) -> None:
     model, _ = build("phi3")
     if method is LongRoPE:
         patch_model(model, "longrope")

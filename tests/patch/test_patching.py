@@ -72,9 +72,7 @@ def test_scale_one_is_the_unpatched_model_bit_for_bit(model: PreTrainedModel, me
 @pytest.mark.parametrize(
     "method", ["dynamic_pi", "dynamic_ntk", "dynamic_yarn", "dynamic_partial_ntk"]
 )
-def test_dynamic_methods_leave_text_within_the_original_length_alone(
-    model: PreTrainedModel, method: str
-) -> None:
+def test_dynamic_methods_leave_short_texts_alone(model: PreTrainedModel, method: str) -> None:
     before = logits(model, 64)
     with patched(model, method):
         long = logits(model, LENGTH)
@@ -283,9 +281,7 @@ class TestScaledCheckpoints:
             "llama", max_position_embeddings=128, rope_parameters={**parameters, **more, **length}
         )
 
-    def test_replace_starts_from_theta_and_the_original_length(
-        self, scaled: PreTrainedModel
-    ) -> None:
+    def test_replace_starts_from_the_original_length(self, scaled: PreTrainedModel) -> None:
         patch_model(scaled, "pi", scale=4, replace=True)
         patch = zoo.in_force(scaled)
         assert patch.original_max_position_embeddings == 64
@@ -429,9 +425,7 @@ class TestPrecision:
     """Frequencies are made in float64 and stay float32, whatever happens to the model."""
 
     @pytest.mark.parametrize("happens", [nn.Module.half, nn.Module.bfloat16, emptied, initialised])
-    def test_tables_survive_what_other_code_does(
-        self, model: PreTrainedModel, happens: Any
-    ) -> None:
+    def test_tables_survive_other_code(self, model: PreTrainedModel, happens: Any) -> None:
         patch_model(model, "yarn", scale=64)
         rotary, positions = model.get_submodule("model.rotary_emb"), torch.arange(4096)[None]
         (before,), cos = inspect_rope(model), rotary(torch.zeros(1, 4096, 1), positions)[0]
@@ -510,9 +504,7 @@ class TestDynamicAndCache:
                 self.decode(model, prompt=60, total=70)
 
     @pytest.mark.parametrize("method", ["longrope", "dynamic_ntk", "dynamic_yarn"])
-    def test_padding_that_a_mask_hides_is_no_length(
-        self, model: PreTrainedModel, method: str
-    ) -> None:
+    def test_padding_behind_a_mask_is_no_length(self, model: PreTrainedModel, method: str) -> None:
         patch_model(model, method, **{**OPTIONS[method], "update": "sequence"})
         ids = torch.cat((zoo.tokens(60), zoo.tokens(60)))
         padded = torch.cat((torch.zeros(2, 7, dtype=torch.long), ids), 1)

@@ -96,9 +96,7 @@ def test_verify_full_runs_all() -> None:
         ["rerope", "alibi"],
     ),
 )
-def test_the_patch_is_the_one_that_a_trial_of_all_blocks_gives(
-    model_type: str, method: str
-) -> None:
+def test_the_patch_is_that_of_a_trial_of_all_blocks(model_type: str, method: str) -> None:
     model, ids = zoo.build(model_type), zoo.tokens(40)
     options: dict[str, Any] = {"window": 16} if method == "rerope" else {}
     outputs: list[tuple[Tensor, object]] = []

@@ -153,9 +153,7 @@ class TestCarriesItsPatch:
     @pytest.mark.parametrize(
         "method", ["kerple_log", "rope_bias", [JetLong(), KerpleLog(keep_rope=True)]], ids=str
     )
-    def test_the_encoding_of_the_active_adapter_is_in_force(
-        self, method: Any, base: Path, tmp_path: Path
-    ) -> None:
+    def test_the_active_encoding_is_in_force(self, method: Any, base: Path, tmp_path: Path) -> None:
         model = trained(base, {"method": method})
         one = zoo.logits(model, IDS)
         model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
@@ -248,9 +246,7 @@ class TestPlainConfig:
         ("way", "method"),
         covering(("get_peft_model", "add_adapter", "after"), ("kerple_log", "fire", "t5")),
     )
-    def test_the_parameters_of_the_patch(
-        self, base: Path, tmp_path: Path, method: str, way: str
-    ) -> None:
+    def test_patch_parameters(self, base: Path, tmp_path: Path, method: str, way: str) -> None:
         """They start from random values, and are trained where the patch comes after the adapter."""
         config = plain_config(init_lora_weights=False)
         model: Any = load(base)

@@ -92,9 +92,7 @@ class TestWeights:
         told = {"F16": "m.gguf (F16 GGUF)"}
         assert name == told.get(kind, f"m.gguf ({kind} GGUF, dequantized to float32)")
 
-    def test_a_command_reads_the_file_once(
-        self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_reads_it_once(self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         model, file = plain
         read, reader = list[str](), gguf.GGUFReader
 
@@ -426,17 +424,13 @@ class TestErrors:
         with pytest.raises(PosencError, match="is one of 3 parts"):
             from_pretrained(file)
 
-    def test_an_architecture_that_transformers_does_not_read(
-        self, plain: tuple[Any, Path], tmp_path: Path
-    ) -> None:
+    def test_an_unknown_architecture(self, plain: tuple[Any, Path], tmp_path: Path) -> None:
         content = plain[1].read_bytes().replace(b"llama", b"lloma")
         (file := tmp_path / "m.gguf").write_bytes(content)
         with pytest.raises(PosencError, match="architecture lloma is not supported"):
             from_pretrained(file)
 
-    def test_without_the_package(
-        self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_package(self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gguf", None)
         result = run("inspect", plain[1])
         assert result.exit_code == 2

@@ -401,9 +401,7 @@ class TestKeyStyles:
         assert config["rope_theta"] == 10_000.0
         assert config["max_position_embeddings"] == 256
 
-    def test_another_base_alone_needs_no_rope_scaling(
-        self, model: PreTrainedModel, tmp_path: Path
-    ) -> None:
+    def test_another_base_needs_no_scaling(self, model: PreTrainedModel, tmp_path: Path) -> None:
         patch_model(model, "abf", rope_theta=500_000.0)
         config = saved(model, tmp_path)
         assert config["rope_theta"] == 500_000.0
@@ -471,9 +469,7 @@ class TestPatchFiles:
             one, other = (zoo.logits(each, ids, **decoded(each, ids)) for each in (loaded, model))
             assert zoo.relative_difference(one, other) < 1e-4
 
-    def test_a_checkpoint_without_patch_loads_as_it_is(
-        self, model: PreTrainedModel, tmp_path: Path
-    ) -> None:
+    def test_a_checkpoint_without_a_patch(self, model: PreTrainedModel, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         loaded = from_pretrained(tmp_path)
         assert get_patch(loaded) is None
@@ -601,9 +597,7 @@ class TestMethodsOfOnesOwn:
         saved(model, tmp_path)
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
 
-    def test_not_registered_it_says_so(
-        self, model: PreTrainedModel, tmp_path: Path, halved: Any
-    ) -> None:
+    def test_not_registered(self, model: PreTrainedModel, tmp_path: Path, halved: Any) -> None:
         patch_model(model, halved(scale=4))
         with pytest.raises(PosencError, match=r"'halved' is a method of your own.*register_method"):
             save_patch(model, tmp_path)

@@ -48,9 +48,7 @@ def test_another_method(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clean", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_weight_that_is_missing(
-    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_weight(clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not clean:
         verify_here(monkeypatch)
     patched = patch_model(zoo.build("llama"), "rerope", window=16)

@@ -279,9 +279,7 @@ def test_known_reasons_excuse_nothing_else(model_type: str, source: str) -> None
 # Models that cannot be tried, and those that are taken with what they have
 
 
-def test_a_model_that_is_not_whole_or_needs_more_than_tokens_is_not_tried(
-    trials: list[str],
-) -> None:
+def test_a_model_that_is_not_whole_or_needs_more_than_tokens(trials: list[str]) -> None:
     with torch.device("meta"):
         patch_model(_llama(), "pi", scale=4)
     sharded: Any = _llama()

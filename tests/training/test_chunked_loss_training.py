@@ -273,9 +273,7 @@ class NoHead(_Llama):  # type: ignore[misc]
         return nn.Embedding(128, 8)
 
 
-def test_a_model_without_a_decoder_to_be_found_trains_as_it_did(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_without_a_decoder_trains_as_it_did(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = NoHead(zoo.tiny_config("llama"))
     given = texts()
     expected = model(**given).loss

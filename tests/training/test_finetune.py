@@ -132,9 +132,7 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
 @pytest.mark.parametrize(
     ("recipe", "layers", "target"), [("drope", "full", 256), ("swan", (1, 3), 1024)]
 )
-def test_recipes_drop_the_rotation_of_the_embedded_model(
-    recipe: str, layers: Any, target: int
-) -> None:
+def test_recipes_drop_the_embedded_rotation(recipe: str, layers: Any, target: int) -> None:
     given = ["--recipe", recipe, "--use_cpu"]
     choice, data, _ = parse_arguments(given)
     model = from_pretrained(model_path(), dtype=torch.float32)
@@ -161,9 +159,7 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
 
 
 @pytest.mark.slow
-def test_a_patched_model_is_trained_further_as_it_is(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
+def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Path]) -> None:
     first = run(tmp_path, texts, "--no_score")
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*replace=true"):
         run(tmp_path, texts, "--model", str(first), "--patch", "pi:scale=4", name="second")
@@ -291,9 +287,7 @@ def test_a_run_that_cannot_score_is_refused_before_anything_is_tokenized(
     assert not list(tmp_path.rglob("blocks"))
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, texts: dict[str, Path]) -> None:
     wild = ("--learning_rate", "1e30", "--max_grad_norm", "0", "--max_steps", "6")
     with pytest.raises(PosencError, match="is nan at step"):
         run(tmp_path, texts, *wild, "--save_steps", "5", "--no_score")
@@ -301,9 +295,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
-def test_an_interruption_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 

@@ -157,9 +157,7 @@ def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_in_a_save_that_the_other_process_has_done(
-    whole: Any, tmp_path: Path, rank: int
-) -> None:
+def test_killed_in_a_save_that_the_other_has_done(whole: Any, tmp_path: Path, rank: int) -> None:
     run = whole(processes=2)
     # Of rank 1, the operations are: make the folder of checkpoint-3, write its random state, the same for checkpoint-6.
     moment = Moment(4, "within", rank=1) if rank else Moment(run.place("rename", 4))

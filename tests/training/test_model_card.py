@@ -140,9 +140,7 @@ def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_config_that_an_engine_does_not_read_is_to_be_exported(
-    made: Made, tmp_path: Path
-) -> None:
+def test_a_config_that_an_engine_does_not_read_is_exported(made: Made, tmp_path: Path) -> None:
     log, table = made[1:]
     folder = shutil.copytree(made[0], tmp_path / "made")
     source = open_source(folder)
@@ -271,9 +269,7 @@ PROGRAMS = {1: "hf-posenc finetune", 2: "accelerate launch -m hf_posenc.training
 ALONE: dict[str, Any] = {"fsdp": [], "deepspeed_plugin": None}
 
 
-def test_the_command_is_shown_without_where_its_result_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_is_shown_without_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/x", "--hub_token", "hf_"]):
         argv = ["--patch", "yarn:scale=4", *place, "--bf16"]
         for words in (["finetune.py", *argv], ["hf-posenc", "finetune", *argv]):

@@ -180,9 +180,7 @@ def test_columns_that_packing_needs_and_a_loss_outside_the_model(tmp_path: Path)
     refused(model, smoothed, "loss in chunks would not be used")
 
 
-def test_processes_that_start_from_different_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_with_different_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given, norm = patched("yarn", scale=2), arguments(tmp_path), "model.norm.weight"
     monkeypatch.setattr(checks, "gather", lambda value: [value, value])
     check_run(model, positions="contiguous", arguments=given)
@@ -246,9 +244,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("line", LAUNCHERS)
-def test_how_many_processes_a_launcher_was_asked_for(
-    line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_processes_were_asked_for(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
     yaml = Path(__file__).parents[2] / "scripts" / "configs" / "two_cpu_processes.yaml"

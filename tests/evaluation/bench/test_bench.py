@@ -63,7 +63,7 @@ def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
 def test_a_result_comes_back_from_its_json(result: BenchResult) -> None:
     titles = [grid.title.split(":")[0] for grid in result.tables()]
     assert titles == [
-        *("Perplexity, prefix", "Perplexity, tail", "Retrieval, passkey", "Prefill of 640 tokens"),
+        *("Perplexity, prefix", "Perplexity, tail", "Retrieval, passkey", "Prefill of 640 tokens")
     ]
     assert set(titles[:2]) == {grid.title.split(":")[0] for grid in result.perplexity.tables()}
     assert "seconds" not in without_speed(result)

@@ -168,9 +168,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
 
 
 @pytest.mark.slow
-def test_one_that_crashes_leaves_the_others_to_another_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_crashes_leaves_others_to_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, "right", "wrong")  # the first crashes for alibi
     monkeypatch.setattr(run, "PROCESSES", 1)
     every = [Case("right", kind, "float32", 16) for kind in ("bands", "alibi", "t5")]

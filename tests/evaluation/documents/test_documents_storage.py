@@ -146,9 +146,7 @@ def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("limit", [0, 1 << 24])
-def test_tokens_and_names_are_fixed_for_ever(
-    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_stay_fixed(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of interrupted runs and results name documents by these fields."""
     monkeypatch.setattr(joining, "IN_MEMORY", limit)
     monkeypatch.chdir(tmp_path)

@@ -242,9 +242,7 @@ def test_what_the_options_cannot_be() -> None:
         ExtendOptions(max_regression=-0.1)
 
 
-def test_another_model_in_the_folder_stays(
-    job: ExtendJob, planted: Planted, tmp_path: Path
-) -> None:
+def test_another_model_in_a_folder_stays(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(PosencError, match=r"holds another model\. Give another --output"):
         job.run(tmp_path)
@@ -412,9 +410,7 @@ def test_a_result_without_near_needles_has_no_demand_on_them(plain: ExtendResult
     assert "within" not in result.lines()[2]
 
 
-def test_methods_that_all_fail_are_an_answer(
-    job: ExtendJob, planted: Planted, tmp_path: Path
-) -> None:
+def test_methods_that_fail_are_an_answer(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     planted.loss = lambda label, *key: good(label, *key) if label in CONTROLS else float("nan")
     result = verdict(job, tmp_path)
     assert result.winner is None
@@ -553,9 +549,7 @@ def test_two_processes_share_the_measurements_and_the_first_has_the_verdict(
     assert planted.count + int(count) == alone
 
 
-def test_a_model_of_an_earlier_verdict_is_named(
-    job: ExtendJob, planted: Planted, tmp_path: Path
-) -> None:
+def test_an_earlier_verdict_is_named(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     (tmp_path / "records").mkdir()
     (tmp_path / "config.json").write_text("{}")
     planted.finds = nobody
@@ -588,9 +582,7 @@ def test_half_of_the_depths_are_farther_back_than_the_original_length(target: in
 
 
 @pytest.mark.usefixtures("advised")
-def test_in_python_the_files_are_written_with_the_verdict_first(
-    planted: Planted, tmp_path: Path
-) -> None:
+def test_in_python_files_are_written_verdict_first(planted: Planted, tmp_path: Path) -> None:
     planted.finds = nobody
     model = tiny()
     result = extend(model, WORDS, TEXTS, output=tmp_path, target_length=TARGET, budget=LEAST)

@@ -30,8 +30,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [m.name for m in METHODS if m.for_rotary and NEEDS_MORE.get(m.name, "") is not None],
+    "name", [m.name for m in METHODS if m.for_rotary and NEEDS_MORE.get(m.name, "") is not None]
 )
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
 def test_every_method_is_patched_in_by_its_name_alone(name: str, llama: Any) -> None:

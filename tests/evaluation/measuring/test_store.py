@@ -14,13 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.store import (
-    Key,
-    Shard,
-    Store,
-    current_shard,
-    fingerprint_of,
-)
+from hf_posenc.evaluation.measuring.store import Key, Shard, Store, current_shard, fingerprint_of
 from tests.support.selection import late
 
 SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
@@ -111,9 +105,7 @@ def test_a_byte_that_flips_anywhere_is_reported_once_and_its_record_made_anew(
     assert opened(tmp_path) == (KEYS[2:3], [])  # as a kill leaves it
 
 
-def test_records_of_a_lost_disk_of_another_shape_and_without_checksums_are_not_used(
-    tmp_path: Path,
-) -> None:
+def test_damaged_records_and_those_without_checksums_are_not_used(tmp_path: Path) -> None:
     opened(tmp_path)
     (path,) = files(tmp_path)
     other = b"\0\0\0\0\n[1]\n" + b'{"key": ["a"], "value": [3]}\n, "crc32": 0}\n' * 3
@@ -185,10 +177,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     ],
 )
 def test_a_process_knows_its_place(
-    given: str | None,
-    environment: dict[str, str],
-    expected: Shard,
-    monkeypatch: pytest.MonkeyPatch,
+    given: str | None, environment: dict[str, str], expected: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _environment(monkeypatch, **environment)
     assert current_shard(given) == expected

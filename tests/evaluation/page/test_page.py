@@ -126,9 +126,7 @@ def test_every_number_is_that_of_the_result(one: Page, protocol: str) -> None:
         *((1.0004, "1.0004"), (0.9998, "0.9998"), (0.99996, "1.00"), (1 + 1e-9, "1.00")),
     ],
 )
-def test_a_ratio_that_is_one_but_for_rounding_and_no_other_reads_one(
-    ratio: float, text: str
-) -> None:
+def test_a_ratio_that_rounds_to_one_reads_one(ratio: float, text: str) -> None:
     assert ratio_text(ratio) == text
 
 
@@ -197,9 +195,7 @@ def test_what_could_not_be_measured_is_shown_as_such(tmp_path: Path) -> None:
     ]
 
 
-def test_without_matplotlib_there_are_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_plots_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     made = page(write(tmp_path / "a", result()), figures=True)
     assert not made.root.all("svg")

@@ -82,7 +82,7 @@ def bench(**more: Any) -> dict[str, Any]:
 def test_a_benchmark_is_its_table_and_its_results(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", bench(), "bench")
     assert [source.kind for source in collect([folder]).sources] == [
-        *("bench", "perplexity", "retrieval"),
+        *("bench", "perplexity", "retrieval")
     ]
     made = page(folder)
     for caption in ("Perplexity, tail", "Retrieval, passkey"):

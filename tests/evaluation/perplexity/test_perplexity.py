@@ -191,9 +191,7 @@ def test_one_forward_gives_the_prefix_of_every_length_for_static_methods_only() 
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (96, 128, 256)])
-def test_a_checkpoint_that_is_dynamic_by_its_own_config_is_found_out(
-    lengths: tuple[int, ...],
-) -> None:
+def test_a_checkpoint_that_is_dynamic_by_its_config(lengths: tuple[int, ...]) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = tiny(rope_parameters=rope)
     measurement = run(model, ["none"], Settings(lengths=lengths, tail_tokens=16))

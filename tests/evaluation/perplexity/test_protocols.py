@@ -269,9 +269,7 @@ def test_default_lengths_follow_the_model() -> None:
 
 @pytest.mark.parametrize("protocol", ["prefix", "tail", "sliding", "disjoint", "longppl", "stream"])
 @pytest.mark.parametrize(("special", "read_last"), [(0, True), (1, True), (1, False)])
-def test_truncated_windows_score_the_same_tokens(
-    protocol: str, special: int, read_last: bool
-) -> None:
+def test_truncated_windows_score_the_same(protocol: str, special: int, read_last: bool) -> None:
     settings = make(
         protocols=(protocol,),
         tail_tokens=5,

@@ -261,9 +261,7 @@ def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     assert "patch_model" in advice.carried.note
 
 
-def test_a_table_that_moves_is_named_and_its_long_list_scaled_further(
-    only: Callable[..., None],
-) -> None:
+def test_a_moving_table_is_named_and_its_long_list_scaled(only: Callable[..., None]) -> None:
     only("yarn", "self_extend")
     lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **lists}
@@ -461,9 +459,7 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
     assert lines[-1].endswith("--all")
 
 
-def test_the_command_prints_all_and_json_says_the_same(
-    folder: Path, only: Callable[..., None]
-) -> None:
+def test_the_command_prints_all_and_as_json(folder: Path, only: Callable[..., None]) -> None:
     lines = invoke(folder, "--target-length", "1k", "--all").output.splitlines()
     first = next(line for line in lines if line.split()[:3] == ["as", "it", "is"])
     assert first.split()[3:5] == ["frequencies", "yarn"]

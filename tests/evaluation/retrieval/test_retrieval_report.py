@@ -173,9 +173,7 @@ def shown_by(panel: Any) -> Any:
     ("won", "lost", "as_extreme"),
     [(12, 0, 2), (0, 12, 2), (1, 0, 2), (5, 1, 14), (2, 10, 158), (6, 6, 4096), (7, 6, 8192)],
 )
-def test_mcnemar_counts_the_outcomes_at_least_as_extreme(
-    won: int, lost: int, as_extreme: int
-) -> None:
+def test_mcnemar_counts_outcomes_as_extreme(won: int, lost: int, as_extreme: int) -> None:
     """Of 2^n equally probable outcomes, in either direction: for 2 of 12, 2 (1 + 12 + 66) = 158."""
     assert mcnemar(won, lost) == as_extreme / 2 ** (won + lost)
 

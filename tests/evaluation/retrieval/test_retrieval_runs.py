@@ -131,10 +131,7 @@ def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, lon
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model)
     run = RetrievalRun(
-        model,
-        byte_tokenizer(),
-        [candidate],
-        settings(lengths=(400,), samples=1, depths=(0.5,)),
+        model, byte_tokenizer(), [candidate], settings(lengths=(400,), samples=1, depths=(0.5,))
     )
     read: list[int] = []
     model.register_forward_pre_hook(

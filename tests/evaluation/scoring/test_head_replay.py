@@ -49,9 +49,7 @@ IN_ATTENTION: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model_type", "patch"),
     covering(("llama", "gemma2", "gpt_neox", "qwen3", "cohere"), IN_ATTENTION),
 )
-def test_models_patched_in_attention_are_replayed_too(
-    model_type: str, patch: tuple[str, dict[str, Any]]
-) -> None:
+def test_attention_patches_are_replayed(model_type: str, patch: tuple[str, dict[str, Any]]) -> None:
     method, options = patch
     model = patch_model(zoo.build(model_type), method, **options)
     ids = zoo.tokens(57)[0]

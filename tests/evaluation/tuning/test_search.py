@@ -303,9 +303,7 @@ YARN = [2.0, 3.0, 4.0, 5.0, 6.0, 2.5]
         ),
     ],
 )
-def test_the_outcome_is_judged_by_the_interval(
-    ours: list[float], said: str, kept: str | None
-) -> None:
+def test_the_interval_judges_the_outcome(ours: list[float], said: str, kept: str | None) -> None:
     means = {"none": [9.0] * 6, "yarn": YARN, "search": ours}
     result = SearchResult(
         **ABOUT,

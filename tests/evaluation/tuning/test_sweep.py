@@ -22,12 +22,7 @@ from hf_posenc.evaluation.options import SweepOptions, parse_scales
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.tuning import tried
-from hf_posenc.evaluation.tuning.sweep import (
-    SweepResult,
-    prepare_sweep,
-    round_sizes,
-    run_rounds,
-)
+from hf_posenc.evaluation.tuning.sweep import SweepResult, prepare_sweep, round_sizes, run_rounds
 from hf_posenc.methods import LogN, YaRN
 from tests.support import zoo
 from tests.support.sweep_cases import finished, planted, reference, sweep_of, texts, tiny
@@ -154,9 +149,7 @@ def swept() -> SweepResult:
     return finished(sweep_of(model, 6, candidates))
 
 
-def test_the_recipe_loads_and_gives_the_measured_perplexity(
-    swept: SweepResult, tmp_path: Path
-) -> None:
+def test_the_recipe_gives_the_measured_perplexity(swept: SweepResult, tmp_path: Path) -> None:
     result = swept
     assert result.winner is not None
     assert result.recipe is not None
@@ -353,9 +346,7 @@ def test_failures_are_cells() -> None:
 
 
 @pytest.mark.usefixtures("quick_collection")
-def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_refused_or_runs_out_of_memory_is_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Attempt.__call__
 
     def attempt(self: Any, forward: Any, cells: Any) -> Any:
