@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import tracemalloc
@@ -40,6 +41,7 @@ from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.bench import bench
+from hf_posenc.evaluation.device.selftest import selftest
 from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
 from hf_posenc.evaluation.documents import source as joining
 from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions, SelftestOptions
@@ -58,6 +60,8 @@ pytestmark = pytest.mark.timeout(60)  # nothing waits for what never comes
 EMPTY = "is empty. Is a shell variable unset? Give a value, or leave it out for the default."
 RUN = "perplexity {model} --text {texts} --output {out}"
 AT_32 = f"{RUN} --lengths 32"
+SWEEP = "sweep {model} --text {texts} --output {out} --target-length"
+DATASET = "perplexity {model} --dataset {data} --output {out} --lengths 32"
 
 # A command line and a part of the one line on stderr. {model} is a checkpoint trained at 64 tokens, {texts} a folder of
 # texts, {rows} a file of JSON lines with a column "body", {out} a folder for results.
@@ -73,6 +77,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"{AT_32} --split train", "error: --split train is for a --dataset, and nothing"),
     (f"{AT_32} --column body", "--column body is for rows (a --dataset, JSON lines or"),
     ("bench {model} --output {out} --column body", "and nothing here would use it: leave it out."),
+    (DATASET, "has no column 'text'; its columns are body"),
     # methods
     (f"{RUN} --patch yarn:scale=8,scale=4", "scale is given twice; give it once."),
     (f"{RUN} --patch yarn:factor=8", "option of yarn 'factor'. It is called scale here."),
@@ -91,6 +96,15 @@ REFUSED: list[tuple[str, str]] = [
     (f"{AT_32} --longppl @rerope", "--longppl @rerope: give a name or self, and a"),
     ("retrieval {model} --decode generate --distractors 5", "--distractors 5 is for --decode tea"),
     ("sweep {model} --text {texts} --patch rerope --scales 4", "--scales 4 is for methods without"),
+    (
+        "retrieval {model} --lengths 60 --output {out}",
+        "error: No task fits into 60 tokens: passkey",
+    ),
+    (f"{SWEEP} 64", "trained at 64"),
+    (f"{SWEEP} 128 --patch yarn --patch yarn:scale=2", "yarn (scale 2) is given twice"),
+    (f"{SWEEP} 4k", "No document can be used"),
+    (f"search {SWEEP[6:]} 128 --limit 1", "needs two documents"),
+    (f"search {SWEEP[6:]} 128 --search-documents 3", "one at least stays held out"),
     # devices
     (f"{AT_32} --device cpu --device-map cpu", "--device and --device-map exclude"),
     (f"{AT_32} --device mps", f"PyTorch {torch.__version__} sees cpu and"),
@@ -108,6 +122,7 @@ ACCEPTED = [
     f"{RUN} --text {{rows}} --column body --lengths 32 --patch none --dry-run",
     f"{AT_32} --patch none --longppl self --longppl-short 8 --dry-run",
     f"{AT_32} --text {{texts}}/../table.csv --dry-run",
+    f"{DATASET} --column body --dry-run",
     "inspect {model} --patch yarn:original_max_position_embeddings=32.0,scale=2",
 ]
 
@@ -120,8 +135,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
     (folder / "rows.jsonl").write_text(json.dumps({"body": prose(300)}))
     (folder / "table.csv").write_text("text\n" + prose(300))
-    model = tiny_checkpoint(folder / "model")
-    return {"model": model, "texts": folder / "texts", "rows": folder / "rows.jsonl"}
+    names = {name: folder / name for name in ("texts", "data")}
+    names["data"].mkdir()
+    shutil.copy(folder / "rows.jsonl", names["data"] / "test.jsonl")
+    names["rows"] = folder / "rows.jsonl"
+    return {**names, "model": tiny_checkpoint(folder / "model")}
 
 
 def invoke(*arguments: object) -> Any:
@@ -212,6 +230,13 @@ CALLS: dict[str, dict[str, str]] = {
     "measure_retrieval(model, tok, lengths=256, {})": {
         "tasks=[]": "Give at least one of the tasks.",
         "samples=None": "samples is a whole number of at least 1, not None.",
+        "sample=1": "Did you mean 'samples'?",
+        "depths=(0.0, 1.5)": "Depths go from 0 to 1, not [0.0, 1.5].",
+        "": "The tokenizer does not belong to the mod",
+    },
+    "selftest({}, device='cpu')": {
+        "dtypes=['float64']": "Unknown dtype 'float64'",
+        "methods=['yarn']": "Unknown method of the engine 'yarn'",
     },
     "prepare_blocks({})": {
         "texts[0], tok, length=16": "The documents are a list of texts, not one text: write [text].",
@@ -229,7 +254,7 @@ CALLS: dict[str, dict[str, str]] = {
 
 
 OPTIONS = (BenchOptions, PerplexityOptions, SelftestOptions, TokenScorer)
-FUNCTIONS = (bench, measure_perplexity, measure_retrieval, recommend)
+FUNCTIONS = (bench, measure_perplexity, measure_retrieval, recommend, selftest)
 READERS = (model_path, read_dataset, read_paths)
 
 
@@ -276,16 +301,14 @@ def test_a_call_is_answered_by_one_line(expression: str, message: str, tmp_path:
 def test_every_form_of_a_length_is_the_integer(length: Any, tmp_path: Path) -> None:
     model = zoo.build("llama")
     hf_posenc.patch_model(model, "yarn", target_length=length)
-    patch = hf_posenc.get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert patch.extended_length == 1024
     assert type(model.config.max_position_embeddings) is int
     model.save_pretrained(tmp_path)
     assert hf_posenc.get_patch(hf_posenc.from_pretrained(tmp_path)) is not None
     hf_posenc.unpatch_model(model)
     hf_posenc.patch_model(model, "yarn", scale=2, original_max_position_embeddings=length)
-    patch = hf_posenc.get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert type(patch.original_max_position_embeddings) is int
     assert BenchOptions(target_length=length).target_length == 1024
     assert PerplexityOptions(lengths=[64, length]).lengths == (64, 1024)
@@ -296,8 +319,7 @@ def test_numbers_and_arrays_of_other_libraries_are_taken() -> None:
     scales: list[Any] = [np.float32(2), np.int64(2), torch.tensor(2.0)]
     for scale in scales:
         hf_posenc.patch_model(model, "yarn", scale=scale, replace=True)
-        patch = hf_posenc.get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         assert (patch.config.scale, json.loads(patch.config.to_json())["scale"]) == (2, 2)
     hf_posenc.unpatch_model(model)
     layers: Any = np.array([0, 1])
@@ -704,14 +726,6 @@ def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:
         known = json.loads((tmp_path / output / "perplexity.json").read_text())
         numbers.append((known["model"]["weights_sha256"], known["summary"]))
     assert numbers[0] == numbers[1]
-
-
-def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
-    model = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(model / "model.safetensors")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf_posenc.from_pretrained(model)
 
 
 @pytest.mark.parametrize("command", ["perplexity", "inspect"])

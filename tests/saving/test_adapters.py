@@ -26,7 +26,6 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
-from hf_posenc.cli import main
 from hf_posenc.embedded import model_path
 from hf_posenc.methods import JetLong, KerpleLog
 from hf_posenc.model.parameters import trained_parameters
@@ -111,15 +110,6 @@ class TestCarriesItsPatch:
         saved(merged, tmp_path / "merged")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         assert zoo.relative_difference(zoo.logits(plain, IDS), zoo.logits(merged, IDS)) < 1e-4
-
-    def test_the_command_line_takes_the_directory(
-        self, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
-        with pytest.raises(SystemExit) as done:
-            main(["inspect", str(adapter)])
-        assert not done.value.code
-        assert "yarn" in capsys.readouterr().out
 
     def test_trained_further_and_saved_again(self, base: Path, tmp_path: Path) -> None:
         first = saved(trained(base, PATCHES["kerple"]), tmp_path / "first")

@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_posenc import (
     Method,
-    PatchConfig,
     PosencError,
     available_methods,
     available_recipes,
@@ -474,17 +473,6 @@ class TestPatchFiles:
         loaded = from_pretrained(tmp_path)
         assert get_patch(loaded) is None
         assert torch.equal(logits(loaded), logits(model))
-
-    def test_every_field_survives_json(self) -> None:
-        config = PatchConfig(
-            method="longrope",
-            options={"short_factor": [1.0, 2.0], "long_factor": [2.0, 3.0]},
-            scale=8.0,
-            original_max_position_embeddings=4096,
-            layers=(0, 5),
-            replace=True,
-        )
-        assert PatchConfig.from_json(config.to_json()) == config
 
     def test_a_recipe_by_name(self, model: PreTrainedModel) -> None:
         name = next(name for name in available_recipes() if "superhot" in name)

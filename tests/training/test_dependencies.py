@@ -58,10 +58,6 @@ def check(model: Any, positions: str, **options: Any) -> None:
     check_dependencies(model, PositionCollator(positions, **given))
 
 
-def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in batch.items() if key != "labels"}
-
-
 @pytest.mark.parametrize(("model", "positions"), covering(MODELS, POSITIONS), ids=str)
 def test_architectures(model: tuple[str, str], positions: str) -> None:
     assert torch.equal(by_change(tiny(*model), batch_of(positions)), expected(positions))

@@ -19,6 +19,7 @@ from hf_posenc.training import TrainingLog, result
 from hf_posenc.training.__main__ import main
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.train import apply_patch, finetune, parse_arguments, resolve_lengths
+from tests.support import zoo
 from tests.support.selection import late
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
@@ -122,8 +123,7 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
     data = TrainingLog.read(output).data
     assert (data["curriculum"], data["target_length"]) == ([128, 256], 1024)
     assert "first up to 128, then 256" in (output / "README.md").read_text(encoding="utf-8")
-    patch = get_patch(from_pretrained(output))
-    assert patch is not None
+    patch = zoo.in_force(from_pretrained(output))
     assert (patch.methods, patch.config.layers) == (("nope",), (1, 3))
     with pytest.raises(PosencError, match=r"lengths.curriculum was \[128, 256\], is \[128, 1024\]"):
         run(tmp_path, texts, *given, "0.5,4")
@@ -137,8 +137,7 @@ def test_recipes_drop_the_embedded_rotation(recipe: str, layers: Any, target: in
     choice, data, _ = parse_arguments(given)
     model = from_pretrained(model_path(), dtype=torch.float32)
     apply_patch(model, choice.patch, data.target_length)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert (patch.methods, patch.config.layers) == (("nope",), layers)
     lengths = resolve_lengths(model, data.positions, data.target_length, data.block_length)
     assert (lengths.target, lengths.block) == (target, target)
@@ -166,13 +165,11 @@ def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Pat
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*as it is\.$"):
         run(tmp_path, texts, "--model", str(first), "--patch", "none", name="second")
     second = run(tmp_path, texts, "--no_score", "--model", str(first), name="second")
-    patch = get_patch(from_pretrained(second))
-    assert patch is not None
+    patch = zoo.in_force(from_pretrained(second))
     assert patch.options == {"scale": 4.0}
     other = ("--model", str(first), "--patch", "yarn:scale=8,replace=true")
     third = run(tmp_path, texts, "--no_score", *other, name="third")
-    longer = get_patch(from_pretrained(third))
-    assert longer is not None
+    longer = zoo.in_force(from_pretrained(third))
     assert longer.extended_length == 2048
 
 

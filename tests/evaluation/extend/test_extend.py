@@ -315,8 +315,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert len(result.lines()) == 5
     assert result.kinds[str(result.winner)] == "table"
     assert asked == [True]
-    patch = get_patch(from_pretrained(tmp_path))
-    assert patch is not None
+    patch = zoo.in_force(from_pretrained(tmp_path))
     assert result.recipe is not None
     assert patch.config.to_dict() == {k: v for k, v in result.recipe.items() if k != "recipe"}
     assert get_patch(job.whole.model) is None

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 from typer.testing import CliRunner
 
-import hf_posenc
 from hf_posenc import PosencError, inspect_rope, patched
 from hf_posenc.cli.app import app
 from hf_posenc.embedded import model_path
@@ -330,8 +329,7 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
         assert options is not None
         assert options["original_max_position_embeddings"] == half
         with patched(live, method, **options):
-            patch = hf_posenc.get_patch(live)
-            assert patch is not None
+            patch = zoo.in_force(live)
             assert patch.original_max_position_embeddings == half
 
 

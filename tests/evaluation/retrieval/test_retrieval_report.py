@@ -308,13 +308,6 @@ def test_own_text_as_a_haystack(model: Path, tmp_path: Path) -> None:
     assert "has no text" in made.stderr
 
 
-def test_a_length_that_no_task_fits_into_is_one_line(model: Path, tmp_path: Path) -> None:
-    made = invoke(model, "--lengths", "60", "--output", tmp_path)
-    assert made.exit_code == 2
-    (line,) = (line for line in made.stderr.splitlines() if not line.startswith("warning: "))
-    assert line.startswith("error: No task fits into 60 tokens: passkey needs at least")
-
-
 def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
     docs = Path(__file__).parents[3] / "docs"
     with (docs / "data" / "benchmarks" / "retrieval.csv").open() as file:

@@ -189,21 +189,6 @@ def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(PosencError, match="Did you mean 'samples'"):
-        measure_retrieval(zoo.build("llama"), byte_tokenizer(), sample=1)
-    for given in (
-        {"tasks": ("passky",)},
-        {"tasks": ()},
-        {"depths": (0.0, 1.5)},
-        {"decode": "beam"},
-    ):
-        with pytest.raises(PosencError):
-            settings(**given)
-    with pytest.raises(PosencError, match="does not belong to the model"):
-        run_of(zoo.build("llama", vocab_size=50))
-
-
 def test_wilson_intervals() -> None:
     """Published values: Newcombe 1998, table I, method 3."""
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)

@@ -131,31 +131,6 @@ def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path)
     assert not output.exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("sweep", "--target-length", "64"), "trained at 64"),
-        (("sweep", "--patch", "yarn", "--patch", "yarn:scale=4"), "yarn (scale 4) is given twice"),
-        (("sweep", "--target-length", "4k"), "No document can be used"),
-        (("search", "--target-length", "128", "--limit", "1"), "needs two documents"),
-        (
-            ("search", "--target-length", "128", "--search-documents", "5"),
-            "one at least stays held out",
-        ),
-    ],
-)
-def test_refusals_are_one_line(
-    more: tuple[str, ...], said: str, model: Path, folder: Path, tmp_path: Path
-) -> None:
-    command, *options = more
-    result = invoke(command, str(model), "--text", str(folder), "--output", str(tmp_path), *options)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.exit_code == 2, result.output
-    assert len(lines) == 1
-    assert said in lines[0]
-    assert "Traceback" not in result.output
-
-
 @pytest.mark.usefixtures("quick_collection")
 def test_without_a_winner_the_exit_status_is_1(
     model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
