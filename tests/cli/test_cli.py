@@ -34,17 +34,11 @@ from hf_posenc.methods.facts import composes_with, facts
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.references import REQUIRED
 from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
-RUNNER = CliRunner()
-
-
-def invoke(*arguments: object) -> Any:
-    words = [str(argument) for argument in arguments]
-    # What the command does not expect fails the test with its own traceback.
-    return RUNNER.invoke(app, words, env={"COLUMNS": "160", "TERM": "dumb"}, catch_exceptions=False)
 
 
 def refused(*arguments: object) -> str:
@@ -115,9 +109,7 @@ def test_a_loss_that_is_not_a_number(model: Path, texts: Path, tmp_path: Path) -
     assert (tmp_path / "out" / "perplexity.json").is_file()
 
 
-def test_on_a_cpu_a_half_precision_checkpoint_is_measured_in_float32(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_half_precision_is_measured_in_float32(model: Path, texts: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     shutil.copytree(model, half)
     weights = {
@@ -349,9 +341,7 @@ def test_inspect_shows_a_patch_that_computes_attention(model: Path) -> None:
     assert "yarn needs scale=" in error  # no text here, whose length could set it
 
 
-def test_a_method_that_needs_training_says_so_once_in_one_line(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_an_untrained_method_is_named_in_one_line(model: Path, texts: Path, tmp_path: Path) -> None:
     patches = ("--patch", "none", "--patch", "shaw", "--patch", "shaw:keep_rope=true")
     result = run(
         *(model, texts, tmp_path, "--limit", 1, *patches),
@@ -426,7 +416,7 @@ def test_doctor_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         identity, "version_of", lambda name: None if name in ("rich", "peft") else version_of(name)
     )
-    values = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    values = json.loads(invoke("doctor", "--json").stdout)
     missing = {extra: names for extra, names in values["missing"].items() if "rich" in names}
     assert missing == {"cli": ["rich"], "report": ["rich"], "train": ["rich", "peft"]}
     assert values["versions"]["torch"] == torch.__version__
@@ -499,7 +489,7 @@ def made(*arguments: str) -> tuple[Any, list[Any]]:
 
     own = typer.Typer()
     own.command()(expand(command))
-    return RUNNER.invoke(own, list(arguments)), seen
+    return CliRunner().invoke(own, list(arguments)), seen
 
 
 def test_values_are_parsed_into_their_classes() -> None:
@@ -520,7 +510,7 @@ def test_refused_values_and_unknown_options() -> None:
 
 
 def test_help_is_wrapped_to_the_terminal_and_nowhere_else() -> None:
-    result = RUNNER.invoke(app, ["perplexity", "--help"], env={"COLUMNS": "100"})
+    result = invoke("perplexity", "--help", columns=100)
     lines = [line.strip() for line in result.output.splitlines()]
     first = next(index for index, line in enumerate(lines) if line.startswith("Without arguments"))
     last = next(index for index in range(first, len(lines)) if not lines[index])

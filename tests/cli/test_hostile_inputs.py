@@ -31,12 +31,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import engines, training
 from hf_posenc.attention import engine
-from hf_posenc.cli.app import app
 from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity
@@ -51,9 +49,10 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.methods import YaRN
 from hf_posenc.training import PositionCollator
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
 from tests.support.selection import quick
-from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
+from tests.support.tiny_text import byte_tokenizer, prose, text_files, tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(60)  # nothing waits for what never comes
 
@@ -130,20 +129,13 @@ ACCEPTED = [
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("places")
-    (folder / "texts").mkdir()
-    for index in range(3):
-        (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
     (folder / "rows.jsonl").write_text(json.dumps({"body": prose(300)}))
     (folder / "table.csv").write_text("text\n" + prose(300))
-    names = {name: folder / name for name in ("texts", "data")}
+    names = {"texts": text_files(folder / "texts", 3), "data": folder / "data"}
     names["data"].mkdir()
     shutil.copy(folder / "rows.jsonl", names["data"] / "test.jsonl")
     names["rows"] = folder / "rows.jsonl"
     return {**names, "model": tiny_checkpoint(folder / "model")}
-
-
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def lines_of(result: Any, kind: str = "error: ") -> list[str]:
@@ -710,9 +702,8 @@ def test_a_module_without_backends_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         engine._extra()
 
 
-def test_a_terminal_of_no_width_shows_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "0")
-    assert "Peng et al. 2023" in invoke("show", "yarn").stdout
+def test_a_terminal_of_no_width_shows_results() -> None:
+    assert "Peng et al. 2023" in invoke("show", "yarn", columns=0).stdout
 
 
 def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:

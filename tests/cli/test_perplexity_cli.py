@@ -26,7 +26,8 @@ from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.suites import SUITES
 from hf_posenc.files import to_json
-from tests.cli.test_cli import invoke, run
+from tests.cli.test_cli import run
+from tests.support.commands import invoke
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
@@ -50,9 +51,7 @@ def test_the_result_of_another_run_is_kept(model: Path, texts: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_shares_in_several_terminals_give_what_one_process_gives(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_shares_give_what_one_process_gives(model: Path, texts: Path, tmp_path: Path) -> None:
     arguments = ("--patch", "none", "--patch", "yarn")
     assert run(model, texts, tmp_path / "one", *arguments).exit_code == 0
     first = run(model, texts, tmp_path / "two", *arguments, "--shard", "1/2")

@@ -197,9 +197,7 @@ def test_tests_vendored_copies_and_generated_tables_are_left_out(
     assert chosen([source(tmp_path / "site", "pkg", files)], stdlib) == {"kept.py"}
 
 
-def test_a_distribution_gives_no_more_than_its_limit_and_the_standard_library_all(
-    stdlib: Source, tmp_path: Path
-) -> None:
+def test_a_limit_is_for_all_but_the_standard_library(stdlib: Source, tmp_path: Path) -> None:
     files = {f"module_{name}.py": prose(name) for name in "abcdefgh"}
     site = source(tmp_path / "site", "pkg", files)
     limit = len(prose("a")) + 1
@@ -343,9 +341,7 @@ def test_the_model_card_is_made_from_the_log_and_names_no_machine() -> None:
 
 
 @pytest.mark.slow
-def test_the_perplexity_is_what_the_log_says_and_explodes_past_the_trained_length(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_perplexity_is_that_of_the_log_and_explodes(tokenizer: PreTrainedTokenizerFast) -> None:
     log = json.loads((model_path() / "training_log.json").read_text(encoding="utf-8"))
     written = {row["length"]: row["perplexity"] for row in log["held_out"]["results"]}
     context, longest = min(written), max(written)

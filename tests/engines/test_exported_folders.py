@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import PosencError, from_pretrained, patch_model
 from hf_posenc.engines import export, write_export
 from hf_posenc.training import choose_parameters
-from tests.cli.test_cli import invoke
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.selection import quick
 from tests.support.verifying import verify_here
 
@@ -159,4 +159,4 @@ def test_the_command_finds_it_to_be_the_same_model(
     if not clean:
         verify_here(monkeypatch)
     given = ("export", adapter, "--to", "transformers5", "--output", tmp_path / "out", "--verify")
-    assert "the same model" in " ".join(invoke(*map(str, given)).output.split())
+    assert "the same model" in " ".join(invoke(*given).output.split())

@@ -168,9 +168,7 @@ def snapshot(model: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "name", "options"), every(1))
-def test_a_forward_writes_nothing_that_another_one_reads(
-    kind: str, name: str, options: dict[str, Any]
-) -> None:
+def test_a_forward_writes_nothing_shared(kind: str, name: str, options: dict[str, Any]) -> None:
     """Neither while it runs, seen from each of its modules, nor afterwards."""
     model = built(kind, name, options)
     before, differs = snapshot(model), set[str]()

@@ -125,9 +125,7 @@ def test_a_dynamic_table_that_never_shrinks_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("method", ["yarn", "partial_ntk"])
-def test_a_form_that_fails_at_the_second_text_is_not_written(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_that_fails_later_is_left_out(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a longrope table of one layer type does before 5.15."""
     forward: Any = LlamaRotaryEmbedding.forward
 

@@ -186,9 +186,7 @@ def test_its_own_scaling_is_one_patch_among_others() -> None:
         ({"rope_type": "yarn", "factor": 4.0}, 64),
     ],
 )
-def test_its_own_scaling_reaches_what_the_checkpoint_does(
-    rope: dict[str, Any], longest: int, tmp_path: Path
-) -> None:
+def test_its_own_scaling_reaches_as_far(rope: dict[str, Any], longest: int, tmp_path: Path) -> None:
     rope = {"rope_theta": 1e4, **ORIGINAL, **rope}
     model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=longest)
     patch_model(model, rope["rope_type"])

@@ -240,9 +240,7 @@ class TestSecondPatch:
             patch_model(model, "yarn", compose=True, **given)
 
     @pytest.mark.filterwarnings("ignore:.*starts untrained")
-    def test_trained_parameters_are_never_lost_in_silence(
-        self, model: PreTrainedModel, tmp_path: Path
-    ) -> None:
+    def test_trained_parameters_are_kept(self, model: PreTrainedModel, tmp_path: Path) -> None:
         patch_model(model, "kerple_log")
         hf_posenc.save_patch(model, tmp_path)
         trained = trained_parameters(model)
@@ -441,9 +439,7 @@ class TestPrecision:
         cos, sin = rotary(torch.zeros(1, 5, 1, dtype=torch.bfloat16), torch.arange(5)[None])
         assert cos.dtype == sin.dtype == torch.bfloat16
 
-    def test_patching_a_model_that_was_cast_before_starts_from_exact_frequencies(
-        self, model: PreTrainedModel
-    ) -> None:
+    def test_patching_a_cast_model_is_exact(self, model: PreTrainedModel) -> None:
         model.bfloat16()  # rounds the native table to 8 bits
         patch_model(model, "pi", scale=2)
         expected = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / 2

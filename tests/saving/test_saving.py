@@ -79,9 +79,7 @@ def plain(path: Path) -> nn.Module:
         *late(["deepseek_v3", "glm4_moe_lite"], ["yarn", "ntk"]),
     ],
 )
-def test_a_scaled_deepseek_keeps_the_factor_of_its_scores(
-    model_type: str, method: str, tmp_path: Path
-) -> None:
+def test_deepseek_keeps_its_factor_of_scores(model_type: str, method: str, tmp_path: Path) -> None:
     """Its attention reads `factor` beside `mscale_all_dim`, whatever the table."""
     rope = {
         "rope_type": "yarn",

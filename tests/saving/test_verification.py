@@ -113,9 +113,7 @@ def test_the_clean_process_has_no_hf_posenc(model: PreTrainedModel, tmp_path: Pa
         verify_export(tmp_path / "model", model, packages=tmp_path)
 
 
-def test_rounding_at_far_positions_is_no_other_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounding_is_no_other_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frequencies half a float32 off turn far positions; a scale that is 0.1 % off does too, and is another model."""
     verify_here(monkeypatch)
     sizes = {"max_position_embeddings": 4096, "initializer_range": 0.2}

@@ -249,9 +249,7 @@ def test_a_model_whose_weights_or_modules_have_changed_is_tried_again(trials: li
 @pytest.mark.parametrize(
     ("model_type", "forwards"), [("gpt_oss", 6), ("qwen3_next", 5), ("lfm2", 5)]
 )
-def test_known_reasons_need_no_full_inspection(
-    trials: list[str], model_type: str, forwards: int
-) -> None:
+def test_known_reasons_are_reused(trials: list[str], model_type: str, forwards: int) -> None:
     model = zoo.build(model_type)
     trials.clear()
     patch_model(model, "pi", scale=4, replace=True)

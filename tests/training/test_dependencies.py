@@ -146,9 +146,7 @@ def test_packing_is_refused_with_an_attention_function_without_a_mask(
         check(model, "packed")
 
 
-def test_packing_with_flash_attention_needs_one_row(
-    registered: Callable[[str, Any], PreTrainedModel],
-) -> None:
+def test_flash_packing_needs_one_row(registered: Callable[[str, Any], PreTrainedModel]) -> None:
     """transformers' flash path reads documents from `position_ids` where the batch has one row, else not at all."""
 
     def flash(

@@ -275,9 +275,7 @@ def test_what_is_scored_is_held_out_of_the_texts(
     assert [document["name"] for document in scores["documents"]] == [paths[1]]
 
 
-def test_a_run_that_cannot_score_is_refused_before_anything_is_tokenized(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
+def test_a_run_that_cannot_score_is_refused_early(tmp_path: Path, texts: dict[str, Path]) -> None:
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
     with pytest.raises(PosencError, match=r"last tenth: too short.*--score_text.*--no_score"):
         finetune(parse_arguments([*given, "--score_lengths", "16k"]))

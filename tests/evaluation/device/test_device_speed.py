@@ -30,9 +30,7 @@ def speed_run(model: Any, rounds: int = 2, methods: tuple[str, ...] = METHODS) -
     return SpeedRun(model, WINDOW, candidates, rounds=rounds, metadata=metadata)
 
 
-def test_methods_take_turns_and_every_timed_forward_follows_one_of_the_same_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_methods_take_turns_after_a_forward_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     run = speed_run(model)
     events: list[tuple[str, str | None]] = []

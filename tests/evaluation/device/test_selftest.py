@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import Case, comparison, verdicts
 from hf_posenc.attention.checks.comparison import Comparison, kinds, methods
-from hf_posenc.cli.app import app
 from hf_posenc.evaluation.device import selftest as run
 from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.device.selftest import selftest
@@ -25,6 +23,7 @@ from tests.support import (
     broken_backends,
     emulated,  # noqa: F401  (registers its backends)
 )
+from tests.support.commands import invoke
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -152,7 +151,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     monkeypatch.setattr(run, "selftest", small)
     verdicts.write(CPU, {Case("old", "bands", "float32", 16): None})
     file = tmp_path / "selftest.json"
-    result = CliRunner().invoke(app, ["selftest", "--device", "cpu", str(file)])
+    result = invoke("selftest", "--device", "cpu", file)
     assert result.exit_code == 1, result.output
     values = json.loads(file.read_text())
     assert not values["passed"]

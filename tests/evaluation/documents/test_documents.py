@@ -336,9 +336,7 @@ def test_a_long_file_of_white_space_is_empty(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("limit", [0, 4500, 30_000])
-def test_long_documents_lie_in_files(
-    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_in_files(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (5000, 20, 9000, 200, 4000)
     source = [Document(f"d{size}", prose(size, size)) for size in sizes]
     torn = write(tmp_path / "torn.txt.gz", gzip.compress(prose(9000).encode())[:-9])

@@ -140,9 +140,7 @@ def test_what_is_given_comes_before_what_the_preset_says() -> None:
 @pytest.mark.parametrize("special", [0, 1, 3])
 @pytest.mark.parametrize("bos_windows", ["every", "first"])
 @pytest.mark.parametrize("tokens", [5, 48, 49, 50, 97, 150])
-def test_every_token_is_scored_once_in_sliding_and_disjoint_windows(
-    special: int, bos_windows: str, tokens: int
-) -> None:
+def test_every_token_is_scored_in_all_windows(special: int, bos_windows: str, tokens: int) -> None:
     for protocol in ("sliding", "disjoint"):
         settings = Settings(
             lengths=(LENGTH,),
@@ -341,9 +339,7 @@ def test_a_window_that_serves_both_protocols_runs_once() -> None:
     tail=st.integers(1, 15),
     special=st.integers(0, 2),
 )
-def test_several_tail_windows_never_score_a_token_twice(
-    tokens: int, windows: int, tail: int, special: int
-) -> None:
+def test_tails_score_every_token_once(tokens: int, windows: int, tail: int, special: int) -> None:
     settings = make(protocols=("tail",), tail_tokens=tail, windows_per_document=windows)
     made = plan(tokens, settings, special=special, shared_prefix=False)
     by_length = scored(made, "tail")

@@ -57,9 +57,7 @@ CONTROLS = ("none", "truncation", "attention_sinks")
         ),
     ],
 )
-def test_methods_are_crossed_with_scales_where_they_take_one(
-    specs: Sequence[str], controls: int, racers: str
-) -> None:
+def test_methods_are_crossed_with_scales(specs: Sequence[str], controls: int, racers: str) -> None:
     made = crossed(specs, (2.0, 4.0))
     assert [c.label for c, control in made if control] == list(CONTROLS[:controls])
     assert ", ".join(c.label for c, control in made if not control) == racers
@@ -239,9 +237,7 @@ def share_with_a_false_word(runs: int, methods: int, documents: int, first: int)
         pytest.param(5000, 4, 6, 6, marks=pytest.mark.slow),
     ],
 )
-def test_equal_methods_are_hardly_ever_told_apart(
-    runs: int, methods: int, documents: int, first: int
-) -> None:
+def test_equal_methods_stay_equal(runs: int, methods: int, documents: int, first: int) -> None:
     share = share_with_a_false_word(runs, methods, documents, first)
     assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs)
 

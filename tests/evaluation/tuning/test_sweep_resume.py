@@ -8,19 +8,17 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.support.commands import invoke
 from tests.support.processes import PATIENCE, running
 from tests.support.selection import late
-from tests.support.tiny_text import prose, tiny_checkpoint
+from tests.support.tiny_text import text_files, tiny_checkpoint
 
-RUNNER = CliRunner()
 SWEEP = ("--patch", "yarn", "--patch", "pi", "--patch", "ntk_mixed", "--first-documents", "2")
 SEARCH = ("--budget", "24", "--search-documents", "2", "--windows-per-document", "2")
 
@@ -32,20 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("texts")
-    for index in range(5):
-        (made / f"{index}.txt").write_text(prose(340 + 11 * index, index))
-    return made
+    return text_files(tmp_path_factory.mktemp("texts"), 5, 340, step=11)
 
 
 def arguments(command: str, model: Path, folder: Path, output: Path, *more: str) -> list[str]:
     own = SWEEP if command == "sweep" else SEARCH
     given = [command, str(model), "--text", str(folder), "--target-length", "128", "--no-plot"]
     return [*given, *own, "--output", str(output), *more]
-
-
-def invoke(*given: str) -> Any:
-    return RUNNER.invoke(app, list(given), env={"COLUMNS": "150", "TERM": "dumb"})
 
 
 def _run(given: list[str]) -> None:
