@@ -47,7 +47,6 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prefill, "ROWS", request.param)
 
 
-# ------------------------------------------------------------------------------------------
 # Lists of methods
 
 YARN = ("yarn", {"scale": 4.0})
@@ -114,7 +113,6 @@ def test_lists_without_a_meaning(model: PreTrainedModel, methods: list[Any], mes
     zoo.refused(model, message, methods)
 
 
-# ------------------------------------------------------------------------------------------
 # Methods of one's own
 
 

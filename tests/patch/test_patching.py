@@ -465,18 +465,6 @@ class TestHazards:
                 assert zoo.relative_difference(logits(compiled), expected) < 1e-5
         assert torch.equal(logits(compiled), before)
 
-    def test_peft(self, model: PreTrainedModel) -> None:
-        peft = pytest.importorskip("peft")
-        before = logits(model)
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-        assert patch_model(wrapped, "yarn", scale=4) is wrapped
-        assert zoo.relative_difference(logits(wrapped), before) > 1e-2
-        assert get_patch(wrapped) is not None
-        assert wrapped.config.rope_parameters["rope_type"] == "yarn"
-        merged = wrapped.merge_and_unload()
-        assert get_patch(merged) is not None
-        assert torch.equal(logits(unpatch_model(merged)), before)
-
 
 class TestDynamicAndCache:
     """update="sequence" cannot be exact with a cache, and says so once."""
@@ -516,15 +504,6 @@ class TestDynamicAndCache:
 
 class TestPatch:
     """get_patch reads the model."""
-
-    def test_reads_the_live_tables(self, model: PreTrainedModel) -> None:
-        patch_model(model, "yarn", scale=4)
-        (table,) = zoo.in_force(model).tables
-        assert (table.layer_type, table.modules, table.dim) == (None, ("model.rotary_emb",), 16)
-        positions = torch.arange(LENGTH)[None]
-        cos, _ = model.get_submodule("model.rotary_emb")(torch.zeros(1, LENGTH, 1), positions)
-        angles = positions[0][:, None] * table.inv_freq
-        torch.testing.assert_close(cos[0, :, :8], angles.cos() * table.attention_factor)
 
     def test_prints_well(self, model: PreTrainedModel) -> None:
         patch_model(model, "yarn", scale=4, beta_fast=16)
