@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from hf_posenc.cli.app import app
 from scripts import add_result, evidence_page, results
+from tests.support.commands import invoke
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
@@ -132,12 +131,10 @@ def test_no_measured_number_is_typed_by_hand(page: str) -> None:
 
 
 @pytest.mark.slow  # a benchmark of the embedded model
-def test_a_benchmark_becomes_a_table_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_is_a_table_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "bench --suite evidence --lengths 256,512 --limit 5 --rounds 1 --tasks passkey --no-plot --quiet"
     patches = [f"--patch={spec}" for spec in ("none", "truncation", "rerope")]
-    run = CliRunner().invoke(app, [*words.split(), *patches, "--output", str(tmp_path / "run")])
+    run = invoke(*words.split(), *patches, "--output", tmp_path / "run")
     assert run.exit_code == 0, run.output
     monkeypatch.setattr(results, "DATA", tmp_path)
     (tmp_path / "evidence").mkdir()

@@ -34,13 +34,7 @@ SECONDS = {
 """Names whose example takes seconds."""
 DEEPSPEED = {
     *SECONDS,
-    *(
-        "export",
-        "write_export",
-        "load_adapter",
-        "write_card",
-        "PerplexityCallback",
-    ),
+    *("export", "write_export", "load_adapter", "write_card", "PerplexityCallback"),
 }
 """Names whose example may import deepspeed."""
 
@@ -63,9 +57,7 @@ EXAMPLES = list(examples())
 
 @pytest.mark.parametrize("test", EXAMPLES)
 @pytest.mark.filterwarnings("ignore:Plain transformers cannot")
-def test_an_example_runs(
-    test: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples(test: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(methods, "_OWN", {})  # what an example registers
     test.globs.update(

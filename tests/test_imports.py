@@ -246,9 +246,7 @@ def test_the_names_are_those_that_type_checkers_see() -> None:
 
 
 @pytest.mark.slow
-def test_what_programs_call_is_found_at_the_top_and_loaded_on_first_use(
-    probe: dict[str, Any],
-) -> None:
+def test_what_programs_call_is_loaded_on_first_use(probe: dict[str, Any]) -> None:
     assert "hf_posenc.evaluation" in probe["late"]
     assert not [name for name in probe["late"] if name.startswith("hf_posenc.evaluation.")]
     assert probe["found"] == {name: name for name in probe["found"]}

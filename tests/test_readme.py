@@ -34,9 +34,7 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == make_readme.filled(page)
 
 
-def test_a_page_takes_what_was_measured_on_the_real_model_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_takes_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method_pages, "REAL_MODEL", tmp_path)
     assert method_pages.measured(ReRoPE).endswith("not measured on it.")
     benchmarks = ROOT / "docs/data/benchmarks"

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.testing
 
-from tests.support.tiny_text import prose, tiny_checkpoint
-
-# Once for all tests: making the commands from their functions takes longer than most of them run.
-_testing: Any = typer.testing
-_testing._get_command = functools.cache(_testing._get_command)
+from tests.support.tiny_text import text_files, tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +17,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    for index in range(5):
-        (folder / f"{index}.txt").write_text(prose(300 + index, index))
-    return folder
+    return text_files(tmp_path_factory.mktemp("texts"), 5, step=1)

@@ -10,36 +10,35 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc.cli.app import app
+from hf_posenc.cli.app import app, expand
 from hf_posenc.embedded import HELD_OUT, model_path
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.options import MODEL, help_texts, option, parse_lengths
+from hf_posenc.lengths import even_depths
 from hf_posenc.methods import METHODS, ALiBi, LogN, Method, NoPE, ReRoPE, ResonanceRoPE, YaRN
 from hf_posenc.methods.facts import composes_with, facts
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.references import REQUIRED
-from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
+from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
-RUNNER = CliRunner()
-
-
-def invoke(*arguments: object) -> Any:
-    words = [str(argument) for argument in arguments]
-    # What the command does not expect fails the test with its own traceback.
-    return RUNNER.invoke(app, words, env={"COLUMNS": "160", "TERM": "dumb"}, catch_exceptions=False)
 
 
 def refused(*arguments: object) -> str:
@@ -74,9 +73,7 @@ def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_pa
     assert "2 documents" in result.stdout
 
 
-def test_the_limit_and_the_settings_reach_the_result(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_settings_reach_the_result(model: Path, texts: Path, tmp_path: Path) -> None:
     options = (
         "--patch none --limit 2 --max-doc-tokens 200 --protocol tail --tail-tokens 10 --bos always "
         "--windows-per-document 2 --chunk 8 --dtype bfloat16 --attn eager"
@@ -112,9 +109,7 @@ def test_a_loss_that_is_not_a_number(model: Path, texts: Path, tmp_path: Path) -
     assert (tmp_path / "out" / "perplexity.json").is_file()
 
 
-def test_on_a_cpu_a_half_precision_checkpoint_is_measured_in_float32(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_half_precision_is_measured_in_float32(model: Path, texts: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     shutil.copytree(model, half)
     weights = {
@@ -130,16 +125,7 @@ def test_on_a_cpu_a_half_precision_checkpoint_is_measured_in_float32(
     )
 
 
-def test_a_length_that_the_model_cannot_take(texts: Path, tmp_path: Path) -> None:
-    gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
-    assert "positions" in refused(
-        "perplexity", gpt2, "--text", texts, *["--lengths", "128", "--patch", "none"]
-    )
-
-
-def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: Path) -> None:
     live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
     live.save_pretrained(tmp_path / "patched")
     byte_tokenizer().save_pretrained(tmp_path / "patched")
@@ -163,30 +149,6 @@ def test_models_and_tokenizers_that_are_refused(model: Path, texts: Path, tmp_pa
     ).save_pretrained(wordless)
     error = refused("perplexity", wordless, "--text", texts)
     assert f"The tokenizer of {wordless} turns text into nothing. Pass --tokenizer." in error
-
-
-def test_a_dataset(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    rows = [{"body": prose(200, n)} for n in range(3)] + [{"body": "short"}]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    common = (
-        "perplexity",
-        model,
-        "--dataset",
-        tmp_path / "data",
-        "--lengths",
-        "32,64",
-        "--patch",
-        "none",
-    )
-    result = invoke(*common, "--column", "body", "--output", tmp_path / "out", "--no-plot")
-    assert result.exit_code == 0, result.output
-    assert "3 documents, 1 skipped" in result.stdout
-    assert (
-        json.loads((tmp_path / "out" / "perplexity.json").read_text())["source"]["column"] == "body"
-    )
-    assert "has no column 'text'; its columns are body" in refused(*common)
 
 
 def test_the_plot_needs_matplotlib(
@@ -379,9 +341,7 @@ def test_inspect_shows_a_patch_that_computes_attention(model: Path) -> None:
     assert "yarn needs scale=" in error  # no text here, whose length could set it
 
 
-def test_a_method_that_needs_training_says_so_once_in_one_line(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_an_untrained_method_is_named_in_one_line(model: Path, texts: Path, tmp_path: Path) -> None:
     patches = ("--patch", "none", "--patch", "shaw", "--patch", "shaw:keep_rope=true")
     result = run(
         *(model, texts, tmp_path, "--limit", 1, *patches),
@@ -401,14 +361,6 @@ def test_inspect_reads_no_weights_if_asked_so(model: Path, tmp_path: Path) -> No
     shutil.copy(model / "config.json", tmp_path)
     assert invoke("inspect", tmp_path, "--no-weights").exit_code == 0
     assert "weights" in refused("inspect", tmp_path)
-
-
-def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:
-    live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
-    live.save_pretrained(tmp_path)
-    result = invoke("inspect", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "ntk_mixed(scale=4)" in result.stdout
 
 
 @pytest.mark.slow
@@ -464,8 +416,102 @@ def test_doctor_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         identity, "version_of", lambda name: None if name in ("rich", "peft") else version_of(name)
     )
-    values = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    values = json.loads(invoke("doctor", "--json").stdout)
     missing = {extra: names for extra, names in values["missing"].items() if "rich" in names}
     assert missing == {"cli": ["rich"], "report": ["rich"], "train": ["rich", "peft"]}
     assert values["versions"]["torch"] == torch.__version__
     assert values["devices"][0] == "cpu"
+
+
+# Option classes become commands: names, defaults, parsers, and what is not given.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Some options.
+
+    Attributes:
+        methods: Methods, whose text is
+            on two lines.
+        lengths: Lengths.
+        depths: Depths.
+        short: Short.
+        count: A number.
+        replace: Replace.
+    """
+
+    methods: Sequence[str] | None = option(name="patch")
+    lengths: Sequence[int] | None = option(parse=parse_lengths)
+    depths: Sequence[float] = option((0.0,), parse=even_depths, kind=int, value=3)
+    short: bool = option(False, value=True)
+    count: int = option(4, panel=MODEL)
+    replace: bool = option(False)
+    python_only: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    """A name.
+
+    Attributes:
+        name: A name.
+    """
+
+    name: str | None = option(argument=True)
+
+
+class Nearer(Options):
+    """Other options.
+
+    Attributes:
+        count: Another number.
+    """
+
+
+def test_a_help_text_is_that_of_the_nearest_class() -> None:
+    texts = help_texts(Nearer)
+    assert texts["methods"] == "Methods, whose text is on two lines."
+    assert (texts["count"], texts["short"]) == ("Another number.", "Short.")
+
+
+def test_every_option_has_a_help_text() -> None:
+    for command in typer.main.get_group(app).commands.values():
+        for parameter in command.params:
+            assert getattr(parameter, "help", ""), (command.name, parameter.name)
+
+
+def made(*arguments: str) -> tuple[Any, list[Any]]:
+    seen: list[Any] = []
+
+    def command(options: Options, other: Other) -> None:
+        """Do something."""
+        seen.extend((options, other))
+
+    own = typer.Typer()
+    own.command()(expand(command))
+    return CliRunner().invoke(own, list(arguments)), seen
+
+
+def test_values_are_parsed_into_their_classes() -> None:
+    result, (options, other) = made()
+    assert result.exit_code == 0, result.output
+    assert (options, other) == (Options(depths=(0.0, 0.5, 1.0), short=True), Other())
+    arguments = "--patch a --patch b --lengths 1k,64 --depths 2 --no-short --count 5 --replace x"
+    result, (options, other) = made(*arguments.split())
+    assert result.exit_code == 0, result.output
+    given: dict[str, Any] = {"methods": ["a", "b"], "lengths": (64, 1024), "depths": (0.0, 1.0)}
+    assert options == Options(**given, count=5, replace=True)
+    assert (other.name, options.python_only) == ("x", 7)
+
+
+def test_refused_values_and_unknown_options() -> None:
+    for arguments in ("--count 0", "--no-replace", "--python-only 1", "--methods a"):
+        assert made(*arguments.split())[0].exit_code == 2
+
+
+def test_help_is_wrapped_to_the_terminal_and_nowhere_else() -> None:
+    result = invoke("perplexity", "--help", columns=100)
+    lines = [line.strip() for line in result.output.splitlines()]
+    first = next(index for index, line in enumerate(lines) if line.startswith("Without arguments"))
+    last = next(index for index in range(first, len(lines)) if not lines[index])
+    assert all(len(line) > 70 for line in lines[first : last - 1])

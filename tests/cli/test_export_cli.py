@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hf_posenc import patch_model, save_patch
-from tests.cli.test_cli import invoke, refused
+from tests.cli.test_cli import refused
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.gguf_files import converted_file
 from tests.support.verifying import verify_here
 
@@ -25,9 +26,7 @@ from tests.support.verifying import verify_here
         *(("llama.cpp", "-c 256"), ("mlx", "")),
     ],
 )
-def test_writes_a_folder_and_says_what_is_left_to_do(
-    model: Path, tmp_path: Path, engine: str, flag: str
-) -> None:
+def test_writes_a_folder_and_advice(model: Path, tmp_path: Path, engine: str, flag: str) -> None:
     result = invoke(
         *("export", model, "--to", engine, "--patch", "yarn:scale=4"),
         *("--output", tmp_path / "out"),
@@ -41,9 +40,7 @@ def test_writes_a_folder_and_says_what_is_left_to_do(
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_a_folder_without_a_tokenizer_is_warned_of_where_a_server_loads_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_folder_without_a_tokenizer_is_warned_of(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*token*"))
     given = "--patch", "yarn:scale=4", "--dry-run"
@@ -127,8 +124,7 @@ def test_the_command_that_serves_a_saved_patch(
 
 
 @pytest.mark.parametrize(
-    ("saved", "words"),
-    [("gpt_neox", "has none of GPTNeoX"), ("no patch", "saved with its patch")],
+    ("saved", "words"), [("gpt_neox", "has none of GPTNeoX"), ("no patch", "saved with its patch")]
 )
 def test_what_the_plug_in_does_not_serve(saved: str, words: str, tmp_path: Path) -> None:
     model = zoo.build("gpt_neox" if saved == "gpt_neox" else "llama")

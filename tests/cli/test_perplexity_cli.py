@@ -1,7 +1,8 @@
-"""`hf-posenc perplexity`: presets, shares, costs, key tokens."""
+"""`hf-posenc perplexity`: presets, shares, costs, key tokens; `hf-posenc bench`: its files and its tasks."""
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
@@ -15,11 +16,18 @@ from transformers import LlamaForCausalLM
 from hf_posenc import from_pretrained, patch_model, patched
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation import loading
+from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.loading import load_model, load_tokenizer
+from hf_posenc.evaluation.options import parse_tasks
 from hf_posenc.evaluation.perplexity.run import key_tokens
+from hf_posenc.evaluation.plots import available
+from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from tests.cli.test_cli import invoke, run
+from hf_posenc.evaluation.suites import SUITES
+from hf_posenc.files import to_json
+from tests.cli.test_cli import run
+from tests.support.commands import invoke
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
@@ -29,9 +37,7 @@ def read(folder: Path) -> dict[str, Any]:
     return values
 
 
-def test_the_result_of_another_run_in_the_folder_is_kept(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_result_of_another_run_is_kept(model: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(model, texts, out, "--patch", "none").exit_code == 0
     first = (out / "perplexity.json").read_bytes()
@@ -45,9 +51,7 @@ def test_the_result_of_another_run_in_the_folder_is_kept(
 
 
 @pytest.mark.slow
-def test_shares_in_several_terminals_give_what_one_process_gives(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_shares_give_what_one_process_gives(model: Path, texts: Path, tmp_path: Path) -> None:
     arguments = ("--patch", "none", "--patch", "yarn")
     assert run(model, texts, tmp_path / "one", *arguments).exit_code == 0
     first = run(model, texts, tmp_path / "two", *arguments, "--shard", "1/2")
@@ -64,9 +68,7 @@ def test_shares_in_several_terminals_give_what_one_process_gives(
     assert read(tmp_path / "one")["command"].endswith("--patch none --patch yarn")
 
 
-def test_a_resumed_run_counts_what_is_in_the_records(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_counts_its_records(model: Path, texts: Path, tmp_path: Path) -> None:
     counted = re.compile(
         r"Items taken from the records of an earlier run: (\d+); left to measure: (\d+)\."
     )
@@ -77,9 +79,7 @@ def test_a_resumed_run_counts_what_is_in_the_records(
     assert lines == [[], [("5", "5")], [("5", "0")], [("10", "0")]]
 
 
-def test_a_dry_run_says_what_it_costs_and_measures_nothing(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_prints_the_cost_alone(model: Path, texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "new"
     result = run(model, texts, output, "--patch", "none", "--patch", "yarn", "--dry-run")
     assert result.exit_code == 0, result.output
@@ -172,9 +172,7 @@ def test_a_preset_sets_what_its_peer_has(model: Path, texts: Path, tmp_path: Pat
     assert [document["name"] for document in values["documents"]] == ["stream of 5 documents"]
 
 
-def test_the_trained_length_stands_beside_longer_ones(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_trained_length_beside_longer_ones(model: Path, texts: Path, tmp_path: Path) -> None:
     for flag, lengths in (("--short", [64, 128]), ("--no-short", [128])):
         result = invoke(
             *("perplexity", model, "--text", texts, "--lengths", "128", "--output", tmp_path),
@@ -227,3 +225,54 @@ def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
     assert all(
         cell["length"] == 1024 for cell in values["summary"] if cell["protocol"] == "longppl"
     )
+
+
+@pytest.mark.slow
+def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> None:
+    result = invoke("bench", "--suite", "smoke", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = {"curve.png", "heatmap.png"} if available() else set()
+    written = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert written == {"bench.json", "bench.csv", "retrieval.csv", "table.md", *figures}
+    text = (tmp_path / "bench.json").read_text()
+    read = BenchResult.from_dict(json.loads(text))
+    assert to_json(read.to_dict()) == text
+    assert (tmp_path / "table.md").read_text() == read._repr_markdown_()
+    suite = SUITES["smoke"]
+    assert [entry.spec for entry in read.perplexity.candidates] == list(suite.methods)
+    assert len(read.perplexity.documents) == suite.documents
+    assert read.perplexity.settings.lengths == (256, 512)
+    assert read.perplexity.command == "hf-posenc bench --suite smoke"
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert len(rows) == len(suite.methods) * 2 * 2
+    assert all(row["status"] == "ok" for row in rows)
+    assert read.speed is not None
+    assert all(read.speed.row(name).tokens_per_second for name in read.speed.methods)
+    rows = [row for row in rows if (row["protocol"], row["length"]) == ("tail", "512")]
+    # the embedded model breaks past its trained length, and these methods mend it
+    tail = {row["method"]: float(row["perplexity"]) for row in rows}
+    assert tail["none"] > 3 * max(tail["truncation"], tail["yarn (auto)"], tail["rerope"])
+    for shown in (
+        "passkey",
+        "tokens/s",
+        "GiB",
+        "yarn (auto)",
+        "Wrote bench.json, bench.csv, table.md, retrieval.csv",
+    ):
+        assert shown in result.output
+
+
+def test_what_it_will_cost(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = invoke("bench", model, "--text", texts / "0.txt", "--lengths", "64,128", "--dry-run",
+                    "--tasks", "none", "--patch", "none", "--rounds", 2, "--output", tmp_path / "new")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "timed prefill, warm-ups included: 512 tokens" in result.output
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("all", tuple(TASKS)), ("none", ()), ("vt, fwe", ("vt", "fwe")), (None, None)],
+)
+def test_tasks_by_name(text: str | None, tasks: Any) -> None:
+    assert (None if text is None else parse_tasks(text)) == tasks

@@ -18,8 +18,9 @@ from hf_posenc import available_recipes
 from hf_posenc.cli import main
 from hf_posenc.cli.app import app
 from hf_posenc.methods import METHODS
+from tests.support import commands
 from tests.support.selection import late, quick
-from tests.support.tiny_text import prose, tiny_checkpoint
+from tests.support.tiny_text import text_files, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TAIL = "--text {texts} --target-length 128 --limit 2 --output {out} --no-plot"
@@ -56,13 +57,11 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("terminals")
-    (folder / "texts").mkdir()
-    for index in range(6):
-        (folder / "texts" / f"{index}.txt").write_text(prose(310, index))
-    names = {"model": tiny_checkpoint(folder / "model"), "texts": folder / "texts"}
+    texts = text_files(folder / "texts", 6, 310)
+    names = {"model": tiny_checkpoint(folder / "model"), "texts": texts}
     names["run"] = folder / "run"
     line = "perplexity {model} --text {texts} --lengths 32,64 --patch none --output {run} --no-plot"
-    assert CliRunner().invoke(app, shlex.split(line.format(**names))).exit_code == 0
+    assert commands.invoke(*shlex.split(line.format(**names))).exit_code == 0
     return names
 
 
@@ -102,9 +101,7 @@ def test_json_is_alone_on_stdout(line: str, places: dict[str, Path], tmp_path: P
         assert not (tmp_path / "out").exists()
 
 
-def test_notes_and_warnings_go_to_stderr_or_nowhere(
-    places: dict[str, Path], tmp_path: Path
-) -> None:
+def test_notes_and_warnings_go_to_stderr(places: dict[str, Path], tmp_path: Path) -> None:
     line = COMMANDS[8].replace("yarn", "shaw").replace("32,64,128", "32")
     plain = invoke(line, places, tmp_path / "out")
     assert "Wrote perplexity.json" in plain.stdout
@@ -118,7 +115,7 @@ def test_notes_and_warnings_go_to_stderr_or_nowhere(
 
 def test_verbose_prints_the_traceback(tmp_path: Path) -> None:
     for option, traceback in (("", False), ("--verbose", True)):
-        result = CliRunner().invoke(app, ["show", "yran", *option.split()])
+        result = commands.invoke("show", "yran", *option.split())
         assert result.exit_code == 2
         assert ("Traceback" in result.stderr) == traceback
         assert result.stderr.splitlines()[-1].startswith("error: Unknown method 'yran'.")

@@ -147,9 +147,7 @@ def test_no_held_out_module_of_this_python_is_in_the_corpus() -> None:
     assert [path for _, path, _ in corpus.files] == ["heapq.py"]
 
 
-def test_a_file_that_shares_lines_with_a_held_out_module_is_left_out(
-    stdlib: Source, tmp_path: Path
-) -> None:
+def test_a_file_with_lines_of_a_held_out_one_is_left_out(stdlib: Source, tmp_path: Path) -> None:
     files = {
         "backport.py": mixed("backport", "enum", 0.5),
         "borrows.py": mixed("borrows", "local", 0.15),
@@ -199,9 +197,7 @@ def test_tests_vendored_copies_and_generated_tables_are_left_out(
     assert chosen([source(tmp_path / "site", "pkg", files)], stdlib) == {"kept.py"}
 
 
-def test_a_distribution_gives_no_more_than_its_limit_and_the_standard_library_all(
-    stdlib: Source, tmp_path: Path
-) -> None:
+def test_a_limit_is_for_all_but_the_standard_library(stdlib: Source, tmp_path: Path) -> None:
     files = {f"module_{name}.py": prose(name) for name in "abcdefgh"}
     site = source(tmp_path / "site", "pkg", files)
     limit = len(prose("a")) + 1
@@ -210,9 +206,7 @@ def test_a_distribution_gives_no_more_than_its_limit_and_the_standard_library_al
     assert chosen([whole], stdlib, limit) == files.keys()
 
 
-def test_the_selection_does_not_depend_on_the_order_of_the_files(
-    stdlib: Source, tmp_path: Path
-) -> None:
+def test_the_selection_is_independent_of_the_order(stdlib: Source, tmp_path: Path) -> None:
     site = source(tmp_path / "s", "pkg", {f"module_{name}.py": prose(name) for name in "abcdefgh"})
     turned = Source(site.name, "", "", site.root, site.files[::-1])
     limit = 3 * len(prose("a"))
@@ -347,9 +341,7 @@ def test_the_model_card_is_made_from_the_log_and_names_no_machine() -> None:
 
 
 @pytest.mark.slow
-def test_the_perplexity_is_what_the_log_says_and_explodes_past_the_trained_length(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_perplexity_is_that_of_the_log_and_explodes(tokenizer: PreTrainedTokenizerFast) -> None:
     log = json.loads((model_path() / "training_log.json").read_text(encoding="utf-8"))
     written = {row["length"]: row["perplexity"] for row in log["held_out"]["results"]}
     context, longest = min(written), max(written)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc import PosencError, from_pretrained, get_method, patch_model
+from hf_posenc import PosencError, from_pretrained, get_method, inspect_rope, patch_model
 from hf_posenc.engines import (
     ENGINES,
     Export,
@@ -26,6 +26,7 @@ from hf_posenc.engines import (
     write_export,
 )
 from hf_posenc.engines.engine import open_source
+from hf_posenc.engines.in_force import Scaling, scaling_of, tables_in_force
 from hf_posenc.engines.names import PLUGIN_VLLM
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
@@ -245,9 +246,7 @@ class TestServers:
                 setattr(config, key, value)
             assert flag <= accepted(config, 64)
 
-    def test_interleaved_features_have_no_lists_and_phi3_has_them_alone(
-        self, tmp_path: Path
-    ) -> None:
+    def test_interleaved_features_have_no_lists(self, tmp_path: Path) -> None:
         for model_type in ("cohere", "phi3"):
             zoo.build(model_type).save_pretrained(tmp_path / model_type)
         for engine in SERVERS:
@@ -259,9 +258,7 @@ class TestServers:
         assert found.config["original_max_position_embeddings"] == 256
 
     @pytest.mark.parametrize("engine", SERVERS)
-    def test_the_override_makes_the_stored_config_the_exported_one(
-        self, saved: Path, engine: str
-    ) -> None:
+    def test_the_override_makes_the_config_the_exported_one(self, saved: Path, engine: str) -> None:
         found = export(saved, engine)
         stored = AutoConfig.from_pretrained(saved)
         for key, value in json.loads(found.overrides[1]).items():
@@ -321,3 +318,58 @@ def test_the_version_that_the_plug_in_was_run_with_is_one_number() -> None:
     }
     for file, text in words.items():
         assert text in (Path(__file__).parents[2] / file).read_text(encoding="utf-8"), file
+
+
+# The patch that a config has in force.
+
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10_000.0,
+}
+
+
+@pytest.mark.parametrize("method", ["pi", "yarn", "llama3", "longrope", "dynamic_ntk"])
+def test_the_config_of_a_patch_is_read_as_that_patch(method: str) -> None:
+    model = patch_model(zoo.build("llama"), method, **OPTIONS[method])
+    (patched,) = inspect_rope(model)
+    names = ("rope_parameters", "max_position_embeddings")
+    config = zoo.tiny_config("llama", **{name: getattr(model.config, name) for name in names})
+    (table,) = tables_in_force(config)
+    torch.testing.assert_close(
+        table.in_force(1).inv_freq.float(), patched.inv_freq, rtol=1e-6, atol=0
+    )
+    scaling = scaling_of(config)
+    assert scaling.scaled
+    assert scaling.patch is not None
+    assert scaling.patch.method == method
+    assert bool(scaling.option) == (method != "longrope")  # whose knobs are lists
+
+
+def test_the_option_is_the_patch() -> None:
+    from hf_posenc.evaluation.loading import parse_patch
+
+    config = zoo.tiny_config("llama", rope_parameters={**YARN, "beta_fast": 16})
+    scaling = scaling_of(config)
+    assert scaling.option == "yarn:scale=4,beta_fast=16"
+    method, options = parse_patch(scaling.option).arguments()
+    (one,) = inspect_rope(patch_model(zoo.build("llama"), method, **options))
+    assert scaling.patch is not None
+    (other,) = inspect_rope(patch_model(zoo.build("llama"), scaling.patch.build()))
+    assert torch.equal(one.inv_freq, other.inv_freq)
+    assert scaling_of(zoo.tiny_config("llama")) == Scaling(False)
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
+def test_what_the_page_says_of_transformers(llama: Path) -> None:
+    model = zoo.build("llama")
+    before = model.model.rotary_emb.inv_freq.clone()
+    model.config.rope_parameters = YARN
+    model(torch.arange(4)[None])
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    block = {name: value for name, value in YARN.items() if name != "rope_theta"}
+    for key in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(TypeError):
+            AutoModelForCausalLM.from_pretrained(llama, **{key: block})

@@ -124,9 +124,7 @@ class TestGGUF:
         with pytest.raises(PosencError, match="exists"):
             write_gguf(check, target)
 
-    def test_right_as_it_is_and_an_architecture_that_reads_no_table(
-        self, llama: Path, tmp_path: Path
-    ) -> None:
+    def test_right_as_it_is_and_a_model_without_a_table(self, llama: Path, tmp_path: Path) -> None:
         config = export(llama, "llama.cpp", method="yarn", scale=4).config
         file = converted_file(tmp_path / "right.gguf", config)
         assert check_gguf(file, llama, method="yarn", scale=4).right

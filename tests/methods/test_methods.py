@@ -256,9 +256,7 @@ def test_only_length_dependent_methods_look_at_the_length(name: str) -> None:
 @pytest.mark.parametrize("name", promising("only_lowers_frequencies"))
 @given(scale=st.floats(1.01, 64.0), theta=thetas, dim=dims)
 @settings(max_examples=30)
-def test_frequencies_stay_in_order_and_are_only_lowered(
-    name: str, scale: float, theta: float, dim: int
-) -> None:
+def test_frequencies_only_fall_in_order(name: str, scale: float, theta: float, dim: int) -> None:
     rope = RopeSpec(dim, theta, 2048)
     method = build("abf", rope_theta=theta * scale) if name == "abf" else example(name, dim, scale)
     table = method.inv_freq(rope, math.ceil(2048 * scale))
@@ -362,11 +360,6 @@ def test_a_method_is_registered_by_its_definition() -> None:
     assert all(getattr(methods, cls) is get_method(name) for cls, name in defined)
     with pytest.raises(ImportError, match="NoSuchMethod"):
         exec("from hf_posenc.methods import NoSuchMethod")
-
-
-def test_an_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(PosencError, match="yarn"):
-        get_method("yarm")
 
 
 @pytest.mark.parametrize("name", FREQUENCY)
@@ -517,12 +510,6 @@ def test_a_bucket_holds_its_positions(m: int, trained: int, bucket: int) -> None
     assert length >= m + 1 or m < trained
     assert (length - trained) % bucket == 0
     assert length - bucket < m + 1 or length == trained
-
-
-def test_longrope_lists_must_fit_the_model() -> None:
-    method = build("longrope", short_factor=[1.0] * 16, long_factor=[2.0] * 16)
-    with pytest.raises(PosencError, match=r"16.*32"):
-        method.inv_freq(RopeSpec(64, 1e4, 2048))
 
 
 @pytest.mark.parametrize(

@@ -252,9 +252,7 @@ def test_neutral_knobs_change_nothing(name: str, knobs: dict[str, Any]) -> None:
 
 @given(original=st.integers(8, 200), scale=st.floats(1.0, 12.0), share=st.floats(0.05, 0.95))
 @settings(max_examples=60)
-def test_a_scale_keeps_the_text_within_the_trained_positions(
-    original: int, scale: float, share: float
-) -> None:
+def test_a_scale_keeps_to_the_trained_positions(original: int, scale: float, share: float) -> None:
     window = max(1, int(original * share))
     last = torch.tensor(math.floor(original * scale) - 1)
     for name in ("leaky_rerope", "self_extend"):

@@ -248,9 +248,7 @@ def test_equals_the_native_model(model: PreTrainedModel, model_type: str, case: 
 
 @pytest.mark.parametrize("case", ["linear", "yarn", "llama3"])
 @pytest.mark.parametrize("model_type", TABLES)
-def test_a_table_of_positions_is_made_anew(
-    model: PreTrainedModel, model_type: str, case: str
-) -> None:
+def test_a_table_of_positions_is_new(model: PreTrainedModel, model_type: str, case: str) -> None:
     """Models without frequencies: the table of sines and cosines holds the method's, and is as long as it reaches."""
 
     def longer(config: Any) -> None:
@@ -274,9 +272,7 @@ def test_a_table_of_positions_is_made_anew(
 
 
 @pytest.mark.parametrize("model_type", TABLES)
-def test_a_table_of_positions_refuses_dynamic_methods(
-    model: PreTrainedModel, model_type: str
-) -> None:
+def test_a_table_refuses_dynamic_methods(model: PreTrainedModel, model_type: str) -> None:
     with pytest.raises(UnsupportedModelError, match="dynamic_ntk"):
         patch_model(model, "dynamic_ntk", update="sequence")
 
@@ -382,9 +378,7 @@ def test_plain_transformers_loads_what_is_saved(
 @pytest.mark.parametrize(
     "model_type", [t for t in zoo.representative() if t in ("gemma3_text", "olmo3", "gemma3")]
 )
-def test_sliding_layers_keep_their_table_by_default(
-    model: PreTrainedModel, model_type: str
-) -> None:
+def test_sliding_layers_keep_their_table(model: PreTrainedModel, model_type: str) -> None:
     tokens = zoo.tokens(LENGTH)
     edit = natively(NATIVE["linear"][1], only="full_attention")
     want = zoo.logits(zoo.twin(model, edit), tokens)
@@ -413,9 +407,7 @@ def with_another_rotary(model_type: str) -> Any:
 
 
 @pytest.mark.parametrize(("method", "options"), [("yarn", {"scale": 4.0}), ("rerope", {})])
-def test_a_rotary_module_that_no_table_belongs_to_is_no_silent_half(
-    method: str, options: dict[str, Any]
-) -> None:
+def test_a_rotary_module_without_a_table_is_named(method: str, options: dict[str, Any]) -> None:
     words = "other of LlamaForCausalLM rotates text too"
     zoo.refused(with_another_rotary("llama"), words, method, **options)
 

@@ -232,9 +232,7 @@ TOLERANCE = {"hrm_text": 1e-2, "zamba2": 1e-2}
 @pytest.mark.parametrize(
     ("model_type", "method"), [*covering(zoo.ATTENDING, RULES), *late([*REST, *OTHERS], RULES)]
 )
-def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
-    model_type: str, method: str
-) -> None:
+def test_equals_scores_pair_by_pair_with_its_own_rotary(model_type: str, method: str) -> None:
     model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
     other, (options, _) = zoo.twin(model), RULES[method]
     kwargs = {"layers": "all", "original_max_position_embeddings": ORIGINAL, **options}
@@ -360,9 +358,7 @@ SCALED: dict[str, dict[str, Any]] = {
     ("model_type", "update"),
     [("gpt_oss", "row"), *late([name for name in SCALED if name != "gpt_oss"], ["row", "request"])],
 )
-def test_moving_frequencies_that_replace_a_scaling_start_from_the_plain_rotation(
-    model_type: str, update: str
-) -> None:
+def test_moving_frequencies_start_from_the_plain_rotation(model_type: str, update: str) -> None:
     model, ids = zoo.build(model_type, **SCALED[model_type]), zoo.tokens(96)
     before, native = zoo.logits(model, ids), zoo.twin(model, unscaled)
     options: dict[str, Any] = {"update": update, "original_max_position_embeddings": ORIGINAL}

@@ -329,9 +329,7 @@ def test_prefix_tuning_of_a_patched_model_is_refused(model: PreTrainedModel, met
         zoo.logits(wrapped, zoo.tokens(20))
 
 
-def test_prefix_tuning_is_that_of_the_unpatched_model_with_frequencies(
-    model: PreTrainedModel,
-) -> None:
+def test_prefix_tuning_with_frequencies_is_unpatched(model: PreTrainedModel) -> None:
     wrapped = prompted(patch_model(model, "dynamic_ntk", update="sequence"), "Prefix")
     found = zoo.logits(wrapped, zoo.tokens(20))
     unpatch_model(wrapped)
@@ -340,9 +338,7 @@ def test_prefix_tuning_is_that_of_the_unpatched_model_with_frequencies(
 
 @pytest.mark.parametrize("first", ["patch", "prompt"])
 @pytest.mark.parametrize("method", ["rerope", "dual_chunk", "dynamic_ntk", "alibi"])
-def test_learned_tokens_of_prompt_tuning_are_tokens(
-    model: PreTrainedModel, method: str, first: str
-) -> None:
+def test_tokens_of_prompt_tuning_count(model: PreTrainedModel, method: str, first: str) -> None:
     if first == "patch":
         wrapped = prompted(patch_model(model, method), "Prompt")
     else:

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_posenc import (
-    PosencError,
-    inspect_rope,
-    patch_model,
-    unpatch_model,
-)
+from hf_posenc import PosencError, inspect_rope, patch_model, unpatch_model
 from hf_posenc.methods import LogN, NoPE, ReRoPE
 from hf_posenc.model import masks
 from tests.support import zoo
@@ -298,9 +293,7 @@ DECODER = 'layers="decoder" patches the decoder alone'
         ),
     ],
 )
-def test_what_parts_exclude(
-    model_type: str, request_: Any, options: dict[str, Any], message: str
-) -> None:
+def test_exclusions(model_type: str, request_: Any, options: dict[str, Any], message: str) -> None:
     zoo.refused(zoo.build(model_type), message, request_, **options)
 
 

@@ -266,9 +266,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model_type", "method", "options", "words"), REFUSED)
-def test_what_is_not_exact_is_refused(
-    model_type: str, method: str, options: dict[str, Any], words: str
-) -> None:
+def test_inexact_refused(model_type: str, method: str, options: dict[str, Any], words: str) -> None:
     model = patch_model(made(model_type), method, **options)
     before = zoo.snapshot(model)
     with pytest.raises(PosencError, match=words):

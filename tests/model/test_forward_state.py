@@ -168,9 +168,7 @@ def snapshot(model: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "name", "options"), every(1))
-def test_a_forward_writes_nothing_that_another_one_reads(
-    kind: str, name: str, options: dict[str, Any]
-) -> None:
+def test_a_forward_writes_nothing_shared(kind: str, name: str, options: dict[str, Any]) -> None:
     """Neither while it runs, seen from each of its modules, nor afterwards."""
     model = built(kind, name, options)
     before, differs = snapshot(model), set[str]()
@@ -307,9 +305,7 @@ def test_a_long_mask_that_a_module_changes_is_written(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "kerple_log"])
 @pytest.mark.parametrize(("kind", "causal"), [("llama", False), ("bert", True)])
-def test_a_direction_that_is_set_after_the_patch_is_refused(
-    kind: str, causal: bool, name: str
-) -> None:
+def test_a_direction_set_after_the_patch_is_refused(kind: str, causal: bool, name: str) -> None:
     """The unpatched model follows it; the patched one says that it cannot."""
     if kind == "bert" and name == "rerope":
         pytest.skip("BERT has no rotation")

@@ -161,9 +161,7 @@ PATCHES: dict[str, dict[str, Any]] = {"none": {}, "yarn": {"scale": SCALE}, "rer
 
 @pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("types", [("llama", "ernie4_5"), ("ernie4_5", "llama")])
-def test_models_that_differ_in_their_layout_alone_give_the_same_logits(
-    types: tuple[str, str], patch: str
-) -> None:
+def test_models_of_another_layout_have_the_same_logits(types: tuple[str, str], patch: str) -> None:
     """Ernie 4.5 is a Llama with interleaved pairs."""
     source, target = (zoo.build(name, **SAME) for name in types)
     state = source.state_dict()

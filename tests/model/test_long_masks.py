@@ -36,9 +36,7 @@ FUNCTIONS: dict[str, Any] = {
     ("offset", "queries", "first_key"), [(0, 40, 0), (24, 16, 0), (24, 10, 0), (30, 10, 6)]
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_keys_that_are_seen(
-    name: str, offset: int, queries: int, first_key: int, padded: bool
-) -> None:
+def test_seen_keys(name: str, offset: int, queries: int, first_key: int, padded: bool) -> None:
     mask = LazyMask(
         {
             "batch_size": 2,
@@ -90,9 +88,7 @@ def test_causal_rows_are_those_of_its_run(queries: int) -> None:
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_a_mask_from_the_positions_of_its_queries(
-    dense: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_from_positions_of_queries(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 5.4, transformers passes `cache_position` instead of a length and an offset."""
     if masks._POSITIONS:
         pytest.skip("this version passes them to every test")
@@ -129,9 +125,7 @@ def test_a_dynamic_table_that_never_shrinks_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("method", ["yarn", "partial_ntk"])
-def test_a_form_that_fails_at_the_second_text_is_not_written(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_that_fails_later_is_left_out(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a longrope table of one layer type does before 5.15."""
     forward: Any = LlamaRotaryEmbedding.forward
 

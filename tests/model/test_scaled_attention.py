@@ -60,9 +60,7 @@ def choose(model: PreTrainedModel, name: str) -> None:
     model.config._attn_implementation_internal = name
 
 
-def test_the_models_own_implementation_gets_scaled_queries(
-    spy: tuple[str, Spy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_get_scaled_queries(spy: tuple[str, Spy], monkeypatch: pytest.MonkeyPatch) -> None:
     name, calls = spy
     model = build()
     choose(model, name)

@@ -365,9 +365,7 @@ def test_heads_that_DeepSpeed_has_shared_out_are_refused(model: PreTrainedModel)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
 @pytest.mark.parametrize("case", PARTS)
-def test_frequencies_and_scaled_queries_of_parts_of_a_text(
-    folder: Path, model: PreTrainedModel, case: str
-) -> None:
+def test_scaled_queries_of_parts_of_texts(folder: Path, model: PreTrainedModel, case: str) -> None:
     expected = logits_of(patch_model(model, PARTS[case]))
     found = torch.cat([parts[case] for parts in results(folder, "parts")], 1)
     assert_near(found, expected)

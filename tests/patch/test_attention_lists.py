@@ -29,14 +29,7 @@ from hf_posenc.methods import (
 from tests.attention.test_attention import assert_close, build
 from tests.patch.test_attention_patching import IDS
 from tests.support import zoo
-from tests.support.attention_llama import (
-    CASES,
-    ORIGINAL,
-    Case,
-    parameters_of,
-    randomise,
-    reference,
-)
+from tests.support.attention_llama import CASES, ORIGINAL, Case, parameters_of, randomise, reference
 from tests.support.attention_ways import token_by_token
 from tests.support.selection import quick
 
@@ -54,7 +47,6 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prefill, "ROWS", request.param)
 
 
-# ------------------------------------------------------------------------------------------
 # Lists of methods
 
 YARN = ("yarn", {"scale": 4.0})
@@ -117,13 +109,10 @@ def test_lists_compute_all_of_their_methods(model: PreTrainedModel, which: str) 
         ([Shaw(keep_rope=True), "log_n"], "beside the model's own rotation or none"),
     ],
 )
-def test_lists_that_mean_nothing_are_refused(
-    model: PreTrainedModel, methods: list[Any], message: str
-) -> None:
+def test_lists_without_a_meaning(model: PreTrainedModel, methods: list[Any], message: str) -> None:
     zoo.refused(model, message, methods)
 
 
-# ------------------------------------------------------------------------------------------
 # Methods of one's own
 
 

@@ -30,9 +30,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", ["rerope", "log_n"])
-def test_a_model_in_another_thread_does_not_notice_a_patch(
-    model: PreTrainedModel, name: str
-) -> None:
+def test_a_model_in_another_thread_notices_no_patch(model: PreTrainedModel, name: str) -> None:
     """A server runs one model while another one is patched; both call the same attention function."""
     other = apply(build(), "rerope")
     expected, found = zoo.logits(other, IDS), []

@@ -127,9 +127,7 @@ def test_phimoe_reads_its_long_list() -> None:
 
 
 @pytest.mark.parametrize("method", [LongRoPE, SelfExtend])
-def test_a_saved_patch_of_its_own_scaling_is_loaded(
-    tmp_path: Path, method: type[LongRoPE | SelfExtend]
-) -> None:
+def test_a_saved_patch_of_own_scaling(tmp_path: Path, method: type[LongRoPE | SelfExtend]) -> None:
     model, _ = build("phi3")
     if method is LongRoPE:
         patch_model(model, "longrope")
@@ -188,9 +186,7 @@ def test_its_own_scaling_is_one_patch_among_others() -> None:
         ({"rope_type": "yarn", "factor": 4.0}, 64),
     ],
 )
-def test_its_own_scaling_reaches_what_the_checkpoint_does(
-    rope: dict[str, Any], longest: int, tmp_path: Path
-) -> None:
+def test_its_own_scaling_reaches_as_far(rope: dict[str, Any], longest: int, tmp_path: Path) -> None:
     rope = {"rope_theta": 1e4, **ORIGINAL, **rope}
     model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=longest)
     patch_model(model, rope["rope_type"])

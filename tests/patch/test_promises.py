@@ -85,17 +85,8 @@ FREQUENCIES = {
 KINDS = {**FREQUENCIES, **IN_ATTENTION, **OTHERS}
 MAIN = ("rerope", "dual_chunk", "alibi_keep_rope", "fire", "rope_bias", "dynamic_ntk_row", "layers")
 FEW = (
-    *(
-        *MAIN,
-        "mpt",
-        "t5 distances",
-        "gptj",
-        "gpt2 nope",
-        "ctrl kerple_log",
-        "bart alibi",
-        "t5gemma",
-    ),
-    "logarithmic mpt",
+    *(*MAIN, "mpt", "t5 distances", "gptj", "gpt2 nope", "ctrl kerple_log", "bart alibi"),
+    *("t5gemma", "logarithmic mpt"),
 )
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
 from hf_posenc.errors import PosencError, UntrainedWarning
+from hf_posenc.methods import ALiBi, DualChunk, LogN, ReRoPE, RotaryBands, SelfExtend, YaRN
+from hf_posenc.methods.windows import AttentionSinks
+from hf_posenc.model import discovery
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.sampled import sample_of
+from hf_posenc.patch import patching
+from tests.attention.test_attention import build
+from tests.patch.test_attention_patching import IDS
 from tests.support import zoo
 from tests.support.selection import covering
 
@@ -96,9 +103,7 @@ def test_verify_full_runs_all() -> None:
         ["rerope", "alibi"],
     ),
 )
-def test_the_patch_is_the_one_that_a_trial_of_all_blocks_gives(
-    model_type: str, method: str
-) -> None:
+def test_the_patch_is_that_of_a_trial_of_all_blocks(model_type: str, method: str) -> None:
     model, ids = zoo.build(model_type), zoo.tokens(40)
     options: dict[str, Any] = {"window": 16} if method == "rerope" else {}
     outputs: list[tuple[Tensor, object]] = []
@@ -188,9 +193,7 @@ def test_blocks_that_differ_are_of_several_kinds(change: Any) -> None:
     ("model_type", "chosen"),
     covering(["llama", "qwen3", "gpt_neox", "deepseek_v3", "qwen3_moe"], METHODS),
 )
-def test_a_model_is_patched_on_the_meta_device_then_loaded(
-    model_type: str, chosen: tuple[Any, dict[str, Any]]
-) -> None:
+def test_a_model_is_patched_on_meta(model_type: str, chosen: tuple[Any, dict[str, Any]]) -> None:
     method, options = chosen
     model, ids = zoo.build(model_type), zoo.tokens(40)
     with patched(model, method, **options):
@@ -271,3 +274,66 @@ def test_of_offloaded_blocks_one_is_run() -> None:
     assert first
     assert not any(others)
     assert torch.equal(zoo.logits(model, ids), expected)
+
+
+# The core does things once: rotary tables per patch, bands and windows per patch and not per forward.
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build()
+
+
+def _count(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: Counter[str]) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.mark.parametrize(
+    "method", [YaRN(scale=4), ReRoPE(window=8), [YaRN(scale=4), ReRoPE(window=8)], "dynamic_yarn"]
+)
+def test_tables_are_discovered_once_per_patch(
+    model: PreTrainedModel, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    _count(monkeypatch, discovery, "rotary_tables", calls)
+    _count(monkeypatch, patching, "resolve_request", calls)
+    patch_model(model, method)
+    assert calls == {"rotary_tables": 1, "resolve_request": 1}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ReRoPE(window=8),
+        SelfExtend(window=8, group=3),
+        DualChunk(chunk=10, window=6),
+        AttentionSinks(window=7, sinks=3),
+        [ReRoPE(window=8), ALiBi(keep_rope=True), LogN()],
+    ],
+    ids=["rerope", "self_extend", "dual_chunk", "attention_sinks", "list"],
+)
+def test_bands_are_computed_once_per_patch_and_not_in_a_forward(
+    model: PreTrainedModel, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_model(model, method)
+    expected = zoo.logits(model, IDS)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    copies = [copy.deepcopy(model), torch.load(stored, weights_only=False)]
+    calls: Counter[str] = Counter()
+    bands = method[0] if isinstance(method, list) else method
+    for name in ("bands", "near_window"):
+        _count(monkeypatch, next(c for c in type(bands).__mro__ if name in vars(c)), name, calls)
+    _count(monkeypatch, RotaryBands, "far", calls)
+    for each in (model, *copies):
+        assert torch.equal(zoo.logits(each, IDS), expected)
+        with torch.no_grad():
+            each.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert not calls

@@ -14,12 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_posenc import (
-    available_methods,
-    from_pretrained,
-    get_method,
-    patch_model,
-)
+from hf_posenc import available_methods, from_pretrained, get_method, patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters

@@ -26,7 +26,6 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
-from hf_posenc.cli import main
 from hf_posenc.embedded import model_path
 from hf_posenc.methods import JetLong, KerpleLog
 from hf_posenc.model.parameters import trained_parameters
@@ -112,15 +111,6 @@ class TestCarriesItsPatch:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         assert zoo.relative_difference(zoo.logits(plain, IDS), zoo.logits(merged, IDS)) < 1e-4
 
-    def test_the_command_line_takes_the_directory(
-        self, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
-        with pytest.raises(SystemExit) as done:
-            main(["inspect", str(adapter)])
-        assert not done.value.code
-        assert "yarn" in capsys.readouterr().out
-
     def test_trained_further_and_saved_again(self, base: Path, tmp_path: Path) -> None:
         first = saved(trained(base, PATCHES["kerple"]), tmp_path / "first")
         model = from_pretrained(first, is_trainable=True)
@@ -153,9 +143,7 @@ class TestCarriesItsPatch:
     @pytest.mark.parametrize(
         "method", ["kerple_log", "rope_bias", [JetLong(), KerpleLog(keep_rope=True)]], ids=str
     )
-    def test_the_encoding_of_the_active_adapter_is_in_force(
-        self, method: Any, base: Path, tmp_path: Path
-    ) -> None:
+    def test_the_active_encoding_is_in_force(self, method: Any, base: Path, tmp_path: Path) -> None:
         model = trained(base, {"method": method})
         one = zoo.logits(model, IDS)
         model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
@@ -248,9 +236,7 @@ class TestPlainConfig:
         ("way", "method"),
         covering(("get_peft_model", "add_adapter", "after"), ("kerple_log", "fire", "t5")),
     )
-    def test_the_parameters_of_the_patch(
-        self, base: Path, tmp_path: Path, method: str, way: str
-    ) -> None:
+    def test_patch_parameters(self, base: Path, tmp_path: Path, method: str, way: str) -> None:
         """They start from random values, and are trained where the patch comes after the adapter."""
         config = plain_config(init_lora_weights=False)
         model: Any = load(base)

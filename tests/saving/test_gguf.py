@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from typer.testing import CliRunner
 
 from hf_posenc import from_pretrained, inspect_rope, patch_model
-from hf_posenc.cli.app import app
 from hf_posenc.engines.engine import empty_model
 from hf_posenc.engines.llama_cpp import runtime
 from hf_posenc.errors import PosencError
@@ -24,6 +22,7 @@ from hf_posenc.evaluation.loading import load_tokenizer, open_session
 from hf_posenc.evaluation.measuring.identity import model_identity
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
+from tests.support.commands import invoke
 from tests.support.gguf_files import header_file, model_file
 
 gguf = pytest.importorskip("gguf")
@@ -60,10 +59,6 @@ def logits(model: Any) -> Tensor:
         return model(IDS, use_cache=False).logits
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 class TestWeights:
     def test_the_same_logits_as_the_model_that_was_converted(self, plain: tuple[Any, Path]) -> None:
         model, file = plain
@@ -92,9 +87,7 @@ class TestWeights:
         told = {"F16": "m.gguf (F16 GGUF)"}
         assert name == told.get(kind, f"m.gguf ({kind} GGUF, dequantized to float32)")
 
-    def test_a_command_reads_the_file_once(
-        self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_reads_it_once(self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         model, file = plain
         read, reader = list[str](), gguf.GGUFReader
 
@@ -354,21 +347,21 @@ class TestCommands:
     ) -> None:
         file = model_file(tmp_path / "m.gguf", llama(), "Q8_0", keys=YARN)
         monkeypatch.setattr("hf_posenc.evaluation.loading.load_model", None)
-        result = run("inspect", file, "--no-weights")
+        result = invoke("inspect", file, "--no-weights")
         assert result.exit_code == 0, result.output
         text = " ".join(result.output.split())
         assert re.search(r"architecture llama, weights: Q8_0 \(99\.\d%\), F32 \(0\.\d%\)", text)
         assert "rope.scaling.type yarn, rope.scaling.factor 4" in text
         assert "the same as --patch yarn:scale=4 on the unscaled model" in text
-        about = json.loads(run("inspect", file, "--no-weights", "--json").stdout)
+        about = json.loads(invoke("inspect", file, "--no-weights", "--json").stdout)
         assert about["gguf"]["rope"]["rope.scaling.original_context_length"] == 32
-        assert run("recommend", file, "--target-length", "512").exit_code == 0
+        assert invoke("recommend", file, "--target-length", "512").exit_code == 0
 
     def test_perplexity_names_the_quantization(self, tmp_path: Path) -> None:
         file = model_file(tmp_path / "m.gguf", llama(), "Q4_0")
         (tmp_path / "text.txt").write_text("the rest of the text " * 40)
         options = ("--text", tmp_path / "text.txt", "--lengths", 64, "--output", tmp_path / "out")
-        result = run("perplexity", file, *options, "--patch", "none", "--patch", "yarn:scale=2")
+        result = invoke("perplexity", file, *options, "--patch", "none", "--patch", "yarn:scale=2")
         assert result.exit_code == 0, result.output
         assert "Converting" not in result.output
         told = "m.gguf (Q4_0 GGUF, dequantized to float32)"
@@ -376,12 +369,12 @@ class TestCommands:
         values = json.loads((tmp_path / "out" / "perplexity.json").read_text())
         assert values["model"]["name"].endswith(told)
         assert told in (tmp_path / "out" / "perplexity.svg").read_text()
-        assert run("report", tmp_path / "out", "--output", tmp_path / "page.html").exit_code == 0
+        assert invoke("report", tmp_path / "out", "--output", tmp_path / "page.html").exit_code == 0
         assert told in " ".join((tmp_path / "page.html").read_text().split())
 
     def test_export_writes_plain_weights(self, plain: tuple[Any, Path], tmp_path: Path) -> None:
         folder = tmp_path / "out"
-        result = run(
+        result = invoke(
             "export",
             plain[1],
             "--to",
@@ -426,19 +419,15 @@ class TestErrors:
         with pytest.raises(PosencError, match="is one of 3 parts"):
             from_pretrained(file)
 
-    def test_an_architecture_that_transformers_does_not_read(
-        self, plain: tuple[Any, Path], tmp_path: Path
-    ) -> None:
+    def test_an_unknown_architecture(self, plain: tuple[Any, Path], tmp_path: Path) -> None:
         content = plain[1].read_bytes().replace(b"llama", b"lloma")
         (file := tmp_path / "m.gguf").write_bytes(content)
         with pytest.raises(PosencError, match="architecture lloma is not supported"):
             from_pretrained(file)
 
-    def test_without_the_package(
-        self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_package(self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gguf", None)
-        result = run("inspect", plain[1])
+        result = invoke("inspect", plain[1])
         assert result.exit_code == 2
         assert result.stderr == (
             "error: GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'.\n"

@@ -48,9 +48,7 @@ def test_another_method(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clean", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_weight_that_is_missing(
-    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_weight(clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not clean:
         verify_here(monkeypatch)
     patched = patch_model(zoo.build("llama"), "rerope", window=16)
@@ -115,9 +113,7 @@ def test_the_clean_process_has_no_hf_posenc(model: PreTrainedModel, tmp_path: Pa
         verify_export(tmp_path / "model", model, packages=tmp_path)
 
 
-def test_rounding_at_far_positions_is_no_other_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounding_is_no_other_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frequencies half a float32 off turn far positions; a scale that is 0.1 % off does too, and is another model."""
     verify_here(monkeypatch)
     sizes = {"max_position_embeddings": 4096, "initializer_range": 0.2}

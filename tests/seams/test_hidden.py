@@ -249,9 +249,7 @@ def test_a_model_whose_weights_or_modules_have_changed_is_tried_again(trials: li
 @pytest.mark.parametrize(
     ("model_type", "forwards"), [("gpt_oss", 6), ("qwen3_next", 5), ("lfm2", 5)]
 )
-def test_known_reasons_need_no_full_inspection(
-    trials: list[str], model_type: str, forwards: int
-) -> None:
+def test_known_reasons_are_reused(trials: list[str], model_type: str, forwards: int) -> None:
     model = zoo.build(model_type)
     trials.clear()
     patch_model(model, "pi", scale=4, replace=True)
@@ -279,9 +277,7 @@ def test_known_reasons_excuse_nothing_else(model_type: str, source: str) -> None
 # Models that cannot be tried, and those that are taken with what they have
 
 
-def test_a_model_that_is_not_whole_or_needs_more_than_tokens_is_not_tried(
-    trials: list[str],
-) -> None:
+def test_a_model_that_is_not_whole_or_needs_more_than_tokens(trials: list[str]) -> None:
     with torch.device("meta"):
         patch_model(_llama(), "pi", scale=4)
     sharded: Any = _llama()

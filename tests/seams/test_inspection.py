@@ -77,9 +77,7 @@ def test_what_cannot_be_silenced_is_named(model_type: str) -> None:
     ("model_type", "start", "rows"),
     [("gpt2", 0, 64), ("roberta", 1, 63), ("opt", 2, 64), ("whisper", 0, 448)],
 )
-def test_the_row_of_position_0_is_read_from_the_trace(
-    model_type: str, start: int, rows: int
-) -> None:
+def test_the_first_row_is_read_from_the_trace(model_type: str, start: int, rows: int) -> None:
     source = inspected(model_type).of_kind(kinds.LEARNED)[-1]
     assert source.start == start
     assert source.facts.startswith(f"{rows} positions of ")
@@ -113,9 +111,7 @@ MOVES = "frequencies change with the length of the text, those of cached keys do
     ],
     ids=["default", "dynamic", "yarn", "longrope", "longrope-of-one-table"],
 )
-def test_a_scaling_of_the_config_is_in_the_row_of_its_table(
-    rope: dict[str, Any], scaling: str
-) -> None:
+def test_a_scaling_of_the_config_is_in_its_row(rope: dict[str, Any], scaling: str) -> None:
     model = build_text_model("llama", rope_parameters={"rope_theta": 10_000.0, **rope})
     before = logits(model, tokens(96))
     (source,) = inspect_positions(model).sources
@@ -260,9 +256,7 @@ def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
         ("gptj", "interpolate", "Methods for a rotary table: frequency methods (yarn"),
     ],
 )
-def test_a_refusal_names_what_the_model_has_and_its_methods(
-    model_type: str, method: str, words: str
-) -> None:
+def test_a_refusal_names_what_the_model_has(model_type: str, method: str, words: str) -> None:
     refused(build_text_model(model_type), re.escape(words), method, scale=4)
 
 

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc import (
-    PosencError,
-    UnsupportedModelError,
-    inspect_rope,
-    patch_model,
-    unpatch_model,
-)
+from hf_posenc import PosencError, UnsupportedModelError, inspect_rope, patch_model, unpatch_model
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.scoring.decoder import position_limit
 from hf_posenc.methods import ALiBi, LogN, ReRoPE, YaRN
@@ -583,9 +577,7 @@ def test_scores_that_are_changed_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(zoo.logits(model, ids), before)
 
 
-def test_attention_that_is_not_found_is_no_silent_exception(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_that_is_not_found_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward in which no product of queries and keys is seen, by a module that was tried."""
     model, ids = patch(zoo.build("gptj"), "alibi"), zoo.tokens(LENGTH)
     kind: Any = type(attention_modules(model)[0])

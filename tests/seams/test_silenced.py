@@ -179,9 +179,7 @@ def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -
 
 # MRA has `position_ids` among its weights.
 @pytest.mark.parametrize(("model_type", "method"), [("opt", "kerple_log"), ("mra", "nope")])
-def test_a_saved_model_keeps_its_rows_and_its_patch(
-    model_type: str, method: str, tmp_path: Path
-) -> None:
+def test_a_saved_model_keeps_rows_and_patch(model_type: str, method: str, tmp_path: Path) -> None:
     model, ids = build_text_model(model_type), tokens(100)
     (name,) = (name for name, _ in model.named_parameters() if "position" in name)
     rows = model.get_parameter(name).detach().clone()
@@ -226,9 +224,7 @@ def test_gradients_reach_the_trained_bias_and_the_weights() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(
-    model_type: str, method: Any, words: str
-) -> None:
+def test_what_is_refused_changes_nothing(model_type: str, method: Any, words: str) -> None:
     zoo.refused(build_text_model(model_type), words, method)
 
 
@@ -249,9 +245,7 @@ def test_a_refused_method_warns_of_nothing() -> None:
         ("t5", {"scale": 2}, 128),
     ],
 )
-def test_the_length_is_that_of_the_target_or_the_scale(
-    method: str, options: dict[str, Any], length: int
-) -> None:
+def test_the_length_of_target_or_scale(method: str, options: dict[str, Any], length: int) -> None:
     model = patch_model(build_text_model("gpt2", n_layer=1), method, **options)
     assert zoo.in_force(model).extended_length == length
     assert torch.isfinite(_run(model, tokens(length))).all()

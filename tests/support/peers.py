@@ -93,12 +93,7 @@ def longlora(
 
 
 def su(
-    model: nn.Module,
-    documents: Documents,
-    length: int,
-    *,
-    tail: int = 4096,
-    bos: int | None = None,
+    model: nn.Module, documents: Documents, length: int, *, tail: int = 4096, bos: int | None = None
 ) -> float:
     """The loss (nats, no perplexity) of bojone/rerope `eval_loss.py` (54e6ae0).
 

@@ -39,6 +39,14 @@ def tiny_checkpoint(
     return folder
 
 
+def text_files(folder: Path, count: int, size: int = 300, step: int = 0) -> Path:
+    """Writes texts of so many characters, each longer by a step than the one before."""
+    folder.mkdir(exist_ok=True)
+    for seed in range(count):
+        (folder / f"{seed}.txt").write_text(prose(size + step * seed, seed))
+    return folder
+
+
 def prose(size: int, seed: int = 0) -> str:
     """So many characters of text with repetitions, different for every seed."""
     words = ("scale", "window", "theta", "token", "phase", "rotary", "length", "factor", "\n")

@@ -101,9 +101,7 @@ def test_rotation_goes_by_step_and_keeps_the_best(
     assert [int(path.name.split("-")[1]) for path in checkpoints(tmp_path)] == kept
 
 
-def test_what_a_killed_removal_leaves_counts_as_partial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_removal_is_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(tmp_path, 3)
     monkeypatch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(PosencError, match="checkpoint-3 cannot be removed"):
@@ -113,9 +111,7 @@ def test_what_a_killed_removal_leaves_counts_as_partial(
     assert clear_partial(tmp_path) == [path]
 
 
-def test_the_same_settings_continue_and_others_are_refused_with_what_differs(
-    tmp_path: Path,
-) -> None:
+def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
     assert resume_point(tmp_path, LR) is None
     path = make(tmp_path, 3)
     assert resume_point(tmp_path, LR) == path
@@ -177,9 +173,7 @@ def test_a_checkpoint_without_an_optimizer_is_no_continuation(tmp_path: Path) ->
     assert resume_point(tmp_path, settings, explicit=path) == path
 
 
-def test_another_number_of_processes_is_refused_or_said_and_another_device_said(
-    tmp_path: Path,
-) -> None:
+def test_other_processes_are_refused_and_another_device_is_said(tmp_path: Path) -> None:
     two, one = ({**LR, "processes": {"count": count}} for count in (2, 1))
     resume_point(tmp_path, two, device="cuda")
     path = make(tmp_path, 3)
@@ -208,9 +202,7 @@ def test_settings_are_what_the_losses_depend_on(tmp_path: Path) -> None:
     assert differences({"a": {"b": 1}}, {"a": {}, "c": 2}) == both
 
 
-def test_what_a_launch_file_switches_on_is_a_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_file_has_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = settings_of(_arguments(tmp_path))
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")  # as accelerate says that it is off
     assert settings_of(_arguments(tmp_path)) == plain

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc.training import chunked_loss as head_chunks
 from hf_posenc.training.chunked_loss import chunk_loss
+from tests.evaluation.scoring.test_head_replay import Changed, Llama, PositionBias
 from tests.support import zoo
 from tests.support.selection import late
 from tests.training.test_chunked_loss import CHUNK, assert_same, both, texts, trained
@@ -185,31 +186,6 @@ def test_frozen_heads_and_frozen_models() -> None:
 LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
 
 
-_Llama: Any = LlamaForCausalLM
-
-
-class Changed(_Llama):  # type: ignore[misc]
-    """Its logits are changed behind the head, and the loss is of these."""
-
-    def change(self, logits: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = self.change(output.logits)
-        if labels is not None:
-            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
-        return output
-
-
-class PositionBias(Changed):
-    """Its head depends on where a token stands, which a slice of hidden states does not tell."""
-
-    def change(self, logits: Tensor) -> Tensor:
-        places = torch.arange(logits.shape[1], dtype=torch.float32)
-        return logits + places[:, None] * torch.linspace(-1, 1, logits.shape[-1])
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_head_that_chunks_change_keeps_its_plain_forward_and_says_so(
     late: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -266,16 +242,14 @@ def test_a_head_may_view_what_it_gets_in_another_shape() -> None:
     assert_same(trained(model, **texts()), expected)
 
 
-class NoHead(_Llama):  # type: ignore[misc]
+class NoHead(Llama):  # type: ignore[misc]
     """Its embeddings are none that its forward uses."""
 
     def get_input_embeddings(self) -> Any:
         return nn.Embedding(128, 8)
 
 
-def test_a_model_without_a_decoder_to_be_found_trains_as_it_did(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_without_a_decoder_trains_as_it_did(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = NoHead(zoo.tiny_config("llama"))
     given = texts()
     expected = model(**given).loss

@@ -238,9 +238,7 @@ def test_draws_have_the_probabilities_of_the_paper(
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize(("n", "target"), [(1, 1), (1, 9), (2, 8), (7, 7), (64, 1000), (100, 250)])
-def test_any_lengths_give_rising_positions_within_the_long_context(
-    draw: Draw, n: int, target: int
-) -> None:
+def test_positions_rise_within_the_long_context(draw: Draw, n: int, target: int) -> None:
     for seed in range(200):
         row = draw(n, target, np.random.default_rng(seed))
         assert row.shape == (n,)

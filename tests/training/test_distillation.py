@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc import PosencError, get_patch, patch_model
 from hf_posenc.training import PositionCollator, choose_parameters, distill, unpatched_teacher
 from hf_posenc.training.options import Trained
-from tests.evaluation.scoring.test_head_replay import largest
+from tests.evaluation.scoring.test_head_replay import PositionBias, largest
 from tests.support import zoo
 from tests.support.selection import late
 from tests.training.test_chunked_loss import assert_same, trained
@@ -171,8 +171,6 @@ def test_what_cannot_be_distilled_is_one_line(given: dict[str, Any], message: st
 
 
 def test_a_model_without_a_loss_in_chunks_is_refused() -> None:
-    from tests.training.test_chunked_loss_training import PositionBias
-
     model: Any = PositionBias(zoo.tiny_config("llama"))
     with pytest.raises(PosencError, match="PositionBias cannot be computed in chunks"):
         distill(model, positions="pose")

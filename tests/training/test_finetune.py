@@ -19,6 +19,7 @@ from hf_posenc.training import TrainingLog, result
 from hf_posenc.training.__main__ import main
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.train import apply_patch, finetune, parse_arguments, resolve_lengths
+from tests.support import zoo
 from tests.support.selection import late
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
@@ -122,8 +123,7 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
     data = TrainingLog.read(output).data
     assert (data["curriculum"], data["target_length"]) == ([128, 256], 1024)
     assert "first up to 128, then 256" in (output / "README.md").read_text(encoding="utf-8")
-    patch = get_patch(from_pretrained(output))
-    assert patch is not None
+    patch = zoo.in_force(from_pretrained(output))
     assert (patch.methods, patch.config.layers) == (("nope",), (1, 3))
     with pytest.raises(PosencError, match=r"lengths.curriculum was \[128, 256\], is \[128, 1024\]"):
         run(tmp_path, texts, *given, "0.5,4")
@@ -132,15 +132,12 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
 @pytest.mark.parametrize(
     ("recipe", "layers", "target"), [("drope", "full", 256), ("swan", (1, 3), 1024)]
 )
-def test_recipes_drop_the_rotation_of_the_embedded_model(
-    recipe: str, layers: Any, target: int
-) -> None:
+def test_recipes_drop_the_embedded_rotation(recipe: str, layers: Any, target: int) -> None:
     given = ["--recipe", recipe, "--use_cpu"]
     choice, data, _ = parse_arguments(given)
     model = from_pretrained(model_path(), dtype=torch.float32)
     apply_patch(model, choice.patch, data.target_length)
-    patch = get_patch(model)
-    assert patch is not None
+    patch = zoo.in_force(model)
     assert (patch.methods, patch.config.layers) == (("nope",), layers)
     lengths = resolve_lengths(model, data.positions, data.target_length, data.block_length)
     assert (lengths.target, lengths.block) == (target, target)
@@ -161,22 +158,18 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
 
 
 @pytest.mark.slow
-def test_a_patched_model_is_trained_further_as_it_is(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
+def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Path]) -> None:
     first = run(tmp_path, texts, "--no_score")
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*replace=true"):
         run(tmp_path, texts, "--model", str(first), "--patch", "pi:scale=4", name="second")
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*as it is\.$"):
         run(tmp_path, texts, "--model", str(first), "--patch", "none", name="second")
     second = run(tmp_path, texts, "--no_score", "--model", str(first), name="second")
-    patch = get_patch(from_pretrained(second))
-    assert patch is not None
+    patch = zoo.in_force(from_pretrained(second))
     assert patch.options == {"scale": 4.0}
     other = ("--model", str(first), "--patch", "yarn:scale=8,replace=true")
     third = run(tmp_path, texts, "--no_score", *other, name="third")
-    longer = get_patch(from_pretrained(third))
-    assert longer is not None
+    longer = zoo.in_force(from_pretrained(third))
     assert longer.extended_length == 2048
 
 
@@ -282,18 +275,14 @@ def test_what_is_scored_is_held_out_of_the_texts(
     assert [document["name"] for document in scores["documents"]] == [paths[1]]
 
 
-def test_a_run_that_cannot_score_is_refused_before_anything_is_tokenized(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
+def test_a_run_that_cannot_score_is_refused_early(tmp_path: Path, texts: dict[str, Path]) -> None:
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
     with pytest.raises(PosencError, match=r"last tenth: too short.*--score_text.*--no_score"):
         finetune(parse_arguments([*given, "--score_lengths", "16k"]))
     assert not list(tmp_path.rglob("blocks"))
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(
-    tmp_path: Path, texts: dict[str, Path]
-) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, texts: dict[str, Path]) -> None:
     wild = ("--learning_rate", "1e30", "--max_grad_norm", "0", "--max_steps", "6")
     with pytest.raises(PosencError, match="is nan at step"):
         run(tmp_path, texts, *wild, "--save_steps", "5", "--no_score")
@@ -301,9 +290,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
-def test_an_interruption_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 

@@ -157,9 +157,7 @@ def test_killed_between_checkpoints_it_goes_on_bit_for_bit(
 
 
 def test_killed_inside_a_save_it_goes_on_from_the_one_before(
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = command(checkpoint, tmp_path)
     with monkeypatch.context() as patch:

@@ -25,7 +25,7 @@ import pytest
 from hf_posenc.training.checkpoints import MANIFEST, checkpoints, complete_checkpoints
 from tests.support.file_operations import Moment
 from tests.support.killing import REFUSED, launch, losses, train
-from tests.support.tiny_text import prose, tiny_checkpoint
+from tests.support.tiny_text import text_files, tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -157,9 +157,7 @@ def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_in_a_save_that_the_other_process_has_done(
-    whole: Any, tmp_path: Path, rank: int
-) -> None:
+def test_killed_in_a_save_that_the_other_has_done(whole: Any, tmp_path: Path, rank: int) -> None:
     run = whole(processes=2)
     # Of rank 1, the operations are: make the folder of checkpoint-3, write its random state, the same for checkpoint-6.
     moment = Moment(4, "within", rank=1) if rank else Moment(run.place("rename", 4))
@@ -205,9 +203,7 @@ def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
     assert [(row["step"], "loss" in row) for row in rows] == expected
 
 
-def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_with_them(
-    whole: Any, tmp_path: Path
-) -> None:
+def test_the_workers_of_the_dataloader_are_told_too(whole: Any, tmp_path: Path) -> None:
     run, moment = whole(), Moment(step=2, number=-signal.SIGTERM)
     codes = launch(tmp_path / "run", moment, dataloader_num_workers=2)
     assert codes == [128 + signal.SIGTERM]
@@ -275,10 +271,7 @@ def test_a_distilled_run_continues_as_if_nothing_had_happened(
 def test_the_launcher_is_told_to_stop(tmp_path: Path, processes: int) -> None:
     """With one process, `accelerate launch` dies of the signal and does not pass it on; with two, it does."""
     model = tiny_checkpoint(tmp_path / "model", attention_dropout=0.1)
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for seed in range(4):
-        (texts / f"{seed}.txt").write_text(prose(2000, seed))
+    texts = text_files(tmp_path / "texts", 4, 2000)
     config = ROOT / "scripts" / "configs" / LAUNCH[processes]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += [str(ROOT / "scripts" / "finetune.py"), "--model", str(model), "--use_cpu"]

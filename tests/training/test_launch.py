@@ -139,9 +139,7 @@ def test_two_processes_equal_one(config: str, training: str, folder: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_shards_of_two_processes_resume_in_four_or_become_a_model(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_shards_of_two_resume_in_four_or_become_a_model(folder: Path, tmp_path: Path) -> None:
     """In four with the same examples in a step: the losses to rounding, from Adam's averages in other shards."""
     config = "--config_file scripts/configs/fsdp2.yaml --num_processes"
     shards = tmp_path / "two" / "checkpoint-2"
@@ -169,9 +167,7 @@ def test_shards_of_two_processes_resume_in_four_or_become_a_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS)
-def test_weights_read_in_the_dtype_of_the_checkpoint_train_the_same(
-    training: str, tmp_path: Path
-) -> None:
+def test_weights_in_the_dtype_of_a_checkpoint_train_alike(training: str, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", dtype="bfloat16")
     (model / "text.txt").write_text(prose(6_000))
     found = []
@@ -209,9 +205,7 @@ def test_two_machines_equal_one_process(config: str, folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["--cpu --num_processes 2", "--config_file {multi_cpu}"])
-def test_one_process_in_the_place_of_two_is_refused(
-    options: str, folder: Path, tmp_path: Path
-) -> None:
+def test_one_process_in_place_of_two_is_refused(options: str, folder: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((CONFIGS / "two_cpu_processes.yaml").read_text())
     several = yaml.safe_dump({**config, "distributed_type": "MULTI_CPU"})
     (tmp_path / "multi.yaml").write_text(several)
@@ -222,9 +216,7 @@ def test_one_process_in_the_place_of_two_is_refused(
 
 
 @pytest.mark.slow
-def test_a_launch_file_for_gpus_runs_on_a_cpu_and_sharding_is_refused_there(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_launch_file_for_gpus_on_a_cpu_and_refused_sharding(folder: Path, tmp_path: Path) -> None:
     script = ["scripts/finetune.py", *command(folder, tmp_path / "run", "full", 1)]
     (done,) = launched("--config_file scripts/configs/fsdp2.yaml", script)
     assert done.returncode != 0

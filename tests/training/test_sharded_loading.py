@@ -17,7 +17,6 @@ from hf_posenc import PosencError, patch_model
 from hf_posenc.evaluation.loading import load_model
 from hf_posenc.methods import KerpleLog, YaRN
 from hf_posenc.training.processes import loading_dtype, partition_weights, whole_weights
-from tests.support.peak_memory import anonymous_memory
 
 SWITCH = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -42,6 +41,12 @@ def checkpoint(folder: Path, dtype: torch.dtype, **sizes: int) -> Path:
     patched: Any = patch_model(model.to(dtype), [YaRN(scale=2), KerpleLog(keep_rope=True)])
     patched.save_pretrained(folder, max_shard_size="50MB")
     return folder
+
+
+def anonymous_memory() -> int:
+    """MiB of memory that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) // 1024
 
 
 @pytest.mark.slow  # weights large enough to be seen in a process's memory

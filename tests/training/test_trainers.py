@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
-from hf_posenc import from_pretrained, get_method, get_patch, patch_model
+from hf_posenc import from_pretrained, get_method, patch_model
 from hf_posenc.embedded import model_path
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.support import zoo
@@ -76,21 +76,18 @@ def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) ->
         The loaded model.
     """
     trained = trainer.model
-    patch = get_patch(trained)
-    assert patch is not None
+    patch = zoo.in_force(trained)
     assert abs(loss_of(from_pretrained(base), ids) - before) > 1e-4  # without a patch it is another
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == STEPS
     assert losses[0] == pytest.approx(before, rel=1e-5)
     assert losses[-1] < losses[0] - 1
-    after = get_patch(trained)
-    assert after is not None
+    after = zoo.in_force(trained)
     assert after.config == patch.config
     trainer.save_model(str(folder / "saved"))
     loaded: Any = from_pretrained(folder / "saved").eval()
-    found = get_patch(loaded)
-    assert found is not None
+    found = zoo.in_force(loaded)
     assert found.config == patch.config
     trained.eval()
     assert torch.equal(zoo.logits(loaded, ids), zoo.logits(trained, ids))
@@ -156,17 +153,12 @@ def test_sft_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str, train: 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 
 @pytest.mark.slow
 def test_the_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("datasets")
     pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -184,8 +176,7 @@ def test_the_lines_run(
     assert trainer.optimizer is None
     trainer.train()
     trainer.save_model("hooked/final")
-    found = get_patch(from_pretrained("hooked/final"))
-    assert found is not None
+    found = zoo.in_force(from_pretrained("hooked/final"))
     assert "yarn" in str(found)
 
 

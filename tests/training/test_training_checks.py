@@ -111,9 +111,7 @@ def test_a_parallelism_config_of_the_arguments_counts_too(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("positions", ["packed", "pose", "random", "cream"])
 @pytest.mark.parametrize("method", ["dynamic_ntk", "longrope", "native"])
-def test_frequencies_that_follow_the_longest_text_of_a_batch_need_one_length(
-    method: str, positions: str, tmp_path: Path
-) -> None:
+def test_moving_frequencies_need_one_length(method: str, positions: str, tmp_path: Path) -> None:
     ones = (1.0,) * 8
     model = {
         "dynamic_ntk": lambda: patched(DynamicNTK(scale=2, update="sequence")),
@@ -180,9 +178,7 @@ def test_columns_that_packing_needs_and_a_loss_outside_the_model(tmp_path: Path)
     refused(model, smoothed, "loss in chunks would not be used")
 
 
-def test_processes_that_start_from_different_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_with_different_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given, norm = patched("yarn", scale=2), arguments(tmp_path), "model.norm.weight"
     monkeypatch.setattr(checks, "gather", lambda value: [value, value])
     check_run(model, positions="contiguous", arguments=given)
@@ -203,9 +199,7 @@ def given(tmp_path: Path) -> Iterator[TrainingArguments]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_sharding_that_is_asked_for_and_not_done(
-    given: TrainingArguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharding_is_not_done(given: TrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(PosencError, match=r"FSDP was requested, .* GPUs"):
         check_launch(given)
@@ -246,9 +240,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("line", LAUNCHERS)
-def test_how_many_processes_a_launcher_was_asked_for(
-    line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_processes_were_asked_for(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
     yaml = Path(__file__).parents[2] / "scripts" / "configs" / "two_cpu_processes.yaml"

@@ -264,13 +264,7 @@ def test_a_cache_gives_what_reading_gives(tmp_path: Path, positions: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"length": 11},
-        {"positions": "packed"},
-        {"limit": 1},
-        {"source": {"kind": "other"}},
-    ],
+    "other", [{"length": 11}, {"positions": "packed"}, {"limit": 1}, {"source": {"kind": "other"}}]
 )
 def test_other_settings_are_other_blocks(tmp_path: Path, other: dict[str, Any]) -> None:
     cached(tmp_path, documents(25))
@@ -399,9 +393,7 @@ def long(name: str) -> LongDocument:
         ([Skipped("a", "damaged"), Document("b", " "), *map(long, "cde")], ["d"]),
     ],
 )
-def test_every_tenth_document_is_held_out_from_the_second_on(
-    entries: Sequence[Entry], held_out: list[str]
-) -> None:
+def test_every_tenth_document_is_held_out(entries: Sequence[Entry], held_out: list[str]) -> None:
     assert [entry.name for entry in candidates(entries)] == held_out
     source = Source(lambda: entries, {"kind": "test"}, embedded=False)
     rest = without(source, held_out[:1])  # the others are trained on if nothing scores them
@@ -428,8 +420,5 @@ def test_the_last_tenth_of_single_token_ids_is_held_out() -> None:
 
 
 def test_what_cannot_be_held_out_is_given_with_its_reason() -> None:
-    entries: list[Entry] = [
-        Skipped("a", "damaged"),
-        Skipped("b", "a conversation"),
-    ]
+    entries: list[Entry] = [Skipped("a", "damaged"), Skipped("b", "a conversation")]
     assert list(candidates(entries)) == entries

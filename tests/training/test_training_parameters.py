@@ -132,9 +132,7 @@ class TestLora:
         stepped(peft_model)
 
     @pytest.mark.parametrize("method", ["kerple", "shaw", *late(["fire", "rope_bias"])])
-    def test_what_the_method_trains_is_trained_beside_it(
-        self, model: PreTrainedModel, method: str
-    ) -> None:
+    def test_what_the_method_trains_is_trained(self, model: PreTrainedModel, method: str) -> None:
         patch_model(model, method)
         before = zoo.logits(model, zoo.tokens(70))
         count = len(trained_parameters(model))

@@ -164,9 +164,7 @@ def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
     assert records(stored(tmp_path), 0) == records(whole, 0)
 
 
-def test_launched_processes_that_do_not_know_of_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launched_processes_that_are_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PosencError, match="TrainingArguments"):
         make_scores().measure(patched_model())

@@ -110,9 +110,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..
     return folder / "out", invoke
 
 
-def test_every_method_is_measured_in_every_phase(
-    command: tuple[Path, Callable[..., Any]],
-) -> None:
+def test_every_method_is_measured_in_every_phase(command: tuple[Path, Callable[..., Any]]) -> None:
     folder, _ = command
     text = (folder / "gpu.json").read_text()
     result = GpuResult.from_dict(json.loads(text))
@@ -261,9 +259,7 @@ def test_what_was_run_in_pieces_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["backend"].endswith("prefill by 512 tokens")
 
 
-def test_training_reaches_queries_keys_values_and_what_is_trained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_training_reaches_queries_keys_values_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     differentiate, reached = torch.autograd.grad, set()
 
     def grad(out: torch.Tensor, inputs: list[torch.Tensor], *_: Any, **__: Any) -> None:

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.checks import Case, comparison, verdicts
 from hf_posenc.attention.checks.comparison import Comparison, kinds, methods
-from hf_posenc.cli.app import app
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.device import selftest as run
 from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.device.selftest import selftest
@@ -26,6 +23,7 @@ from tests.support import (
     broken_backends,
     emulated,  # noqa: F401  (registers its backends)
 )
+from tests.support.commands import invoke
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -153,7 +151,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     monkeypatch.setattr(run, "selftest", small)
     verdicts.write(CPU, {Case("old", "bands", "float32", 16): None})
     file = tmp_path / "selftest.json"
-    result = CliRunner().invoke(app, ["selftest", "--device", "cpu", str(file)])
+    result = invoke("selftest", "--device", "cpu", file)
     assert result.exit_code == 1, result.output
     values = json.loads(file.read_text())
     assert not values["passed"]
@@ -168,9 +166,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
 
 
 @pytest.mark.slow
-def test_one_that_crashes_leaves_the_others_to_another_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_crashes_leaves_others_to_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, "right", "wrong")  # the first crashes for alibi
     monkeypatch.setattr(run, "PROCESSES", 1)
     every = [Case("right", kind, "float32", 16) for kind in ("bands", "alibi", "t5")]
@@ -209,20 +205,6 @@ def test_the_last_line_says_what_had_no_time() -> None:
 def test_cases_that_no_backend_computes_need_no_time() -> None:
     every = [Case(name, "alibi", "float32", 16) for name in ("cuda flash", "emulated flash", "few")]
     assert run.check_all(every, CPU, 0) == {every[0]: None, every[1]: None}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"device": "gpu"}, "The device 'gpu' cannot be used"),
-        ({"device": "cuda:63"}, "The device 'cuda:63' cannot be used"),
-        ({**SMALL, "dtypes": ["float64"]}, "Unknown dtype 'float64'"),
-        ({**SMALL, "methods": ["yarn"]}, "Unknown method of the engine 'yarn'"),
-    ],
-)
-def test_what_cannot_be_tested_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(PosencError, match=said):
-        selftest(**options)
 
 
 @pytest.mark.parametrize(

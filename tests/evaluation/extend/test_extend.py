@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_posenc import from_pretrained, get_patch, patch_model
-from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import extend as room
 from hf_posenc.evaluation.documents.source import Source
@@ -34,6 +32,7 @@ from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.tuning import Course
 from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
 
 ORIGINAL, TARGET = 64, 512
@@ -242,9 +241,7 @@ def test_what_the_options_cannot_be() -> None:
         ExtendOptions(max_regression=-0.1)
 
 
-def test_another_model_in_the_folder_stays(
-    job: ExtendJob, planted: Planted, tmp_path: Path
-) -> None:
+def test_another_model_in_a_folder_stays(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(PosencError, match=r"holds another model\. Give another --output"):
         job.run(tmp_path)
@@ -283,9 +280,7 @@ def test_a_larger_budget_never_takes_less(job: ExtendJob, monkeypatch: pytest.Mo
     assert (plans[-1].documents, plans[-1].each, plans[-1].samples) == (12, 3, 10)
 
 
-def test_a_budget_below_the_least_names_the_time_that_it_takes(
-    job: ExtendJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_budget_names_the_time(job: ExtendJob, monkeypatch: pytest.MonkeyPatch) -> None:
     Planted(seconds=1.0).install(monkeypatch)
     with pytest.raises(PosencError, match="--budget 1 h is too short") as caught:
         with_budget(job, "1h").run()
@@ -317,8 +312,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert len(result.lines()) == 5
     assert result.kinds[str(result.winner)] == "table"
     assert asked == [True]
-    patch = get_patch(from_pretrained(tmp_path))
-    assert patch is not None
+    patch = zoo.in_force(from_pretrained(tmp_path))
     assert result.recipe is not None
     assert patch.config.to_dict() == {k: v for k, v in result.recipe.items() if k != "recipe"}
     assert get_patch(job.whole.model) is None
@@ -412,9 +406,7 @@ def test_a_result_without_near_needles_has_no_demand_on_them(plain: ExtendResult
     assert "within" not in result.lines()[2]
 
 
-def test_methods_that_all_fail_are_an_answer(
-    job: ExtendJob, planted: Planted, tmp_path: Path
-) -> None:
+def test_methods_that_fail_are_an_answer(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     planted.loss = lambda label, *key: good(label, *key) if label in CONTROLS else float("nan")
     result = verdict(job, tmp_path)
     assert result.winner is None
@@ -553,9 +545,7 @@ def test_two_processes_share_the_measurements_and_the_first_has_the_verdict(
     assert planted.count + int(count) == alone
 
 
-def test_a_model_of_an_earlier_verdict_is_named(
-    job: ExtendJob, planted: Planted, tmp_path: Path
-) -> None:
+def test_an_earlier_verdict_is_named(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     (tmp_path / "records").mkdir()
     (tmp_path / "config.json").write_text("{}")
     planted.finds = nobody
@@ -588,9 +578,7 @@ def test_half_of_the_depths_are_farther_back_than_the_original_length(target: in
 
 
 @pytest.mark.usefixtures("advised")
-def test_in_python_the_files_are_written_with_the_verdict_first(
-    planted: Planted, tmp_path: Path
-) -> None:
+def test_in_python_files_are_written_verdict_first(planted: Planted, tmp_path: Path) -> None:
     planted.finds = nobody
     model = tiny()
     result = extend(model, WORDS, TEXTS, output=tmp_path, target_length=TARGET, budget=LEAST)
@@ -613,16 +601,16 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
     out = tmp_path / "out"
     given = [str(folder), "--text", str(tmp_path), "--target-length", "512"]
     given += ["--budget", f"{LEAST}s"]
-    ran = CliRunner().invoke(app, ["extend", *given, "--no-plot", "--output", str(out)])
+    ran = invoke("extend", *given, "--no-plot", "--output", out)
     assert ran.exit_code == 0, ran.output
     text = " ".join(ran.output.split())
     assert "Do not extend to 512 tokens: " in text
     assert "or fine-tune: hf-posenc finetune" in text
     assert f"--model {folder} --text YOUR_TRAINING_TEXT --score_text {tmp_path}" in text
     assert (out / "report.html").is_file()
-    refused = CliRunner().invoke(app, ["extend", str(folder), "--target-length", "32"])
+    refused = invoke("extend", folder, "--target-length", "32")
     assert refused.exit_code == 2
-    dry = CliRunner().invoke(app, ["extend", *given, "--dry-run"])
+    dry = invoke("extend", *given, "--dry-run")
     planned = r"\d+ methods, \d+ \+ \d+ documents and \d+ passkeys: about \d+ s of 4 s\. That is at the rate"
     assert re.search(planned, " ".join(dry.output.split()))
 
@@ -632,12 +620,12 @@ def test_the_embedded_model_from_end_to_end(tmp_path: Path) -> None:
     """Twice the trained length: saved, verified in a process of its own, exported; and once more from the records."""
     given = ["extend", "--target-length", "512", "--budget", "10m", "--max-regression", "0.2"]
     given += ["--no-plot", "--output", str(tmp_path)]
-    first = CliRunner().invoke(app, given)
+    first = invoke(*given)
     assert first.exit_code == 0, first.output
     values = json.loads((tmp_path / "extend.json").read_text())
     assert values["verdict"] == "extend", values["lines"]
     assert "the same model" in values["saved"]["verified"]
     assert get_patch(from_pretrained(tmp_path)) is not None
-    again = CliRunner().invoke(app, given)
+    again = invoke(*given)
     assert again.exit_code == 0, again.output
     assert json.loads((tmp_path / "extend.json").read_text()) == values

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from hf_posenc.cli import main
-from hf_posenc.cli.app import app
+from tests.support.commands import invoke
 from tests.support.killing import launch
 from tests.support.selection import late
-from tests.support.tiny_text import prose, tiny_checkpoint
+from tests.support.tiny_text import text_files, tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]
 ACCELERATE = """
@@ -55,13 +54,11 @@ def _measure(output: Path, moment: Any, *, arguments: list[str]) -> None:
 )
 def test_two_processes_report_what_one_does(tmp_path: Path, launcher: str | None) -> None:
     """Also without a launcher, in processes whose environment is what one would set."""
-    model, texts = tiny_checkpoint(tmp_path / "model"), tmp_path / "texts"
-    texts.mkdir()
-    for index in range(3):  # shares of two documents and of one
-        (texts / f"{index}.txt").write_text(prose(150, index))
+    model = tiny_checkpoint(tmp_path / "model")
+    texts = text_files(tmp_path / "texts", 3, 150)  # shares of two documents and of one
     options = "--lengths 32,64 --no-plot --device cpu --patch none --patch yarn:scale=2 --output"
     arguments = [str(model), "--text", str(texts), *options.split()]
-    alone = CliRunner().invoke(app, ["perplexity", *arguments, str(tmp_path / "one")])
+    alone = invoke("perplexity", *arguments, tmp_path / "one")
     assert alone.exit_code == 0, alone.output
     printed = together([*arguments, str(tmp_path / "two")], tmp_path, launcher)
     assert printed.count("Wrote perplexity.json") == 1  # only the first process reports

@@ -30,8 +30,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [m.name for m in METHODS if m.for_rotary and NEEDS_MORE.get(m.name, "") is not None],
+    "name", [m.name for m in METHODS if m.for_rotary and NEEDS_MORE.get(m.name, "") is not None]
 )
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
 def test_every_method_is_patched_in_by_its_name_alone(name: str, llama: Any) -> None:
@@ -40,8 +39,7 @@ def test_every_method_is_patched_in_by_its_name_alone(name: str, llama: Any) -> 
     candidate = Candidate.parse(spec).checked(model)
     assert hf_posenc.get_patch(model) is None
     with candidate.applied(model, 256):
-        patch = hf_posenc.get_patch(model)
-        assert patch is not None
+        patch = zoo.in_force(model)
         assert patch.method == name
         scaled = candidate.scale_at(256)
         assert patch.config.scale == (
@@ -120,11 +118,6 @@ def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
 def test_what_cannot_be_read(spec: str, message: str) -> None:
     with pytest.raises(PosencError, match=message.replace("+", r"\+")):
         Candidate.parse(spec)
-
-
-def test_two_methods_on_one_seam_are_refused_by_the_name_of_the_entry() -> None:
-    with pytest.raises(PosencError, match=r"--patch yarn\+ntk: Two methods on one seam"):
-        Candidate.parse("yarn+ntk").checked(zoo.build("llama"))
 
 
 def test_a_composition_is_stored_with_all_its_parts() -> None:

@@ -125,9 +125,7 @@ def columns_with_an_arrow(
         pytest.param(4000, 12, 5, marks=pytest.mark.slow),
     ],
 )
-def test_a_column_of_equal_methods_hardly_ever_has_an_arrow(
-    runs: int, methods: int, documents: int
-) -> None:
+def test_equal_methods_hardly_ever_have_an_arrow(runs: int, methods: int, documents: int) -> None:
     share = columns_with_an_arrow(runs, methods, documents).any(1).mean()
     assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs)
 

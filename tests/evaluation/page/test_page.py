@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hf_posenc
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.page import collect, ratio_text, render
@@ -126,9 +127,7 @@ def test_every_number_is_that_of_the_result(one: Page, protocol: str) -> None:
         *((1.0004, "1.0004"), (0.9998, "0.9998"), (0.99996, "1.00"), (1 + 1e-9, "1.00")),
     ],
 )
-def test_a_ratio_that_is_one_but_for_rounding_and_no_other_reads_one(
-    ratio: float, text: str
-) -> None:
+def test_a_ratio_that_rounds_to_one_reads_one(ratio: float, text: str) -> None:
     assert ratio_text(ratio) == text
 
 
@@ -197,9 +196,7 @@ def test_what_could_not_be_measured_is_shown_as_such(tmp_path: Path) -> None:
     ]
 
 
-def test_without_matplotlib_there_are_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_plots_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     made = page(write(tmp_path / "a", result()), figures=True)
     assert not made.root.all("svg")
@@ -216,3 +213,67 @@ def _verdict(cell: Element) -> str:
     return " ".join(
         span.text for word in ("better", "worse") for span in cell.all("span", class_=word)
     )
+
+
+# Colours: enough contrast in light (print too) and in dark, for text and for lines.
+
+
+PAGE = Path(hf_posenc.__file__).parent / "evaluation/page"
+COLOURS = (PAGE / "colours.css").read_text(encoding="utf-8")
+
+
+def _palettes() -> dict[str, dict[str, str]]:
+    """The colours of both modes."""
+    pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", COLOURS)
+    aliases = re.findall(r"--([\w-]+): var\(--([\w-]+)\);", COLOURS)
+    found = {"light": {n: one for n, one, _ in pairs}, "dark": {n: two for n, _, two in pairs}}
+    return {
+        mode: palette | {name: palette[of] for name, of in aliases}
+        for mode, palette in found.items()
+    }
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, two: str) -> float:
+    """The contrast ratio of WCAG 2.2."""
+    light, dark = sorted((_luminance(one), _luminance(two)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_contrast(mode: str) -> None:
+    palette = _palettes()[mode]
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    texts = [name for name in palette if name.startswith("text-") and name[5:] not in ("paper",)]
+    assert len(texts) >= 10
+    for name in [*texts, "ink", "muted", "link", "accent", "good", "bad", "warn-edge"]:
+        assert contrast(palette[name], palette["paper"]) >= 4.5, name
+    for name in ("ink", "muted", "link"):
+        assert contrast(palette[name], palette["panel"]) >= 4.5, name
+    for name in ("bar-ink", "bar-muted"):
+        assert contrast(palette[name], palette["bar"]) >= 4.5, name
+    for name in [name for name in palette if name.startswith("line-")]:
+        assert contrast(palette[name], palette["paper"]) >= 3, name
+
+
+def test_the_page_and_the_site_have_no_colours_of_their_own() -> None:
+    source = drawn().source
+    known = set(_palettes()["light"]) | {"text-font", "code-font"}
+    used = set(re.findall(r"var\(--([\w-]+)\)", source))
+    assert used <= known
+    sheet, body = source.split("</style>", 1)
+    drawn_in = set(re.findall(r"(?:fill|stroke): ?#[0-9a-fA-F]{6}", body))
+    replaced = set(re.findall(r'\[style\*="((?:fill|stroke): #[0-9a-f]{6})"\]', sheet))
+    assert len(drawn_in) > 5
+    assert drawn_in <= replaced, "a colour that does not follow the mode"
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
+    assert not re.findall(r"#[0-9a-f]{3,6}\b", style), "colours belong into colours.css"
+    site = (PAGE.parents[2] / "docs/assets/site.css").read_text(encoding="utf-8")
+    used = set(re.findall(r"var\(--((?!md-)[\w-]+)\)", site))
+    assert "paper" in used
+    assert used <= known

@@ -194,9 +194,7 @@ def test_a_saved_patch_and_the_adapter_s_come_back(
         ({"patch": "dynamic_yarn:update=sequence", "batch_size": 2}, "give batch_size=1"),
     ],
 )
-def test_what_the_harness_cannot_measure_is_refused(
-    checkpoint: str, given: dict[str, Any], message: str
-) -> None:
+def test_what_the_harness_refuses(checkpoint: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PosencError, match=message):
         harness_model(checkpoint, **given)
 
@@ -214,9 +212,7 @@ def harness_model(pretrained: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", ["one two", " one two", "one  two\n", "\n one\ttwo \n"])
-def test_word_perplexity_of_the_preset_is_that_of_the_harness(
-    model: Any, tokenizer: Any, text: str
-) -> None:
+def test_word_perplexity_is_that_of_the_harness(model: Any, tokenizer: Any, text: str) -> None:
     from lm_eval.tasks.wikitext.preprocess_wikitext import process_results
 
     options: dict[str, Any] = {"methods": ["none"], "lengths": [TRAINED], "preset": "lm-eval"}

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
 from hf_posenc.evaluation.options import parse_lengths
-from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, make_settings, plan
+from hf_posenc.evaluation.perplexity.protocols import (
+    PRESETS,
+    Settings,
+    Window,
+    default_lengths,
+    make_settings,
+    plan,
+)
 from hf_posenc.evaluation.perplexity.run import joined
 from tests.support import peers, zoo
 from tests.support.perplexities import measured
@@ -130,9 +140,7 @@ def test_what_is_given_comes_before_what_the_preset_says() -> None:
 @pytest.mark.parametrize("special", [0, 1, 3])
 @pytest.mark.parametrize("bos_windows", ["every", "first"])
 @pytest.mark.parametrize("tokens", [5, 48, 49, 50, 97, 150])
-def test_every_token_is_scored_once_in_sliding_and_disjoint_windows(
-    special: int, bos_windows: str, tokens: int
-) -> None:
+def test_every_token_is_scored_in_all_windows(special: int, bos_windows: str, tokens: int) -> None:
     for protocol in ("sliding", "disjoint"):
         settings = Settings(
             lengths=(LENGTH,),
@@ -149,16 +157,6 @@ def test_every_token_is_scored_once_in_sliding_and_disjoint_windows(
                 scored += range(offset + span.first, offset + span.stop)
         skipped = 0 if special else 1  # nothing predicts the first token of a text
         assert sorted(t for t in scored if t >= 0) == list(range(skipped, tokens))
-
-
-def test_a_few_sliding_windows_are_full_ones() -> None:
-    settings = Settings(lengths=(LENGTH,), protocols=("sliding",), stride=8, windows_per_document=3)
-    windows = plan(200, settings, special=0, shared_prefix=True)
-    assert [(w.begin, w.end, w.first_scored) for w in windows] == [
-        (8, 56, 40),
-        (80, 128, 40),
-        (152, 200, 40),
-    ]
 
 
 def test_a_64_point_curve_of_prefixes_costs_33_times_fewer_tokens_than_64_runs() -> None:
@@ -180,3 +178,291 @@ def test_the_stream_keeps_bytes_and_words() -> None:
         )
         assert getattr(stream, count)(first, second) == across
     assert isinstance(stream.ids, torch.Tensor)
+
+
+# Windows of each protocol, and the tokens that count in them.
+
+
+def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:
+    return Settings(lengths=lengths, **options)
+
+
+def scored(windows: list[Window], protocol: str) -> dict[int, list[int]]:
+    """The document tokens that count, by length."""
+    found: dict[int, list[int]] = {}
+    for window in windows:
+        for span in window.spans:
+            if span.protocol == protocol:
+                offset = window.begin - window.special
+                tokens = range(offset + span.first, offset + span.stop)
+                found.setdefault(span.length, []).extend(tokens)
+    return found
+
+
+@pytest.mark.parametrize("special", [0, 1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_prefix_scores_the_first_tokens_of_every_document(special: int, shared: bool) -> None:
+    windows = plan(100, make(protocols=("prefix",)), special=special, shared_prefix=shared)
+    tokens = scored(windows, "prefix")
+    for length in (16, 32, 64):
+        # without special tokens, the first token of a document has no prediction
+        assert tokens[length] == list(range(0 if special else 1, length - special))
+    assert all(window.begin == 0 for window in windows)
+    assert [window.tokens for window in windows] == ([64] if shared else [16, 32, 64])
+
+
+@pytest.mark.parametrize("special", [0, 1])
+@pytest.mark.parametrize("read_last", [True, False])
+def test_tail_scores_the_same_tokens_at_every_length(special: int, read_last: bool) -> None:
+    settings = make(protocols=("tail",), tail_tokens=5, read_last=read_last)
+    windows = plan(100, settings, special=special, shared_prefix=True)
+    tokens = scored(windows, "tail")
+    for length in (16, 32, 64):
+        assert tokens[length] == list(range(95, 100))
+    assert [window.forwarded for window in windows] == [16, 32, 64]
+    assert [window.tokens for window in windows] == ([16, 32, 64] if read_last else [17, 33, 65])
+    assert all(window.end == 100 for window in windows)
+
+
+def test_a_tail_that_would_score_special_tokens_is_refused() -> None:
+    settings = make(protocols=("tail",), tail_tokens=15)
+    assert plan(100, settings, special=1, shared_prefix=True)
+    with pytest.raises(PosencError, match=r"a length of 16 has room for 14 .* --tail-tokens 14 or"):
+        plan(100, settings, special=2, shared_prefix=True)
+
+
+@pytest.mark.parametrize("special", [0, 1, 2, 3])
+def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
+    with pytest.raises(PosencError, match=r"shortest length \(16\): the tokens .* --stride 8"):
+        make((16,), protocols=("sliding",), stride=20)
+    settings = make((16,), protocols=("sliding",))
+    assert settings.stride == 8
+    tokens = scored(plan(100, settings, special=special, shared_prefix=True), "sliding")[16]
+    assert sorted(tokens) == list(range(0 if special else 1, 100))
+    apart = make((16,), protocols=("sliding",), stride=16)  # as the documentation of transformers
+    if special:
+        with pytest.raises(PosencError, match=f"Give --stride {16 - special} or less"):
+            plan(100, apart, special=special, shared_prefix=True)
+        return
+    tokens = scored(plan(100, apart, special=0, shared_prefix=True), "sliding")[16]
+    assert sorted(tokens) == [
+        t for t in range(100) if t % 16
+    ]  # the first of a window has no prediction
+
+
+@pytest.mark.parametrize(
+    ("options", "special", "expected"),
+    [
+        ({"protocols": ("prefix",)}, 1, [(0, 7, 1, 1, 8)]),
+        ({"protocols": ("tail",), "windows_per_document": 2}, 1, [(0, 7, 1, 5, 8), (13, 20, 1, 5, 8)]),
+        ({"protocols": ("tail",), "windows_per_document": 2, "read_last": False}, 1,
+         [(0, 8, 1, 6, 9), (12, 20, 1, 6, 9)]),
+        ({"protocols": ("sliding",), "stride": 4}, 2,
+         [(16, 20, 2, 4, 6), (0, 6, 2, 2, 8), (4, 10, 2, 4, 8), (8, 14, 2, 4, 8), (12, 18, 2, 4, 8)]),
+        ({"protocols": ("sliding",), "stride": 4, "bos_windows": "first"}, 2,
+         [(14, 20, 0, 4, 6), (0, 6, 2, 2, 8), (2, 10, 0, 4, 8), (6, 14, 0, 4, 8), (10, 18, 0, 4, 8)]),
+        ({"protocols": ("sliding",), "stride": 4, "windows_per_document": 2}, 0,
+         [(4, 12, 0, 4, 8), (12, 20, 0, 4, 8)]),
+        ({"protocols": ("disjoint",)}, 0, [(0, 9, 0, 1, 9), (8, 17, 0, 1, 9), (11, 20, 0, 6, 9)]),
+        ({"protocols": ("disjoint",)}, 1, [(0, 8, 1, 1, 9), (7, 16, 0, 1, 9), (11, 20, 0, 5, 9)]),
+        ({"protocols": ("stream",), "stride": 5}, 0, [(0, 8, 0, 1, 8), (5, 13, 0, 1, 8)]),
+        ({"protocols": ("stream",), "stride": 5}, 1, [(0, 7, 1, 1, 8), (5, 12, 1, 1, 8)]),
+    ],
+)  # fmt: skip
+def test_windows_by_hand(options: dict[str, Any], special: int, expected: list[Any]) -> None:
+    """Windows of 8 tokens in a text of 20: begin, end, special tokens, first one that counts, one past the last."""
+    settings = make((8,), tail_tokens=3, **options)
+    windows = plan(20, settings, special=special, shared_prefix=True)
+    assert [
+        (w.begin, w.end, w.special, span.first, span.stop) for w in windows for span in w.spans
+    ] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "protocol", "definition"),
+    [
+        (
+            {"tail_tokens": 9},
+            "tail",
+            "the same last 9 tokens of each document, read with the L tokens that end there",
+        ),
+        (
+            {"windows_per_document": 1},
+            "tail",
+            (
+                "the same last 8 tokens of each document, read with the L tokens that end there; "
+                "one window of each document"
+            ),
+        ),
+        ({"windows_per_document": 3}, "prefix", "the first L tokens of each document"),
+        (
+            {"protocols": ("sliding",), "windows_per_document": 2, "joined": True},
+            "sliding",
+            (
+                "windows of L tokens, 8 apart; each scores the tokens that the one before it did not reach; "
+                "up to 2 evenly spaced windows of each document, the first one left out; the documents as one stream"
+            ),
+        ),
+        (
+            {"protocols": ("stream",), "joined": True},
+            "stream",
+            "the documents as one stream, windows of L tokens 256 apart; all tokens of every window",
+        ),
+        (
+            {"aggregate": "windows"},
+            "prefix",
+            "the first L tokens of each document; every window weighs the same, however many tokens it scores",
+        ),
+        (
+            {"protocols": ("longppl",), "aggregate": "windows", "evaluator": {}},
+            "longppl",
+            "the key tokens of the first L tokens of each document, those that need far context (LongPPL)",
+        ),
+    ],
+)
+def test_definitions(options: dict[str, Any], protocol: str, definition: str) -> None:
+    assert make(**options).definition(protocol) == definition
+
+
+def test_a_window_that_serves_both_protocols_runs_once() -> None:
+    windows = plan(64, make(), special=0, shared_prefix=True)
+    assert len(windows) == 3
+    assert {(span.protocol, span.length) for span in windows[-1].spans} == {
+        *(("prefix", length) for length in (16, 32, 64)),
+        ("tail", 64),
+    }
+
+
+@given(
+    tokens=st.integers(64, 400),
+    windows=st.integers(1, 9),
+    tail=st.integers(1, 15),
+    special=st.integers(0, 2),
+)
+def test_tails_score_every_token_once(tokens: int, windows: int, tail: int, special: int) -> None:
+    settings = make(protocols=("tail",), tail_tokens=tail, windows_per_document=windows)
+    made = plan(tokens, settings, special=special, shared_prefix=False)
+    by_length = scored(made, "tail")
+    assert (
+        len({tuple(positions) for positions in by_length.values()}) == 1
+    )  # the same at every length
+    positions = by_length[64]
+    assert len(set(positions)) == len(positions)
+    assert len(positions) % tail == 0
+    assert 1 <= len(positions) // tail <= windows
+    assert max(positions) == tokens - 1
+    assert all(window.begin >= 0 for window in made)
+
+
+def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> None:
+    assert make((256, 512)).tail_tokens == 128
+    assert make((4096, 8192)).tail_tokens == 1024
+    assert make((17, 64)).tail_tokens == 8
+    assert make((64, 128), tail_tokens=63).tail_tokens == 63
+    assert make((64, 128), tail_tokens=0).tail_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": (32, 16)}, "ascending"),
+        ({"lengths": (16, 16)}, "ascending"),
+        ({"lengths": ()}, "ascending"),
+        ({"lengths": (4, 16)}, "at least 8 tokens, not 4"),
+        ({"protocols": ("tail", "window")}, "Unknown protocol 'window'"),
+        ({"protocols": ("tail", "tail")}, "Give at least one protocol, each once"),
+        ({"protocols": ()}, "Give at least one protocol"),
+        ({"protocols": ("sliding", "stream")}, "stream joins the documents; the others do not"),
+        ({"protocols": ("prefix",), "joined": True}, "this preset joins .* prefix needs them one"),
+        ({"min_tokens": 63}, "min_tokens 63: prefix and tail need documents of the longest length"),
+        ({"aggregate": "bytes"}, "Unknown aggregate 'bytes'"),
+        ({"bos_windows": "some"}, "--bos-windows 'some'"),
+        ({"stride": -1}, "stride is a whole number of at least 0, not -1"),
+        ({"tail_tokens": 16}, "fewer than the shortest length .* or --tail-tokens 8"),
+        ({"protocols": ("tail", "longppl")}, "--longppl EVALUATOR"),
+        ({"protocols": ("tail", "stream")}, "stream joins the documents, and tail needs them one"),
+        ({"windows_per_document": 0}, "windows_per_document is a whole number of at least 1"),
+        ({"batch": 0}, "batch is a whole number of at least 1, not 0"),
+    ],
+)
+def test_settings_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "shortest"),
+    [
+        ({"lengths": (8,), "tail_tokens": 1}, 8),
+        ({"protocols": ("prefix",), "tail_tokens": 99}, 64),
+        ({"read_last": False}, 65),
+        ({"min_tokens": 64}, 64),
+        ({"protocols": ("sliding",), "min_tokens": 5}, 5),
+        ({"protocols": ("stream",)}, 1),
+        ({"protocols": ("sliding", "stream"), "joined": True, "min_tokens": 5}, 1),
+    ],
+)
+def test_settings_at_their_limits(options: dict[str, Any], shortest: int) -> None:
+    settings = make(**options)
+    assert settings.shortest_document == shortest
+    assert Settings(**dataclasses.asdict(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("512, 1024,4k,128K", (512, 1024, 4096, 131072)),
+        ("1M,2m", (1_048_576, 2_097_152)),
+        ("4k,4096", (4096,)),
+        ("2k:8k:2k,64", (64, 2048, 4096, 6144, 8192)),
+        ("1k:2k:1k", (1024, 2048)),
+        *((bad, "is no length") for bad in ("", "abc", "1.5k", "-4", "512,,1024", "4g", "M", "x")),
+        *((bad, "--lengths") for bad in ("1:2", "2:8:0", "1k:2k:3k:4k")),
+        ("2k:1k:1k", "'2k:1k:1k' ends before it begins"),
+    ],
+)
+def test_lengths_as_text(text: str, lengths: tuple[int, ...] | str) -> None:
+    if isinstance(lengths, tuple):
+        assert parse_lengths(text) == lengths
+        return
+    with pytest.raises(PosencError, match=lengths):
+        parse_lengths(text)
+
+
+def test_default_lengths_follow_the_model() -> None:
+    assert default_lengths(256) == (256, 512, 1024, 2048, 4096)
+    assert default_lengths(4096) == (4096, 8192, 16384)
+    with pytest.raises(PosencError, match="give --lengths"):
+        default_lengths(None)
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "tail", "sliding", "disjoint", "longppl", "stream"])
+@pytest.mark.parametrize(("special", "read_last"), [(0, True), (1, True), (1, False)])
+def test_truncated_windows_score_the_same(protocol: str, special: int, read_last: bool) -> None:
+    settings = make(
+        protocols=(protocol,),
+        tail_tokens=5,
+        stride=7,
+        read_last=read_last,
+        evaluator={} if protocol == "longppl" else None,
+    )
+    whole = plan(100, settings, special=special, shared_prefix=True)
+    windows = plan(100, settings, special=special, shared_prefix=True, most=16)
+    assert max(window.forwarded for window in whole) > 16
+    assert max(window.forwarded for window in windows) <= 16
+    assert max(window.end for window in windows) <= 100
+    # A piece is full; the end of a text may fit in less.
+    assert {w.forwarded for w in windows if w.spans[-1].length > 16} == {16}
+    ours, theirs = scored(windows, protocol), scored(whole, protocol)
+    assert {n: sorted(ours[n]) for n in ours} == {n: sorted(theirs[n]) for n in theirs}
+    for window in windows:
+        for span in window.spans:
+            # The first piece of a text is whole; behind it, all but the last few tokens are context.
+            if span.length > 16 and window.begin and protocol not in ("stream", "disjoint"):
+                assert span.first >= 16 - 7
+    for length in (16, 32, 64):
+        weights = [
+            sum(span.weight for window in way for span in window.spans if span.length == length)
+            for way in (whole, windows)
+        ]
+        assert weights[0] == pytest.approx(weights[1])

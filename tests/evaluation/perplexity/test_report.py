@@ -317,9 +317,7 @@ def test_a_method_has_one_colour_and_the_control_is_grey() -> None:
     assert len(colours) == 4
 
 
-def test_without_matplotlib_the_plot_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_a_plot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PosencError, match=r"pip install 'hf-posenc\[plot\]'"):

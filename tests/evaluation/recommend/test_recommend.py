@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
-from typer.testing import CliRunner
 
-import hf_posenc
 from hf_posenc import PosencError, inspect_rope, patched
-from hf_posenc.cli.app import app
 from hf_posenc.embedded import model_path
 from hf_posenc.evaluation import recommend as room
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS
 from hf_posenc.evaluation.recommend import Advice, cache_cost, facts, notes, recommend, table
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
@@ -31,14 +29,21 @@ from hf_posenc.evaluation.recommend.options import (
     FITTED,
     REFUSED,
     SHORT,
+    TOLERANCE,
     WINDOW,
+    Evidence,
     Option,
+    evidence_of,
     least_base,
     met_until,
+    summary,
+    verdict,
 )
 from hf_posenc.methods import METHODS, NTKAware, RotaryBands, get_method
 from hf_posenc.rope import RopeSpec
+from scripts.results import EVIDENCE, TRANSCRIBED, evidence, read
 from tests.support import zoo
+from tests.support.commands import invoke
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
 
@@ -261,9 +266,7 @@ def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     assert "patch_model" in advice.carried.note
 
 
-def test_a_table_that_moves_is_named_and_its_long_list_scaled_further(
-    only: Callable[..., None],
-) -> None:
+def test_a_moving_table_is_named_and_its_long_list_scaled(only: Callable[..., None]) -> None:
     only("yarn", "self_extend")
     lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **lists}
@@ -332,8 +335,7 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
         assert options is not None
         assert options["original_max_position_embeddings"] == half
         with patched(live, method, **options):
-            patch = hf_posenc.get_patch(live)
-            assert patch is not None
+            patch = zoo.in_force(live)
             assert patch.original_max_position_embeddings == half
 
 
@@ -434,11 +436,6 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
     assert cost.bytes == kept
 
 
-def invoke(*arguments: object) -> Any:
-    words = ["recommend", *map(str, arguments)]
-    return CliRunner().invoke(app, words, env={"COLUMNS": "160", "TERM": "dumb"})
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
@@ -450,7 +447,9 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] |= scaled
     (folder / "config.json").write_text(json.dumps(config))
-    result = invoke(folder, "--target-length", "1k", *(["--original", 64] if scaled else []))
+    result = invoke(
+        "recommend", folder, "--target-length", "1k", *(["--original", 64] if scaled else [])
+    )
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert 6 < len(lines) <= 10
@@ -461,18 +460,19 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
     assert lines[-1].endswith("--all")
 
 
-def test_the_command_prints_all_and_json_says_the_same(
-    folder: Path, only: Callable[..., None]
-) -> None:
-    lines = invoke(folder, "--target-length", "1k", "--all").output.splitlines()
+def test_the_command_prints_all_and_as_json(folder: Path, only: Callable[..., None]) -> None:
+    lines = invoke("recommend", folder, "--target-length", "1k", "--all").output.splitlines()
     first = next(line for line in lines if line.split()[:3] == ["as", "it", "is"])
     assert first.split()[3:5] == ["frequencies", "yarn"]
     assert "In Python: patch_model(model, 'yarn', target_length=1024)" in lines
     assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
     assert any("--weights" in line for line in lines)  # what it could not try
     only("yarn", "rerope")
-    assert "--weights" not in invoke(folder, "--target-length", "1k", "--all", "--weights").output
-    found = json.loads(invoke(folder, "--target-length", 1024, "--json").output)
+    assert (
+        "--weights"
+        not in invoke("recommend", folder, "--target-length", "1k", "--all", "--weights").output
+    )
+    found = json.loads(invoke("recommend", folder, "--target-length", 1024, "--json").output)
     model = AutoModelForCausalLM.from_pretrained(folder)
     expected = recommend(on_meta(model.config), 1024, name=str(folder)).to_dict()
     assert found == json.loads(json.dumps(expected))
@@ -521,3 +521,85 @@ def test_the_page_has_the_numbers_of_the_committed_run(committed: dict[str, Any]
     assert f"and {measured['none']:.0f} at 2,048" in page
     trained = f"has {cells['none', 256]:.1f} at 256, which is that of truncation at 2,048"
     assert trained in " ".join(page.split())
+
+
+# The published tables, and the digest of them that comes with the package.
+
+
+TABLES: dict[str, Any] = {table["id"]: table for table in read(TRANSCRIBED)["tables"]}
+
+
+def printed(id: str, method: str, column: int) -> Any:
+    """A number as printed, of the first row with this method."""
+    row = next(row for row in TABLES[id]["rows"] if row["method"] == method)
+    return row["values"][TABLES[id]["columns"].index(column)]
+
+
+def test_the_tables_are_whole() -> None:
+    assert len(TABLES) == len(read(TRANSCRIBED)["tables"]) > 40
+    for one in TABLES.values():
+        protocol, columns = one["protocol"], one["columns"]
+        assert one["metric"] in ("perplexity", "loss", "accuracy", "tokens")
+        assert protocol["name"] in (None, *PROTOCOLS, "passkey", "niah", "ruler")
+        assert protocol.get("aggregate") in (None, *AGGREGATES)
+        assert ("stride" in protocol) == (protocol["name"] in ("sliding", "stream"))
+        assert ("tail_tokens" in protocol) == (protocol["name"] == "tail")
+        assert one["source"].keys() & {"arxiv", "url", "repo"}
+        assert {len(row["values"]) for row in one["rows"]} == {len(columns)}
+        for value in (value for row in one["rows"] for value in row["values"]):
+            if isinstance(value, str):
+                assert re.fullmatch(r">1e\d|OOM|\d+k", value)
+            assert value is None or isinstance(value, int | float | str)
+        if one["column_kind"] == "context length":
+            assert columns == sorted({int(column) for column in columns})
+
+
+def test_numbers_as_printed() -> None:
+    assert printed("dca-t1-pg19", "ReRoPE", 8192) == 7.75
+    assert printed("dca-t1-pg19", "ReRoPE", 16384) == "OOM"
+    assert TABLES["yarn-t1"]["rows"][2]["values"][-1] == 6.04
+    for column, perplexity in ((4096, 5.61), (16384, 550.0)):
+        assert printed("pose-t6-govreport", "NTK, no fine-tuning (16k)", column) == perplexity
+
+
+def held_and_broke(id: str, model: str, method: str) -> list[float | None]:
+    """The multiples of the trained length, where the unpatched model is best, up to which a row stays within 25 %."""
+    table = TABLES[id]
+
+    def points(label: str) -> dict[Any, float]:
+        rows = (r for r in table["rows"] if (r["model"], r["method"]) == (model, label))
+        values = zip(table["columns"], next(rows)["values"], strict=True)
+        known = {c: v for c, v in values if v not in (None, "OOM")}  # memory proves nothing
+        numbers = {c: math.inf if isinstance(v, str) else v for c, v in known.items()}
+        return {c: math.exp(v) if table["metric"] == "loss" else v for c, v in numbers.items()}
+
+    plain, held = points("none"), 0.0
+    trained = max(length for length in plain if plain[length] == min(plain.values()))
+    for length, value in points(method).items():
+        if length >= trained and value > TOLERANCE * plain[trained]:
+            return [held, length / trained]
+        held = length / trained if length >= trained else held
+    return [held, None]
+
+
+def test_the_digest_is_what_the_tables_say() -> None:
+    assert EVIDENCE.read_text(encoding="utf-8") == evidence()
+    rows = read(TRANSCRIBED)["untrained"]
+    assert rows == {
+        get_method(method).name: [[*row[:3], *held_and_broke(*row[:3])] for row in own]
+        for method, own in rows.items()
+    }
+    found = [(one.held, one.broke) for one in evidence_of("ntk")]
+    assert found == [(4, 8), (4, 8), (4, None), (4, None)]  # 5.8 / 4.74, then 550 / 4.74
+
+
+def test_a_verdict_is_for_a_multiple_of_the_trained_length() -> None:
+    ntk = evidence_of("ntk")
+    assert [verdict(ntk, factor) for factor in (4, 8, 6)] == [1, -1, 0]
+    assert verdict((), 2) == 0
+    one = Evidence("a-t1", "Llama", 4.0, None)
+    assert summary([one], 2) == "published, untrained: held at x4 (Llama, a-t1)"
+    assert summary([one], 5).endswith("(Llama, a-t1), x5 is beyond what was measured")
+    assert "held at x4" in summary(ntk, 2)
+    assert "not at x8 (LLaMA-7B, pose-t6-govreport)" in summary(ntk, 2)
+    assert summary((), 2) == "published, untrained: nothing"

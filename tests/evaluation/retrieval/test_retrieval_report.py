@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import torch
 
-from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import collected, execute
+from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.result import (
     Failure,
@@ -24,9 +28,15 @@ from hf_posenc.evaluation.retrieval.result import (
     summarize,
     wilson,
 )
+from hf_posenc.evaluation.retrieval.run import RetrievalRun, measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
+from hf_posenc.files import to_json
+from hf_posenc.lengths import even_depths
+from tests.support import zoo
+from tests.support.commands import invoke
+from tests.support.retrieval_models import Copier
 from tests.support.selection import quick
-from tests.support.tiny_text import prose, tiny_checkpoint
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
 
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 
@@ -173,9 +183,7 @@ def shown_by(panel: Any) -> Any:
     ("won", "lost", "as_extreme"),
     [(12, 0, 2), (0, 12, 2), (1, 0, 2), (5, 1, 14), (2, 10, 158), (6, 6, 4096), (7, 6, 8192)],
 )
-def test_mcnemar_counts_the_outcomes_at_least_as_extreme(
-    won: int, lost: int, as_extreme: int
-) -> None:
+def test_mcnemar_counts_outcomes_as_extreme(won: int, lost: int, as_extreme: int) -> None:
     """Of 2^n equally probable outcomes, in either direction: for 2 of 12, 2 (1 + 12 + 66) = 158."""
     assert mcnemar(won, lost) == as_extreme / 2 ** (won + lost)
 
@@ -261,17 +269,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(
-        app, ["retrieval", *map(str, arguments)], env={"COLUMNS": "140", "TERM": "dumb"}
-    )
-
-
 @pytest.mark.parametrize("plot", quick([False, True], [False]))
 def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> None:
     arguments = [model, "--lengths", "350,400", "--tasks", "passkey", "--samples", 1, "--depths", 3]
     arguments += ["--patch", "none", "--patch", "yarn", "--distractors", 2]
-    made = invoke(*arguments, *(() if plot else ("--no-plot",)), "--output", tmp_path / "a")
+    made = invoke(
+        "retrieval", *arguments, *(() if plot else ("--no-plot",)), "--output", tmp_path / "a"
+    )
     assert made.exit_code == 0, made.output
     assert "Retrieval, passkey" in made.output
     assert "yarn (auto)" in made.output
@@ -284,9 +288,13 @@ def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> 
     assert {"retrieval.json", "retrieval.csv", "records"} <= names
     if plot and available():
         assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
-    first = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2")
+    first = invoke(
+        "retrieval", *arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2"
+    )
     assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output
-    second = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "2/2")
+    second = invoke(
+        "retrieval", *arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "2/2"
+    )
     assert second.exit_code == 0, second.output
     assert ("No plot: it needs matplotlib" in second.output) != available()
     files = [(tmp_path / name / "retrieval.json").read_bytes() for name in "ab"]
@@ -298,23 +306,21 @@ def test_own_text_as_a_haystack(model: Path, tmp_path: Path) -> None:
     options = "--lengths 500 --samples 1 --depths 1 --patch none --no-plot --tasks niah_single_1"
     arguments = [model, *options.split(), "--output", tmp_path / "out"]
     made = invoke(
-        *arguments, "--haystack", tmp_path / "book.txt", "--haystack", tmp_path / "none.txt"
+        "retrieval",
+        *arguments,
+        "--haystack",
+        tmp_path / "book.txt",
+        "--haystack",
+        tmp_path / "none.txt",
     )
     assert made.exit_code == 0, made.output
     assert "skipped" in made.stderr
     assert "Haystack: your own text" in made.output
     values = json.loads((tmp_path / "out" / "retrieval.json").read_text())
     assert values["haystack"]["characters"] == 901
-    made = invoke(*arguments, "--haystack", tmp_path / "none.txt")
+    made = invoke("retrieval", *arguments, "--haystack", tmp_path / "none.txt")
     assert made.exit_code == 2
     assert "has no text" in made.stderr
-
-
-def test_a_length_that_no_task_fits_into_is_one_line(model: Path, tmp_path: Path) -> None:
-    made = invoke(model, "--lengths", "60", "--output", tmp_path)
-    assert made.exit_code == 2
-    (line,) = (line for line in made.stderr.splitlines() if not line.startswith("warning: "))
-    assert line.startswith("error: No task fits into 60 tokens: passkey needs at least")
 
 
 def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
@@ -339,3 +345,178 @@ def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
             task, lengths = first, [int(cell.replace(",", "")) for cell in cells]
     assert seen == len([row for row in rows.values() if row["status"] == "ok"])
     assert {float(row["accuracy"]) for row in rows.values()} == {0.0}
+
+
+# Whole runs: cells, failures, shards, resuming, the papers' numbers.
+
+
+KNOWN: dict[str, Any] = {
+    "model": {"name": "m", "class": "C", "parameters": 1, "dtype": "float32", "device": "cpu", "attention": None},
+    "haystack": {"kind": "noise"},
+}  # fmt: skip
+THREE = (400, 800, 1600)
+
+
+def settings(**given: Any) -> RetrievalSettings:
+    return RetrievalSettings(
+        **{"lengths": THREE, "tasks": ("passkey",), "samples": 2, "distractors": 3, **given}
+    )
+
+
+def run_of(model: Any, **given: Any) -> RetrievalRun:
+    none, metadata = Candidate.parse("none"), {**KNOWN, "original": 400}
+    return RetrievalRun(model, byte_tokenizer(), [none], settings(**given), metadata=metadata)
+
+
+def measured(run: RetrievalRun, folder: Path, shard: Shard = ALONE) -> RetrievalResult | None:
+    with run.open(folder, shard) as store:
+        execute(run, store, shard)
+        store.refresh()
+        return collected(run, store)
+
+
+def whole(run: RetrievalRun, folder: Path) -> RetrievalResult:
+    result = measured(run, folder)
+    assert result is not None
+    return result
+
+
+def test_a_window_gives_the_papers_numbers(tmp_path: Path) -> None:
+    """The heat map is a staircase, and both numbers follow from the distances."""
+    window = 500
+    result = whole(run_of(Copier(window), depths=even_depths(9)), tmp_path)
+    for length in THREE:
+        cells = result.by_depth("none", "passkey", length)
+        assert [cell.depth for cell in cells] == list(even_depths(9))
+        found = [cell.accuracy for cell in cells]
+        assert found == sorted(found)  # the nearer, the better
+        inside = [cell.distance for cell in cells if cell.accuracy == 1.0]
+        assert result.k_max("none", "passkey", length) == max(d for d in inside if d is not None)
+        assert all((cell.distance or 0) > window - 120 for cell in cells if cell.accuracy == 0.0)
+        assert all((cell.distance or 0) < window for cell in cells if cell.accuracy == 1.0)
+    shares = [cell.accuracy for cell in result.cells]
+    assert shares[0] == 1.0 > shares[1] > shares[2] > 0.2
+    context, mean = result.passing("none", "passkey")
+    expected = max(n for n, share in zip(THREE, shares, strict=True) if share >= 0.8)
+    assert context == expected
+    assert mean == pytest.approx(
+        sum(shares[: THREE.index(expected) + 1]) / (THREE.index(expected) + 1)
+    )
+
+
+def test_shards_give_the_same_bytes_and_nothing_is_measured_twice(tmp_path: Path) -> None:
+    model = Copier(700)
+    alone = to_json(whole(run_of(model), tmp_path / "alone").to_dict())
+    first, second = (Shard(index, 2) for index in range(2))
+    assert measured(run_of(model), tmp_path / "shared", second) is None
+    shared = measured(run_of(model), tmp_path / "shared", first)
+    assert shared is not None
+    assert to_json(shared.to_dict()) == alone
+    model.read.clear()
+    whole(run_of(model), tmp_path / "alone")
+    assert not [n for n in model.read if n > 300]
+
+
+@pytest.mark.usefixtures("quick_collection")
+def test_what_fails_is_a_cell_and_no_crash(tmp_path: Path) -> None:
+    model = Copier(most=900, error=torch.OutOfMemoryError("CUDA out of memory"))
+    result = whole(run_of(model), tmp_path / "a")
+    assert [cell.length for cell in result.cells] == [400, 800]
+    assert [(f.length, f.reason) for f in result.failures] == [(1600, "out of memory")]
+    assert len([n for n in model.read if n > 900]) == 1  # the other samples are not tried
+    broken = whole(run_of(Copier(most=500)), tmp_path / "b")
+    assert {f.reason for f in broken.failures} == {"RuntimeError: too long for me"}
+    shards = [Shard(index, 3) for index in range(3)]
+    for shard in shards:
+        shared = measured(run_of(Copier(most=500)), tmp_path / "c", shard)
+    assert shared is not None
+    assert to_json(shared.to_dict()) == to_json(broken.to_dict())
+
+
+def test_lengths_that_are_too_short_for_a_task_are_left_out(tmp_path: Path) -> None:
+    result = whole(run_of(Copier(), tasks=("passkey", "vt"), lengths=(400, 1900)), tmp_path)
+    (left,) = result.left_out
+    assert (left.task, left.length) == ("vt", 400)
+    assert result.cell("none", "vt", 400) is None
+    assert result.cell("none", "vt", 1900) is not None
+    fits = run_of(Copier(), tasks=("vt",), lengths=(left.needed,))
+    assert not fits.left_out
+    with pytest.raises(PosencError, match=r"vt needs at least [\d,]+ with this tokenizer"):
+        run_of(Copier(), tasks=("vt",), lengths=(left.needed - 1,))
+    alone = Candidate.parse("none")
+    behind = settings(tasks=("vt",), lengths=(left.needed,))
+    with pytest.raises(
+        PosencError, match=f"vt needs at least {left.needed + 1:,} "
+    ):  # a special token too
+        RetrievalRun(Copier(), byte_tokenizer(), [alone], behind, special=[0])
+
+
+@pytest.mark.parametrize(("update", "long"), [("row", 1), ("sequence", 4)])
+def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, long: int) -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model)
+    run = RetrievalRun(
+        model, byte_tokenizer(), [candidate], settings(lengths=(400,), samples=1, depths=(0.5,))
+    )
+    read: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    execute(run, Records())
+    assert len([n for n in read if n > 300]) == long
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    some: list[dict[str, Any]] = [
+        {},
+        {"distractors": 0},
+        {"tasks": ("fwe",)},
+        {"decode": "generate"},
+    ]
+    for number, given in enumerate(some):
+        model = Copier(most=1000)
+        result = whole(run_of(model, **given), tmp_path / str(number))
+        values = json.loads(to_json(result.to_dict()))
+        assert values["kind"] == "retrieval"
+        again = RetrievalResult.from_dict(values)
+        assert again == result
+        assert again.to_dict() == values
+        rows = list(csv.DictReader(io.StringIO(result.files()["retrieval.csv"])))
+        overall = [row for row in rows if not row["depth"]]
+        generated = "decode" in given  # which this model does at any length
+        last = "ok" if generated else "RuntimeError: too long for me"
+        first = "too short for the task" if given.get("tasks") == ("fwe",) else "ok"
+        assert [row["status"] for row in overall] == [first, "ok", last]
+        if generated:
+            assert all(record.text is not None and record.rank is None for record in result.records)
+
+
+def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    before = copy.deepcopy(model.state_dict())
+    ids = torch.arange(100)[None]
+    logits = model(ids).logits
+    result = measure_retrieval(
+        model,
+        byte_tokenizer(),
+        methods=["none", "pi", "rerope"],
+        lengths=[400],
+        tasks=("passkey",),
+        depths=(0.5,),
+        samples=1,
+    )
+    assert [entry.label for entry in result.candidates] == ["none", "pi (auto)", "rerope"]
+    assert result.original == 64
+    assert result.candidates[1].scale_at(400) == 400 / 64
+    nats = [cell.nats for cell in result.cells]
+    assert len(set(nats)) == 3  # three different models, for all that the same prompts say
+    assert torch.equal(model(ids).logits, logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_wilson_intervals() -> None:
+    """Published values: Newcombe 1998, table I, method 3."""
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)

@@ -88,9 +88,7 @@ def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_one_forward_per_sample_and_nothing_else_is_long(
-    adapter: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_long_forward_per_sample(adapter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     if adapter:
         peft = pytest.importorskip("peft")
@@ -212,9 +210,7 @@ def test_a_model_that_ignores_the_question_ranks_nothing_first() -> None:
         *late(["gemma2", "gpt_oss"], [True]),
     ],
 )
-def test_windows_that_have_slid_and_states_are_restored_or_left(
-    model_type: str, kept: bool
-) -> None:
+def test_windows_that_have_slid_are_restored(model_type: str, kept: bool) -> None:
     model = zoo.build(model_type, vocab_size=VOCABULARY)
     scorer, prompt = scorer_of(model), prompt_of(length=300)
     expected = [reference(model, prompt, a)[0] for a in (prompt.answer, *prompt.distractors)]

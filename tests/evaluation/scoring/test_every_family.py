@@ -197,10 +197,7 @@ def test_every_type(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_encoder(model_type: str) -> bool:
     """Return whether the type is one, unless its config makes it a decoder."""
-    if model_type in {
-        *NOT_BUILT,
-        "trocr",
-    }:  # TrOCR's reads the text in one direction in any case
+    if model_type in {*NOT_BUILT, "trocr"}:  # TrOCR's reads the text in one direction in any case
         return False
     with quiet():
         fields = vars(config_class_of(model_type)())

@@ -49,9 +49,7 @@ IN_ATTENTION: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model_type", "patch"),
     covering(("llama", "gemma2", "gpt_neox", "qwen3", "cohere"), IN_ATTENTION),
 )
-def test_models_patched_in_attention_are_replayed_too(
-    model_type: str, patch: tuple[str, dict[str, Any]]
-) -> None:
+def test_attention_patches_are_replayed(model_type: str, patch: tuple[str, dict[str, Any]]) -> None:
     method, options = patch
     model = patch_model(zoo.build(model_type), method, **options)
     ids = zoo.tokens(57)[0]
@@ -216,19 +214,29 @@ def test_other_forms_of_a_model_are_replayed_too(wrap: Callable[[Any], Any]) -> 
         check(scorer(ids), expected_losses(model(ids[None]).logits[0], ids))
 
 
-_Llama: Any = LlamaForCausalLM
+Llama: Any = LlamaForCausalLM
 
 
-class PositionBias(_Llama):  # type: ignore[misc]
-    """Has a head that depends on a token's position, which a slice of hidden states does not contain."""
+class Changed(Llama):  # type: ignore[misc]
+    """Its logits are changed behind the head, and the loss is of these."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def change(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        places = torch.arange(output.logits.shape[1], dtype=torch.float32)
-        output.logits = output.logits + places[:, None] * torch.linspace(
-            -1, 1, output.logits.shape[-1]
-        )
+        output.logits = self.change(output.logits)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
         return output
+
+
+class PositionBias(Changed):
+    """Its head depends on where a token stands, which a slice of hidden states does not tell."""
+
+    def change(self, logits: Tensor) -> Tensor:
+        places = torch.arange(logits.shape[1], dtype=torch.float32)
+        return logits + places[:, None] * torch.linspace(-1, 1, logits.shape[-1])
 
 
 def test_a_head_that_cannot_be_replayed_is_scored_in_full_and_says_so(

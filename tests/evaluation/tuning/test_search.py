@@ -191,9 +191,7 @@ def test_scores_and_rows_are_what_full_logits_give(model: Any, found: SearchResu
         assert step.score == pytest.approx(sum(nats) / 64, rel=1e-6)
 
 
-def test_the_recipe_loads_and_gives_the_held_out_perplexity(
-    model: Any, found: SearchResult, tmp_path: Path
-) -> None:
+def test_the_recipe_gives_its_perplexity(model: Any, found: SearchResult, tmp_path: Path) -> None:
     assert found.recipe is not None
     assert found.recipe["method"] == "longrope"
     (tmp_path / "recipe.json").write_text(found.files()["search_recipe.json"])
@@ -303,9 +301,7 @@ YARN = [2.0, 3.0, 4.0, 5.0, 6.0, 2.5]
         ),
     ],
 )
-def test_the_outcome_is_judged_by_the_interval(
-    ours: list[float], said: str, kept: str | None
-) -> None:
+def test_the_interval_judges_the_outcome(ours: list[float], said: str, kept: str | None) -> None:
     means = {"none": [9.0] * 6, "yarn": YARN, "search": ours}
     result = SearchResult(
         **ABOUT,

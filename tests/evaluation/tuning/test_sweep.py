@@ -22,12 +22,7 @@ from hf_posenc.evaluation.options import SweepOptions, parse_scales
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.tuning import tried
-from hf_posenc.evaluation.tuning.sweep import (
-    SweepResult,
-    prepare_sweep,
-    round_sizes,
-    run_rounds,
-)
+from hf_posenc.evaluation.tuning.sweep import SweepResult, prepare_sweep, round_sizes, run_rounds
 from hf_posenc.methods import LogN, YaRN
 from tests.support import zoo
 from tests.support.sweep_cases import finished, planted, reference, sweep_of, texts, tiny
@@ -62,9 +57,7 @@ CONTROLS = ("none", "truncation", "attention_sinks")
         ),
     ],
 )
-def test_methods_are_crossed_with_scales_where_they_take_one(
-    specs: Sequence[str], controls: int, racers: str
-) -> None:
+def test_methods_are_crossed_with_scales(specs: Sequence[str], controls: int, racers: str) -> None:
     made = crossed(specs, (2.0, 4.0))
     assert [c.label for c, control in made if control] == list(CONTROLS[:controls])
     assert ", ".join(c.label for c, control in made if not control) == racers
@@ -154,9 +147,7 @@ def swept() -> SweepResult:
     return finished(sweep_of(model, 6, candidates))
 
 
-def test_the_recipe_loads_and_gives_the_measured_perplexity(
-    swept: SweepResult, tmp_path: Path
-) -> None:
+def test_the_recipe_gives_the_measured_perplexity(swept: SweepResult, tmp_path: Path) -> None:
     result = swept
     assert result.winner is not None
     assert result.recipe is not None
@@ -246,9 +237,7 @@ def share_with_a_false_word(runs: int, methods: int, documents: int, first: int)
         pytest.param(5000, 4, 6, 6, marks=pytest.mark.slow),
     ],
 )
-def test_equal_methods_are_hardly_ever_told_apart(
-    runs: int, methods: int, documents: int, first: int
-) -> None:
+def test_equal_methods_stay_equal(runs: int, methods: int, documents: int, first: int) -> None:
     share = share_with_a_false_word(runs, methods, documents, first)
     assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs)
 
@@ -353,9 +342,7 @@ def test_failures_are_cells() -> None:
 
 
 @pytest.mark.usefixtures("quick_collection")
-def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_refused_or_runs_out_of_memory_is_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Attempt.__call__
 
     def attempt(self: Any, forward: Any, cells: Any) -> Any:

@@ -8,19 +8,17 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.support.commands import invoke
 from tests.support.processes import PATIENCE, running
 from tests.support.selection import late
-from tests.support.tiny_text import prose, tiny_checkpoint
+from tests.support.tiny_text import text_files, tiny_checkpoint
 
-RUNNER = CliRunner()
 SWEEP = ("--patch", "yarn", "--patch", "pi", "--patch", "ntk_mixed", "--first-documents", "2")
 SEARCH = ("--budget", "24", "--search-documents", "2", "--windows-per-document", "2")
 
@@ -32,20 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("texts")
-    for index in range(5):
-        (made / f"{index}.txt").write_text(prose(340 + 11 * index, index))
-    return made
+    return text_files(tmp_path_factory.mktemp("texts"), 5, 340, step=11)
 
 
 def arguments(command: str, model: Path, folder: Path, output: Path, *more: str) -> list[str]:
     own = SWEEP if command == "sweep" else SEARCH
     given = [command, str(model), "--text", str(folder), "--target-length", "128", "--no-plot"]
     return [*given, *own, "--output", str(output), *more]
-
-
-def invoke(*given: str) -> Any:
-    return RUNNER.invoke(app, list(given), env={"COLUMNS": "150", "TERM": "dumb"})
 
 
 def _run(given: list[str]) -> None:
@@ -129,31 +120,6 @@ def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path)
         f"{24 * 2 * 2 * 128 + 3 * 2 * (6 * once + 64):,} tokens for 24 evaluations" in result.stdout
     )
     assert not output.exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("sweep", "--target-length", "64"), "trained at 64"),
-        (("sweep", "--patch", "yarn", "--patch", "yarn:scale=4"), "yarn (scale 4) is given twice"),
-        (("sweep", "--target-length", "4k"), "No document can be used"),
-        (("search", "--target-length", "128", "--limit", "1"), "needs two documents"),
-        (
-            ("search", "--target-length", "128", "--search-documents", "5"),
-            "one at least stays held out",
-        ),
-    ],
-)
-def test_refusals_are_one_line(
-    more: tuple[str, ...], said: str, model: Path, folder: Path, tmp_path: Path
-) -> None:
-    command, *options = more
-    result = invoke(command, str(model), "--text", str(folder), "--output", str(tmp_path), *options)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.exit_code == 2, result.output
-    assert len(lines) == 1
-    assert said in lines[0]
-    assert "Traceback" not in result.output
 
 
 @pytest.mark.usefixtures("quick_collection")
