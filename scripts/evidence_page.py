@@ -25,7 +25,7 @@ from scripts.results import DATA, at, losses, made_with, read, summary, table
 ATTENTION = DATA / "gpu" / "h200.json"
 """Times of attention, by method, phase and length."""
 SECOND_HALF = "second half"
-ASKED = ("code", "books")
+ASKED = ("code", "books", "prose")
 """Texts with a section of their own on the page."""
 KINDS: dict[str, Any] = {"perplexity": PerplexityResult, "retrieval": RetrievalResult}
 

@@ -164,8 +164,7 @@ def install_attention(
 def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
     """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
     lacking = ""
-    # With values, a scaled table is left as it is.
-    scaled = [table for table in tables if table.scaled]
+    scaled = [table for table in tables if table.scaled]  # left as they are, if they have values
     if any(table.held_by(table.module).is_meta for table in scaled) or any(
         isinstance(table, SinCosTable) for table in tables
     ):

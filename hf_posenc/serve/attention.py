@@ -106,10 +106,9 @@ class PatchedAttention:
 
     def _check(self, found: tuple[Tensor, ...], *new: Tensor) -> None:
         """Raise, in the first step, unless the pages end with the keys and values that vLLM has just written there."""
-        # None of these layers' own: another layer has written its keys there.
-        shared = getattr(self.own, "kv_sharing_target_layer_name", None) is not None
+        by_another = getattr(self.own, "kv_sharing_target_layer_name", None) is not None
         ends = (read[0].transpose(0, 1)[-len(x) :] for read, x in zip(found, new, strict=True))
-        if not (self.checked or shared or all(map(torch.equal, ends, new))):
+        if not (self.checked or by_another or all(map(torch.equal, ends, new))):
             raise UnsupportedModelError(
                 "vLLM's pages of keys are not as the plug-in reads them: it cannot serve a patch in this process."
             )

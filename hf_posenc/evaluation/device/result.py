@@ -331,7 +331,7 @@ class GpuResult(Result):
         if GENERATION in measured:
             yield (
                 "Generation: the time of one new token after a prompt of so many, the median of the later half of "
-                "those of generate(), in up to three rounds in which the unpatched model alternates; compiled, one of each. "
+                "them, in up to three rounds in which the unpatched model alternates; compiled, one of each. "
                 "Times unpatched: how much longer the same takes than in the unpatched model."
             )
         if self.missing:
