@@ -728,6 +728,6 @@ def test_loading_logs_what_transformers_logs(caplog: pytest.LogCaptureFixture) -
             logged.append([record.getMessage() for record in caplog.records])
             caplog.clear()
     finally:
-        log.remove_handler(caplog.handler)
+        log.get_logger("transformers").removeHandler(caplog.handler)  # that of 5.2 fails
         log.set_verbosity(before)
     assert logged[0] == logged[1]
