@@ -408,6 +408,15 @@ def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: 
     assert ppl["none", "tail", 1024] > 2 * ppl["none", "tail", 256]
 
 
+def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:
+    live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
+    live.save_pretrained(tmp_path)
+    assert (
+        json.loads(invoke("inspect", tmp_path, "--json").stdout)["patch"]["method"] == "ntk_mixed"
+    )
+    assert "ntk_mixed(scale=4)" in invoke("inspect", tmp_path).stdout
+
+
 def test_doctor_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -> None:
     """`train` contains `report`, which contains `cli`."""
     from hf_posenc.evaluation.measuring import identity
