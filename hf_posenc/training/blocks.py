@@ -284,11 +284,16 @@ def _written(folder: Path, cutter: Cutter, cut: Cut, *, in_memory: bool = False)
             cache_dir=str(folder),
             keep_in_memory=in_memory,
             fingerprint="blocks",  # the folder's name has the key
+            writer_batch_size=64,  # rows that wait in memory; a thousand by default
         )
         counts = Counts(**json.loads((folder / _COUNTS).read_text(encoding="utf-8")))
+        if len(dataset) != counts.blocks:
+            raise ValueError(f"{len(dataset):,} of {counts.blocks:,} blocks")
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    except (ValueError, TypeError, pa.ArrowException, FileNotFoundError) as error:
+    except (ValueError, TypeError, pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
+            raise  # the system's own: a full disk, a folder that may not be written to
         raise PosencError(
             f"The prepared data in {folder} are damaged: remove that folder ({one_line(error)})"
         ) from error

@@ -371,14 +371,16 @@ def resume_point(
                 f"{explicit.name} has other settings, so the run is no exact continuation: {_list(changed)}.",
                 stacklevel=2,
             )
-    now = {
+    now: dict[str, Any] = {
         "kind": "training",
         "format": _FORMAT,
         "settings": dict(settings),
         "continued": named or (before or {}).get("continued"),
         "environment": {**environment(), "device": device},
     }
-    moved = differences((before or now)["environment"], now["environment"])
+    then = before or now  # earlier versions wrote the device beside the environment
+    then = {"device": then.get("device"), **then.get("environment", {})}
+    moved = differences(then, now["environment"])
     if point is not None and moved:
         warnings.warn(
             f"The run resumes, but its losses may differ in their last bits: {_list(moved)}.",

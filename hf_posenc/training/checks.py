@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -24,7 +23,7 @@ from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.chunked_loss import ChunkedLoss
 from hf_posenc.training.collator import DRAWS, PositionCollator
-from hf_posenc.training.processes import check_launch, gather, wants_fsdp
+from hf_posenc.training.processes import check_launch, gather, is_set, wants_fsdp
 
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
 _TOKENS, _PROMPT = 12, 4
@@ -104,7 +103,7 @@ def _check_parallelism(
     patch: Patch | None, moving: Sequence[str], positions: str, arguments: TrainingArguments | None
 ) -> None:
     config: Any = None if arguments is None else getattr(arguments, "parallelism_config", None)
-    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -355,7 +356,10 @@ def _recipe_words(name: str, parser: argparse.ArgumentParser) -> list[str]:
         if key not in options or value is None:
             what = "no option" if key not in options else "given no value"
             raise PosencError(f"The recipe {path} sets {key}, which is {what}. {HELP}")
-        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        if value != []:  # transformers' own default, as is an option that is left out
+            given = value if isinstance(value, list) else [value]
+            texts = (json.dumps(part) if isinstance(part, dict) else str(part) for part in given)
+            words += [f"--{key}", *texts]
     try:
         parser.parse_known_args(words)
     except PosencError as error:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import parse_flag_from_env
 from accelerate.utils.modeling import get_non_persistent_buffers
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -42,9 +41,7 @@ def join_on_cpu() -> None:
 
     Call it first.
     """
-    sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") or parse_flag_from_env(
-        "ACCELERATE_USE_DEEPSPEED"
-    )
+    sharded = is_set("ACCELERATE_USE_FSDP") or is_set("ACCELERATE_USE_DEEPSPEED")
     if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
@@ -70,7 +67,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             )
         _check_fsdp(arguments)
     if (
-        parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") or (arguments and arguments.deepspeed)
+        is_set("ACCELERATE_USE_DEEPSPEED") or (arguments and arguments.deepspeed)
     ) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
@@ -89,9 +86,12 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
 
 def wants_fsdp(arguments: TrainingArguments | None) -> bool:
     """Return whether FSDP is requested, by a launch file or by the arguments."""
-    return parse_flag_from_env("ACCELERATE_USE_FSDP") or bool(
-        arguments is not None and arguments.fsdp
-    )
+    return is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
+
+
+def is_set(name: str) -> bool:
+    """Return whether a variable of the environment is true; an empty one is not, which accelerate refuses to parse."""
+    return os.environ.get(name, "").lower() in ("true", "1")
 
 
 def launched_processes() -> int:
@@ -335,7 +335,7 @@ def _is_zero3(arguments: TrainingArguments) -> bool:
 
 def _loads_once(arguments: TrainingArguments) -> bool:
     """Return whether FSDP takes the weights from the first process; accelerate sets the variable from any option."""
-    return wants_fsdp(arguments) and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return wants_fsdp(arguments) and is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def _copied_to(arguments: TrainingArguments) -> torch.dtype | None:

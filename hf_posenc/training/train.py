@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -173,6 +175,9 @@ def finetune(parsed: Arguments) -> None:
         source = Source(read_standard_library, STANDARD_LIBRARY)
     elif held_out:
         source = without(source, held_out)
+    if arguments.disable_tqdm or arguments.process_index or not sys.stderr.isatty():
+        with suppress(ImportError):  # prepare_blocks names the extra to install
+            importlib.import_module("datasets").disable_progress_bars()
     blocks = prepare_blocks(
         source,
         tokenizer,
@@ -396,7 +401,7 @@ def _decisive(
         "choice": {key: value for key, value in asdict(choice).items() if key not in names},
         "positions": data.positions,
         **({"terminal_prompt": data.terminal_prompt} if data.positions in options.PROMPTED else {}),
-        "lengths": asdict(lengths),
+        "lengths": {**asdict(lengths), "drawn": data.positions in options.DRAWN},
         "blocks": blocks.counts.sha256,
     }
 

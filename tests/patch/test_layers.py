@@ -18,7 +18,9 @@ from hf_posenc import (
     UnsupportedModelError,
     get_patch,
     inspect_rope,
+    load_patch,
     patch_model,
+    save_patch,
     unpatch_model,
 )
 from hf_posenc.methods import (
@@ -212,12 +214,14 @@ def test_sliding_layers_that_share_the_table_stay() -> None:
     assert len(zoo.in_force(model).layers) == 2
 
 
-def test_a_choice_of_layers_for_a_table_that_others_share() -> None:
-    """The same as a dictionary."""
+def test_a_choice_of_layers_for_a_table_that_others_share(tmp_path: Path) -> None:
+    """The same as a dictionary, and once it is saved."""
     one, two = build(), build()
     patch_model(one, "yarn", scale=4, layers=[1], original_max_position_embeddings=ORIGINAL)
     patch_model(two, {1: YaRN(scale=4)}, original_max_position_embeddings=ORIGINAL)
-    assert torch.equal(zoo.logits(one, IDS), zoo.logits(two, IDS))
+    save_patch(one, tmp_path)
+    for other in (two, load_patch(build(), tmp_path)):
+        assert torch.equal(zoo.logits(one, IDS), zoo.logits(other, IDS))
     assert_close(zoo.logits(one, IDS), reference(one, {1: Case("yarn", table=YARN4)}, IDS))
 
 

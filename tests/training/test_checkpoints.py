@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -183,6 +184,27 @@ def test_other_processes_are_refused_and_another_device_is_said(tmp_path: Path) 
         resume_point(tmp_path, two, device="cpu")
     with pytest.warns(UserWarning, match="no exact continuation: processes.count was 2, is 1"):
         assert resume_point(tmp_path, one, explicit=path, device="cpu") == path
+
+
+def test_a_folder_of_an_earlier_version_resumes(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The device was beside the environment, which the first versions did not write."""
+    resume_point(tmp_path, LR, device="cpu")
+    path, file = make(tmp_path, 3), tmp_path / SETTINGS
+    before = json.loads(file.read_text())
+    before["device"] = before["environment"].pop("device")
+    file.write_text(json.dumps(before))
+    assert resume_point(tmp_path, LR, device="cpu") == path
+    assert not recwarn.list
+    before["device"] = "cuda"
+    file.write_text(json.dumps(before))
+    with pytest.warns(UserWarning, match='last bits: device was "cuda", is "cpu"'):
+        resume_point(tmp_path, LR, device="cpu")
+    del before["environment"]
+    file.write_text(json.dumps(before))
+    with pytest.warns(UserWarning, match="last bits"):
+        resume_point(tmp_path, LR, device="cpu")
 
 
 def test_settings_are_what_the_losses_depend_on(tmp_path: Path) -> None:

@@ -182,6 +182,12 @@ def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: dict[str, 
     assert seconds == sorted(seconds)
     assert log.run["seconds"] == last["train_runtime"] > seconds[-2]
     assert "train_loss" not in last
+    # A folder of an earlier version has these too, and is refused when one is missing.
+    kept = json.loads((tmp_path / "run" / "settings.json").read_text())["settings"]
+    assert {*kept["lengths"]} == {"original", "target", "block", "drawn", "curriculum"}
+    assert {*kept} == {
+        "arguments", "processes", "weights", "patch", "choice", "positions", "lengths", "blocks",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -346,6 +352,10 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     for text in (tmp_path / "text", [str(tmp_path / "text")]):
         _, data, arguments = parsed(f"text: {text}\nreport_to: none\n")
         assert (data.text, arguments.report_to) == ([str(tmp_path / "text")], [])
+    content = "lr_scheduler_kwargs: {num_cycles: 2, last: null}\ntext: []\nreport_to: []\n"
+    _, data, arguments = parsed(content)
+    assert arguments.lr_scheduler_kwargs == {"num_cycles": 2, "last": None}
+    assert (*data.text, *arguments.report_to) == ()
     wrong = {"patches: pi": "sets patches, which is no option", "- pi": "no list of"}
     wrong["no_score: true"] = "no_score, which is no option"
     wrong["score_lengths: [64, 4x]"] = "recipe.yaml: argument --score_lengths.*'4x' is no length"

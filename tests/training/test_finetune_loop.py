@@ -139,6 +139,22 @@ def test_the_losses_are_those_of_the_trainer(
     assert get_patch(from_pretrained(tmp_path / "loop")) is not None
 
 
+@pytest.mark.parametrize("patch", ["dynamic_yarn", *late(["rerope:window=16", "kerple_log"])])
+def test_mixed_precision_gives_the_result_of_the_trainer(
+    patch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moving frequencies, a band and a bias."""
+    model = tiny_checkpoint(tmp_path / "model")  # no dropout, under which no fused path computes
+    (model / "text.txt").write_text(prose(33 * 128))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    own: dict[str, Any] = {"patch": patch, "target_length": 128, "gradient_accumulation_steps": 1}
+    losses = losses_of_loop(monkeypatch, command(model, tmp_path / "loop", **own))
+    own |= {"bf16": True, "optim": "adamw_torch"}
+    expected = losses_of_trainer(model, tmp_path / "trainer", "contiguous", "full", **own)
+    assert losses == pytest.approx(expected, rel=2e-6)
+    assert losses[-1] < losses[0] - 0.5  # in ten runs of other seeds, 3.8 at least
+
+
 def test_killed_between_checkpoints_it_goes_on_bit_for_bit(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

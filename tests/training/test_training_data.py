@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -366,13 +367,33 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert not list(tmp_path.rglob("*.arrow"))
 
 
-@pytest.mark.parametrize("name", ["*.arrow", "blocks.json"])
-def test_a_damaged_cache_says_so(tmp_path: Path, name: str) -> None:
-    cached(tmp_path, documents(25))
+@pytest.mark.parametrize(
+    ("name", "share"), [("blocks.json", 0.5), *(("*.arrow", tenth / 10) for tenth in range(10))]
+)
+def test_a_damaged_cache_says_so(tmp_path: Path, name: str, share: float) -> None:
+    cached(tmp_path, documents(*[25] * 100))
     (file,) = tmp_path.rglob(name)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
     with pytest.raises(PosencError, match="damaged: remove that folder"):
         cached(tmp_path, unread())
+
+
+def test_a_cache_that_lost_a_batch_of_blocks_says_so(tmp_path: Path) -> None:
+    cached(tmp_path, documents(*[25] * 100))
+    (file,) = tmp_path.rglob("*.arrow")
+    reader = pa.ipc.open_stream(file.read_bytes())
+    with pa.ipc.new_stream(file, reader.schema) as writer:
+        writer.write_batch(next(reader))  # the stream is whole, as after a cut between two batches
+    with pytest.raises(PosencError, match=r"damaged: remove that folder \(64 of 200 blocks"):
+        cached(tmp_path, unread())
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(
+        PosencError, match=r"cannot be written to the cache .*: (File exists|Not a)"
+    ):
+        cached(tmp_path, documents(25))
 
 
 # Which documents are held out to be scored, and that no other part of them is trained on.
