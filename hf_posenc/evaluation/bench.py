@@ -16,10 +16,7 @@ from hf_posenc.evaluation.device.result import to_page
 from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import (
-    Grid,
-    Result,
-)
+from hf_posenc.evaluation.grid import Grid, Result
 from hf_posenc.evaluation.measuring.candidates import (
     original_length,
     parse_candidates,
@@ -41,13 +38,12 @@ from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from hf_posenc.evaluation.suites import Suite, get_suite
-from hf_posenc.files import finite, to_csv
+from hf_posenc.files import to_csv
 from hf_posenc.model.unwrapping import unwrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 1
 _PARTS: dict[str, Any] = {
     "perplexity": PerplexityResult,
     "retrieval": RetrievalResult,
@@ -58,6 +54,8 @@ _PARTS: dict[str, Any] = {
 @dataclass(repr=False, kw_only=True)
 class BenchResult(Result):
     """Result of `hf-posenc bench`: the tables and notes of its parts, one after the other.
+
+    All but `speed` is deterministic.
 
     Attributes:
         retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
@@ -78,14 +76,8 @@ class BenchResult(Result):
     def __repr__(self) -> str:
         return f"BenchResult({self.suite}, {self.perplexity!r})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values. All but `speed` is deterministic."""
-        values: dict[str, Any] = {"format": FORMAT, "kind": self.kind, "suite": self.suite}
-        parts = {name: getattr(self, name) for name in _PARTS}
-        values |= {"remarks": self.remarks}
-        values |= {name: part and part.to_dict() for name, part in parts.items()}
-        ready: dict[str, Any] = finite(values)
-        return ready
+    def values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("suite", "remarks", *_PARTS)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:

@@ -301,18 +301,26 @@ def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -
 class Result(abc.ABC):
     """Data of a finished measurement, and everything that can be shown of it.
 
-    A subclass sets its kind, which names its files; the columns of `frame` and of its CSV file, each with its unit and
-    meaning, if it has them; the formats of its figures; and the width of its tables in a notebook, in characters.
+    A subclass sets its kind, which names its files; the version of its JSON file; the columns of `frame` and of its CSV
+    file, each with its unit and meaning, if it has them; the formats of its figures; and the width of its tables in a
+    notebook, in characters.
     """
 
     kind: ClassVar[str]
+    version: ClassVar[int] = 1
     columns: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
 
     @abc.abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Return what the JSON file has behind `format` and `kind`: values, dataclasses, results and lists of them."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
+        values = {"format": self.version, "kind": self.kind, **self.values()}
+        ready: dict[str, Any] = finite({name: plain(value) for name, value in values.items()})
+        return ready
 
     @classmethod
     @abc.abstractmethod
@@ -447,7 +455,6 @@ class MethodsResult(Result, Generic[CellT]):
     """
 
     condition: ClassVar[str]
-    version: ClassVar[int]
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
     nothing: ClassVar[str]
@@ -492,28 +499,19 @@ class MethodsResult(Result, Generic[CellT]):
         return f"{type(self).__name__}({methods}; {', '.join(self.conditions)}, lengths {list(self.settings.lengths)})"
 
     def described(self, definitions: Mapping[str, Any], **details: Any) -> dict[str, Any]:
-        """Return everything as JSON-ready values; `definitions` of the conditions come before the settings."""
-        values: dict[str, Any] = {
-            "format": self.version,
-            "kind": self.kind,
+        """Return the `values`; `definitions` of the conditions come before the settings."""
+        return {
             "command": self.command,
             "fingerprint": self.fingerprint,
             "model": self.model,
             "original_max_position_embeddings": self.original,
             **definitions,
-            "settings": dataclasses.asdict(self.settings),
+            "settings": self.settings,
             "environment": self.environment,
             "head_replay": self.head_replay,
             "methods": self.candidates,
             **details,
         }
-        ready: dict[str, Any] = finite(
-            {
-                name: listed_fields(value) if isinstance(value, list | tuple) else value
-                for name, value in values.items()
-            }
-        )
-        return ready
 
     @staticmethod
     def description(values: Mapping[str, Any], lists: Mapping[str, type]) -> dict[str, Any]:
@@ -558,9 +556,15 @@ class MethodsResult(Result, Generic[CellT]):
         return {key: listed(sorted(found)) for key, found in lengths.items()}
 
 
-def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the fields of dataclasses as dictionaries; dictionaries stay as they are."""
-    return [dict(e) if isinstance(e, Mapping) else dataclasses.asdict(e) for e in entries]
+def plain(value: Any) -> Any:
+    """Return results and dataclasses, also those in lists, as dictionaries; other values as they are."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if dataclasses.is_dataclass(value):
+        return {name: plain(inner) for name, inner in vars(value).items()}
+    return value
 
 
 def nan_if_none(value: float | None) -> float:

@@ -25,12 +25,10 @@ from hf_posenc.evaluation.grid import (
     to_markdown,
 )
 from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
-from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 1
 FAST = 3.0
 """A phase of a method is fast if it takes at most so many times as long as plain attention."""
 PLAIN = "plain attention"
@@ -204,8 +202,8 @@ class GpuResult(Result):
             lines[-1] += f" {left:,} cases had no time, {first}: give more --seconds."
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; what only a self-test finds is left out elsewhere."""
+    def values(self) -> dict[str, Any]:
+        """Return the values of the JSON file; what only a self-test finds is left out elsewhere."""
         values = dict(vars(self))
         unmeasured = {"waits": None, "captured": None}.items()
         values["records"] = [
@@ -217,10 +215,8 @@ class GpuResult(Result):
                 del values[name]
         else:
             values["checks"] = [vars(case) | vars(x) for case, x in self.checks.items()]
-            values["not_reached"] = list(map(vars, self.not_reached))
             values |= {"device": self.device, "passed": self.passed, "summary": self.summary}
-        ready: dict[str, Any] = finite({"format": FORMAT, "kind": self.kind, **values})
-        return ready
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:

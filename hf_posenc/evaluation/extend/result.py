@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
 from hf_posenc.evaluation.tuning import Board
 from hf_posenc.evaluation.tuning.sweep import recipe_file, with_range
-from hf_posenc.files import finite
 
 SINKS = "attention_sinks"
 TABLE, ATTENTION = "table", "attention"
@@ -312,23 +310,15 @@ class ExtendResult(Result):
             grids.append(grid)
         return grids
 
-    def to_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name) for name in _PARTS}
-        ready: dict[str, Any] = finite(
-            {
-                "format": 1,
-                "kind": self.kind,
-                "verdict": "extend" if self.extended else "do not extend",
-                "winner": self.winner,
-                "lines": self.lines(),
-                "choice": dataclasses.asdict(self.choice),
-                "demands": [dataclasses.asdict(demand) for demand in self.demands],
-                **self.about,
-                **{name: getattr(self, name) for name in _PLAIN},
-                **{name: part and part.to_dict() for name, part in parts.items()},
-            }
-        )
-        return ready
+    def values(self) -> dict[str, Any]:
+        return {
+            "verdict": "extend" if self.extended else "do not extend",
+            "winner": self.winner,
+            "lines": self.lines(),
+            **{name: getattr(self, name) for name in ("choice", "demands")},
+            **self.about,
+            **{name: getattr(self, name) for name in (*_PLAIN, *_PARTS)},
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExtendResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
@@ -37,6 +37,7 @@ from hf_posenc.evaluation.plots import figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ResultT = TypeVar("ResultT", bound="PerplexityResult")
 COLUMNS = {
     "method": "label of the method",
     "protocol": "definition of the perplexity",
@@ -98,6 +99,8 @@ class PerplexityResult(MethodsResult[Cell]):
     columns = COLUMNS
     nothing = "nothing to score"
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
+    stored: ClassVar[Sequence[str]] = ("source", "documents")
+    """Fields that the JSON file has as they are."""
 
     settings: Settings
     documents: Sequence[Mapping[str, Any]]
@@ -123,7 +126,7 @@ class PerplexityResult(MethodsResult[Cell]):
         bounds = edges(self.settings.lengths[-1], self.settings.buckets)
         return {"edges": bounds, "methods": methods}
 
-    def to_dict(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         return self.described(
             {"protocols": {name: self.settings.definition(name) for name in self.conditions}},
             source=self.source,
@@ -136,17 +139,16 @@ class PerplexityResult(MethodsResult[Cell]):
         )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PerplexityResult:
-        """Read what `to_dict` returned; the summary is computed again from the records."""
+    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
+        """Read what `to_dict` returned; everything that follows from the records is computed again."""
         curves = {
             label: ([nan_if_none(loss) for loss in curve["nats"]], list(curve["tokens"]))
             for label, curve in values["curve"]["methods"].items()
         }
         return cls(
             **cls.description(values, {"skipped": Skipped, "failures": Failure}),
+            **{name: values[name] for name in cls.stored},
             settings=Settings(**values["settings"]),
-            source=values["source"],
-            documents=values["documents"],
             records=[record_of(entry) for entry in values["records"]],
             curves=curves,
         )

@@ -245,7 +245,7 @@ class SearchResult(TuningResult):
 
     kind = "search"
     title = "Search, held-out documents"
-    stored = ("steps", "searched")
+    stored = (*TuningResult.stored, "steps", "searched")
 
     steps: Sequence[Step]
     searched: Sequence[int]
@@ -285,10 +285,10 @@ class SearchResult(TuningResult):
 
     def _own(self) -> dict[str, Any]:
         return {
-            "searched": list(self.searched),
-            "best": None if self.best is None else self.best.to_dict(),
+            "searched": self.searched,
+            "best": self.best,
             "kept": None if self.kept is None else self.kept.label,
-            "steps": [step.to_dict() for step in self.steps],
+            "steps": self.steps,
         }
 
     @classmethod

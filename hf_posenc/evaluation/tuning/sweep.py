@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
     MethodEntry,
     failure_field,
-    listed_fields,
     number,
     number_range,
 )
@@ -48,12 +46,10 @@ from hf_posenc.evaluation.measuring.statistics import (
 )
 from hf_posenc.evaluation.measuring.store import Key, fingerprint_of
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
-from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import sweep_figure
 from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
 from hf_posenc.evaluation.tuning import Board, Course, Row, Rung, prepared, tried
-from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
 
 if TYPE_CHECKING:
@@ -159,9 +155,8 @@ class TuningResult(PerplexityResult):
     """
 
     version = 2
+    stored: ClassVar[Sequence[str]] = ("race", "controls", "source", "documents", "recipe")
     title: ClassVar[str]
-    stored: ClassVar[Sequence[str]] = ()
-    """Fields of the subclass in the JSON file."""
 
     race: dict[str, Any]
     controls: Sequence[str]
@@ -190,7 +185,7 @@ class TuningResult(PerplexityResult):
 
     @abc.abstractmethod
     def _own(self) -> dict[str, Any]:
-        """The values of `to_dict` that only this kind of result has."""
+        """The `values` that only this kind of result has."""
 
     @property
     @abc.abstractmethod
@@ -219,7 +214,7 @@ class TuningResult(PerplexityResult):
         """Return the call of `patch_model` for a method."""
         return Candidate.parse(self.entry(label).spec).call
 
-    def to_dict(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         described = self.described(
             {"protocols": {"tail": self.settings.definition("tail")}},
             source=self.source,
@@ -230,20 +225,12 @@ class TuningResult(PerplexityResult):
             failures=self.failures,
             records=self.records,
         )
-        own: dict[str, Any] = finite(self._own())
-        about = {"race": self.race, "controls": list(self.controls)}
-        return {**described, **about, "comparisons": self.comparisons, **own}
+        about = {"race": self.race, "controls": self.controls, "comparisons": self.comparisons}
+        return {**described, **about, **self._own()}
 
     @classmethod
-    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
-        """Read what `to_dict` returned; everything that follows from the records is computed again."""
-        names = ("race", "controls", "source", "documents", "recipe", *cls.stored)
-        return cls(
-            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
-            settings=Settings(**values["settings"]),
-            records=list(map(record_of, values["records"])),
-            **{name: values[name] for name in names},
-        )
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        return super().from_dict({"curve": {"methods": {}}, **values})
 
     def files(self) -> dict[str, str]:
         return super().files() | recipe_file(self.kind, self.recipe)
@@ -465,7 +452,7 @@ class SweepResult(TuningResult):
 
     def _own(self) -> dict[str, Any]:
         return {
-            "rungs": listed_fields(self.rungs),
+            "rungs": self.rungs,
             "winner": self.winner,
             "undecided": [row.label for row in self.undecided()],
         }
