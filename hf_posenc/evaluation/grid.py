@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -311,6 +312,8 @@ class Result(abc.ABC):
     columns: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
+    recipe: dict[str, Any] | None = None
+    """A patch as `load_patch` reads it, where the result has one to use."""
 
     @abc.abstractmethod
     def values(self) -> dict[str, Any]:
@@ -364,6 +367,9 @@ class Result(abc.ABC):
         files = {f"{self.kind}.json": to_json(self.to_dict())}
         if self.columns:
             files[f"{self.kind}.csv"] = to_csv(list(self.columns), self.csv_rows())
+        if self.recipe is not None:  # formatted as those in the package
+            text = json.dumps(self.recipe, indent=2, allow_nan=False)
+            files[f"{self.kind}_recipe.json"] = f"{text}\n"
         return files
 
     def write_json(self, path: Path) -> None:

@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_posenc.attention.checks import Case
 from hf_posenc.attention.checks.comparison import Comparison
@@ -25,9 +25,6 @@ from hf_posenc.evaluation.grid import (
     to_markdown,
 )
 from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FAST = 3.0
 """A phase of a method is fast if it takes at most so many times as long as plain attention."""
@@ -236,9 +233,6 @@ class GpuResult(Result):
 
     def files(self) -> dict[str, str]:
         return {**super().files(), f"{self.kind}.md": self._repr_markdown_()}
-
-    def figures(self) -> dict[str, Figure]:
-        return {}
 
     def tables(self) -> list[Grid]:
         """Return the checks by dtype, and a table for each phase that was measured."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions, refuse_others
-from hf_posenc.evaluation.scoring import release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -292,7 +291,6 @@ LLAMA_8B: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 """Sizes of Llama 3 8B."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -431,7 +429,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
     def measure(self, item: GpuItem, attempt: Attempt) -> Value:
         on_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            return {"row": attempt(partial(_released, item.work)) or {}}
+            return {"row": attempt(item.work) or {}}
 
     def collect(self, values: Mapping[Key, Value]) -> GpuResult:
         rows = []
@@ -528,12 +526,3 @@ class _Times(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def _released(work: Callable[[], T]) -> T:
-    """Run some work whose tensors do not outlive its failure."""
-    try:
-        return work()
-    except Exception as error:
-        release(error)
-        raise

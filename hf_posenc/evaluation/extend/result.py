@@ -24,7 +24,7 @@ from hf_posenc.evaluation.options import duration
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
 from hf_posenc.evaluation.tuning import Board
-from hf_posenc.evaluation.tuning.sweep import recipe_file, with_range
+from hf_posenc.evaluation.tuning.sweep import with_range
 
 SINKS = "attention_sinks"
 TABLE, ATTENTION = "table", "attention"
@@ -328,9 +328,6 @@ class ExtendResult(Result):
         }
         about = {name: values[name] for name in ("model", "source", "environment", "command")}
         return cls(about=about, **{name: values[name] for name in _PLAIN}, **parts)
-
-    def files(self) -> dict[str, str]:
-        return super().files() | recipe_file(self.kind, self.recipe)
 
     def card(self, plain: bool, methods: Sequence[str]) -> str:
         """Return the model card of the saved model; `plain` transformers can load it."""

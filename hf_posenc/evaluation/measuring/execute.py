@@ -27,7 +27,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
-from hf_posenc.evaluation.scoring import reason_of
+from hf_posenc.evaluation.scoring import reason_of, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, position_limit
 from hf_posenc.evaluation.scoring.estimate import forward_flops, read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -281,6 +281,7 @@ class Attempt:
             if self._strict:
                 raise
             self.fail(error, cells)
+            release(error)
             return None
         self._seconds += time.perf_counter() - began
         if cuda:

@@ -154,7 +154,7 @@ class PerplexityResult(MethodsResult[Cell]):
         )
 
     def figures(self) -> dict[str, Figure]:
-        return {"perplexity": self.plot()}
+        return {self.kind: self.plot()}
 
     def plot(self) -> Figure:
         """Draw perplexity against context length, one panel per protocol. Needs matplotlib."""

@@ -261,8 +261,6 @@ def _at_most(tokens: int, requested: int) -> int:
     return requested if requested <= tokens else 1 << (tokens.bit_length() - 1)
 
 
-logger = logging.getLogger(__name__)
-
 # The scorer.
 
 LOGITS_PER_CHUNK = 2**25

@@ -294,7 +294,8 @@ class SearchResult(TuningResult):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SearchResult:
         steps = list(map(Step.from_dict, values["steps"]))
-        return super().from_dict({**values, "steps": steps})
+        result: SearchResult = super().from_dict({**values, "steps": steps})
+        return result
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""

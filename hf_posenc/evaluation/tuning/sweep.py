@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,12 +231,6 @@ class TuningResult(PerplexityResult):
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
         return super().from_dict({"curve": {"methods": {}}, **values})
 
-    def files(self) -> dict[str, str]:
-        return super().files() | recipe_file(self.kind, self.recipe)
-
-    def figures(self) -> dict[str, Figure]:
-        return {self.kind: self.plot()}
-
     def guide(self) -> Iterator[str]:
         return iter(())
 
@@ -334,13 +327,6 @@ def recipe(
         "description": description,
     }
     return {**patch.config.to_dict(), "recipe": about}
-
-
-def recipe_file(kind: str, recipe: dict[str, Any] | None) -> dict[str, str]:
-    """Return the file of a recipe, formatted as those in the package; none without one."""
-    if recipe is None:
-        return {}
-    return {f"{kind}_recipe.json": json.dumps(recipe, indent=2, allow_nan=False) + "\n"}
 
 
 def _percent(ratio: float | None) -> str:
