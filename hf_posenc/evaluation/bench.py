@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -44,12 +44,6 @@ from hf_posenc.model.unwrapping import unwrap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PARTS: dict[str, Any] = {
-    "perplexity": PerplexityResult,
-    "retrieval": RetrievalResult,
-    "speed": SpeedResult,
-}
-
 
 @dataclass(repr=False, kw_only=True)
 class BenchResult(Result):
@@ -66,6 +60,12 @@ class BenchResult(Result):
     kind = "bench"
     columns = COLUMNS
     formats = ("png",)
+    stored = ("suite", "remarks")
+    parts: ClassVar[Mapping[str, type[Any]]] = {
+        "perplexity": PerplexityResult,
+        "retrieval": RetrievalResult,
+        "speed": SpeedResult,
+    }
 
     perplexity: PerplexityResult
     suite: str
@@ -75,15 +75,6 @@ class BenchResult(Result):
 
     def __repr__(self) -> str:
         return f"BenchResult({self.suite}, {self.perplexity!r})"
-
-    def values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("suite", "remarks", *_PARTS)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
-        """Read the values of `to_dict`."""
-        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()}
-        return cls(**parts, suite=values["suite"], remarks=values["remarks"])
 
     def files(self) -> dict[str, str]:
         """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
@@ -124,7 +115,7 @@ class BenchResult(Result):
 
     @property
     def _parts(self) -> list[Any]:
-        return [part for name in _PARTS if (part := getattr(self, name)) is not None]
+        return [part for name in self.parts if (part := getattr(self, name)) is not None]
 
     def tables(self) -> list[Grid]:
         """Return the tables of perplexity, of retrieval, and of speed and memory."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CellT = TypeVar("CellT")
+ResultT = TypeVar("ResultT", bound="Result")
 MARKS = {
     "best": "bold",
     "heading": "bold italic",
@@ -312,12 +313,16 @@ class Result(abc.ABC):
     columns: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
+    stored: ClassVar[Sequence[str]] = ()
+    """Fields that the JSON file has as they are."""
+    parts: ClassVar[Mapping[str, type[Any]]] = {}
+    """Fields that are results themselves, or `None`."""
     recipe: dict[str, Any] | None = None
     """A patch as `load_patch` reads it, where the result has one to use."""
 
-    @abc.abstractmethod
     def values(self) -> dict[str, Any]:
         """Return what the JSON file has behind `format` and `kind`: values, dataclasses, results and lists of them."""
+        return {name: getattr(self, name) for name in (*self.stored, *self.parts)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
@@ -326,9 +331,17 @@ class Result(abc.ABC):
         return ready
 
     @classmethod
-    @abc.abstractmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Result:
-        """Read what `to_dict` returned."""
+    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
+        """Read what `to_dict` returned; everything that follows from the numbers is computed again."""
+        build: Any = cls
+        result: ResultT = build(**cls.fields_of(values))
+        return result
+
+    @classmethod
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that determine a result, from what `to_dict` returned."""
+        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in cls.parts.items()}
+        return {**{name: values[name] for name in cls.stored}, **parts}
 
     @abc.abstractmethod
     def tables(self) -> list[Grid]:
@@ -460,7 +473,17 @@ class MethodsResult(Result, Generic[CellT]):
         cells: The numbers of the table, computed from the records.
     """
 
+    stored: ClassVar[Sequence[str]] = (
+        "model",
+        "head_replay",
+        "environment",
+        "command",
+        "fingerprint",
+    )
     condition: ClassVar[str]
+    settings_type: ClassVar[type[Any]]
+    lists: ClassVar[Mapping[str, type[Any]]]
+    """Fields that are lists of dataclasses."""
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
     nothing: ClassVar[str]
@@ -519,15 +542,15 @@ class MethodsResult(Result, Generic[CellT]):
             **details,
         }
 
-    @staticmethod
-    def description(values: Mapping[str, Any], lists: Mapping[str, type]) -> dict[str, Any]:
-        """Return the fields that `described` wrote, except the settings; `lists` are sequences of dataclasses."""
-        names = ("model", "head_replay", "environment", "command", "fingerprint")
+    @classmethod
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        lists = {n: [kind(**each) for each in values[n]] for n, kind in cls.lists.items()}
         return {
-            **{name: values[name] for name in names},
+            **super().fields_of(values),
+            **lists,
             "original": values["original_max_position_embeddings"],
+            "settings": cls.settings_type(**values["settings"]),
             "candidates": [MethodEntry(**entry) for entry in values["methods"]],
-            **{name: [kind(**entry) for entry in values[name]] for name, kind in lists.items()},
         }
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:

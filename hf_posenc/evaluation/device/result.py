@@ -216,8 +216,7 @@ class GpuResult(Result):
         return values
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
-        """Read the values of `to_dict`."""
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
         given["checks"] = {}
@@ -225,7 +224,7 @@ class GpuResult(Result):
             case = Case(**{f.name: check.pop(f.name) for f in dataclasses.fields(Case)})
             given["checks"][case] = Comparison(**check)
         given["not_reached"] = [Case(**case) for case in values.get("not_reached", ())]
-        return cls(**given)
+        return given
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
         for row in self.records:

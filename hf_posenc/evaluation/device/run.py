@@ -181,7 +181,6 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         self.items = [
             Item(
                 key=("round", number),
-                candidate=None,
                 length=len(window),
                 cost=2 * len(window) * len(candidates),
                 cells=tuple((candidate.label,) for candidate in candidates),
@@ -304,9 +303,8 @@ class GpuItem(Item):
     @classmethod
     def of(cls, phase: str, name: str, length: int, work: Callable[[], dict[str, Any]]) -> GpuItem:
         """Return the item of a row."""
-        size: dict[str, Any] = {"candidate": None, "length": length, "cost": length}
-        key, cells = (phase, name, length), ((phase, length),)
-        return cls(key=key, cells=cells, **size, phase=phase, name=name, work=work)
+        about: dict[str, Any] = {"key": (phase, name, length), "cells": ((phase, length),)}
+        return cls(**about, length=length, cost=length, phase=phase, name=name, work=work)
 
     @property
     def label(self) -> str:

@@ -29,13 +29,6 @@ from hf_posenc.evaluation.tuning.sweep import with_range
 SINKS = "attention_sinks"
 TABLE, ATTENTION = "table", "attention"
 """Kinds of methods: those that change the rotary table alone cost nothing, and engines can have them."""
-_PLAIN = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
-_PARTS: dict[str, type[PerplexityResult] | type[RetrievalResult]] = {
-    "choosing": PerplexityResult,
-    "perplexity": PerplexityResult,
-    "retrieval": RetrievalResult,
-}
-"""The values of the JSON file that it has as they are, and those that are results."""
 SIGNIFICANT = 0.05
 CAN_ANSWER = 0.5
 """Answers count if the unpatched model gives at least this share of them at its original length; else ranks do."""
@@ -105,6 +98,12 @@ class ExtendResult(Result):
     """
 
     kind = "extend"
+    stored = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+    parts: ClassVar[Mapping[str, type[Any]]] = {
+        "choosing": PerplexityResult,
+        "perplexity": PerplexityResult,
+        "retrieval": RetrievalResult,
+    }
     columns: ClassVar[Mapping[str, str]] = {
         "half": "its documents: choosing or reporting",
         **COLUMNS,
@@ -315,19 +314,16 @@ class ExtendResult(Result):
             "verdict": "extend" if self.extended else "do not extend",
             "winner": self.winner,
             "lines": self.lines(),
-            **{name: getattr(self, name) for name in ("choice", "demands")},
+            "choice": self.choice,
+            "demands": self.demands,
             **self.about,
-            **{name: getattr(self, name) for name in (*_PLAIN, *_PARTS)},
+            **super().values(),
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ExtendResult:
-        """Read what `to_dict` returned; the choice and the demands are computed again."""
-        parts: dict[str, Any] = {
-            n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()
-        }
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         about = {name: values[name] for name in ("model", "source", "environment", "command")}
-        return cls(about=about, **{name: values[name] for name in _PLAIN}, **parts)
+        return {"about": about, **super().fields_of(values)}
 
     def card(self, plain: bool, methods: Sequence[str]) -> str:
         """Return the model card of the saved model; `plain` transformers can load it."""

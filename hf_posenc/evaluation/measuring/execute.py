@@ -67,7 +67,7 @@ class Item:
     """
 
     key: Key
-    candidate: Candidate | None
+    candidate: Candidate | None = None
     length: int
     cost: int
     cells: tuple[Cell, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
@@ -37,7 +37,6 @@ from hf_posenc.evaluation.plots import figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ResultT = TypeVar("ResultT", bound="PerplexityResult")
 COLUMNS = {
     "method": "label of the method",
     "protocol": "definition of the perplexity",
@@ -99,8 +98,9 @@ class PerplexityResult(MethodsResult[Cell]):
     columns = COLUMNS
     nothing = "nothing to score"
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
-    stored: ClassVar[Sequence[str]] = ("source", "documents")
-    """Fields that the JSON file has as they are."""
+    stored: ClassVar[Sequence[str]] = (*MethodsResult.stored, "source", "documents")
+    settings_type = Settings
+    lists: ClassVar[Mapping[str, type[Any]]] = {"skipped": Skipped, "failures": Failure}
 
     settings: Settings
     documents: Sequence[Mapping[str, Any]]
@@ -139,19 +139,16 @@ class PerplexityResult(MethodsResult[Cell]):
         )
 
     @classmethod
-    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
-        """Read what `to_dict` returned; everything that follows from the records is computed again."""
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         curves = {
             label: ([nan_if_none(loss) for loss in curve["nats"]], list(curve["tokens"]))
             for label, curve in values["curve"]["methods"].items()
         }
-        return cls(
-            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
-            **{name: values[name] for name in cls.stored},
-            settings=Settings(**values["settings"]),
-            records=[record_of(entry) for entry in values["records"]],
-            curves=curves,
-        )
+        records = [
+            Record(**{**entry, **{name: nan_if_none(entry[name]) for name in ("nats", "weighted")}})
+            for entry in values["records"]
+        ]
+        return {**super().fields_of(values), "records": records, "curves": curves}
 
     def figures(self) -> dict[str, Figure]:
         return {self.kind: self.plot()}
@@ -311,9 +308,3 @@ class PerplexityResult(MethodsResult[Cell]):
             for (method, reason), at in failed.items():
                 if method == label:
                     yield f"{label}: failed at length {at}: {reason}"
-
-
-def record_of(entry: Mapping[str, Any]) -> Record:
-    """Return a record of a JSON file."""
-    sums = {name: nan_if_none(entry[name]) for name in ("nats", "weighted")}
-    return Record(**{**entry, **sums})

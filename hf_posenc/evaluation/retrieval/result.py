@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import (
@@ -219,6 +219,13 @@ class RetrievalResult(MethodsResult[Cell]):
 
     kind = "retrieval"
     condition = "task"
+    stored = (*MethodsResult.stored, "haystack")
+    settings_type = RetrievalSettings
+    lists: ClassVar[Mapping[str, type[Any]]] = {
+        "records": Record,
+        "failures": Failure,
+        "left_out": LeftOut,
+    }
     columns = COLUMNS
     nothing = "too short for the task"
     intervals = (("accuracy", "interval"), ("first", "first_interval"))
@@ -299,16 +306,6 @@ class RetrievalResult(MethodsResult[Cell]):
             failures=self.failures,
             records=self.records,
             methods=methods,
-        )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
-        """Read what `to_dict` returned; everything that follows from the records is computed again."""
-        lists = {"records": Record, "failures": Failure, "left_out": LeftOut}
-        return cls(
-            **cls.description(values, lists),
-            settings=RetrievalSettings(**values["settings"]),
-            haystack=dict(values["haystack"]),
         )
 
     def cells_of(self, method: str, condition: str, length: int) -> list[Cell]:

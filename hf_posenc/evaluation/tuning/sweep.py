@@ -154,7 +154,7 @@ class TuningResult(PerplexityResult):
     """
 
     version = 2
-    stored: ClassVar[Sequence[str]] = ("race", "controls", "source", "documents", "recipe")
+    stored = (*PerplexityResult.stored, "race", "controls", "recipe")
     title: ClassVar[str]
 
     race: dict[str, Any]
@@ -181,10 +181,6 @@ class TuningResult(PerplexityResult):
     @abc.abstractmethod
     def origin(self) -> tuple[str, str]:
         """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
-
-    @abc.abstractmethod
-    def _own(self) -> dict[str, Any]:
-        """The `values` that only this kind of result has."""
 
     @property
     @abc.abstractmethod
@@ -225,11 +221,11 @@ class TuningResult(PerplexityResult):
             records=self.records,
         )
         about = {"race": self.race, "controls": self.controls, "comparisons": self.comparisons}
-        return {**described, **about, **self._own()}
+        return {**described, **about}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        return super().from_dict({"curve": {"methods": {}}, **values})
+    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super().fields_of({"curve": {"methods": {}}, **values})
 
     def guide(self) -> Iterator[str]:
         return iter(())
@@ -436,8 +432,9 @@ class SweepResult(TuningResult):
         near = {row.label: row.ratio for row in racing if row.ratio is not None}
         return sorted(map(self.row, near), key=lambda row: near[row.label])
 
-    def _own(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         return {
+            **super().values(),
             "rungs": self.rungs,
             "winner": self.winner,
             "undecided": [row.label for row in self.undecided()],
