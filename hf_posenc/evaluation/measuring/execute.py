@@ -394,12 +394,13 @@ def patched_in(
     model: nn.Module, scorer: TokenScorer | None, candidate: Candidate | None, length: int
 ) -> Iterator[None]:
     """Patch a candidate in (`None`: none) at a length, and set the scorer for it; undone on exit."""
-    with contextlib.ExitStack() as stack:
-        if candidate is not None:
-            stack.enter_context(candidate.applied(model, length))
-            if scorer is not None:
-                scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
-                scorer.positions = position_limit(model)
+    if candidate is None:
+        yield
+        return
+    with candidate.applied(model, length):
+        if scorer is not None:
+            scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
+            scorer.positions = position_limit(model)
         yield
 
 
