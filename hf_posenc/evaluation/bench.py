@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -258,7 +258,10 @@ def prepare(
     command: str | None = None,
 ) -> BenchJob:
     """Check the methods against the model, read the documents and lay out the prompts."""
-    suite = get_suite(options.suite).replaced(options)
+    given: dict[str, Any] = {"documents": options.limit}
+    given |= {name: getattr(options, name) for name in ("methods", "tasks", "rounds")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    suite = replace(get_suite(options.suite), **changes)
     lengths, target = options.lengths, options.target_length
     if not lengths:
         candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]

@@ -18,14 +18,7 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import (
-    Field,
-    Grid,
-    MethodEntry,
-    failure_field,
-    number,
-    number_range,
-)
+from hf_posenc.evaluation.grid import Field, Grid, MethodEntry, failure_field, number, number_range
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import (
     TRUNCATION,
