@@ -60,8 +60,8 @@ class BenchResult(Result):
     kind = "bench"
     columns = COLUMNS
     formats = ("png",)
-    stored = ("suite", "remarks")
-    parts: ClassVar[Mapping[str, type[Any]]] = {
+    _stored = ("suite", "remarks")
+    _parts: ClassVar[Mapping[str, type[Any]]] = {
         "perplexity": PerplexityResult,
         "retrieval": RetrievalResult,
         "speed": SpeedResult,
@@ -114,16 +114,16 @@ class BenchResult(Result):
         return None if self.retrieval is None else self.retrieval.plot()
 
     @property
-    def _parts(self) -> list[Any]:
-        return [part for name in self.parts if (part := getattr(self, name)) is not None]
+    def _measured(self) -> list[Any]:
+        return [part for name in self._parts if (part := getattr(self, name)) is not None]
 
     def tables(self) -> list[Grid]:
         """Return the tables of perplexity, of retrieval, and of speed and memory."""
-        return [grid for part in self._parts for grid in part.tables()]
+        return [grid for part in self._measured for grid in part.tables()]
 
     def notes(self) -> Iterator[str]:
         yield from self.remarks
-        notes = (note for part in self._parts for note in part.notes())
+        notes = (note for part in self._measured for note in part.notes())
         yield from dict.fromkeys(notes)  # parts may share the note on automatic scales
 
     def guide(self) -> Iterator[str]:
@@ -132,7 +132,7 @@ class BenchResult(Result):
             yield from self.retrieval.guide()
 
     def problems(self) -> Iterator[str]:
-        return (problem for part in self._parts for problem in part.problems())
+        return (problem for part in self._measured for problem in part.problems())
 
 
 # The measurement.

@@ -313,20 +313,20 @@ class Result(abc.ABC):
     columns: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
-    stored: ClassVar[Sequence[str]] = ()
+    _stored: ClassVar[Sequence[str]] = ()
     """Fields that the JSON file has as they are."""
-    parts: ClassVar[Mapping[str, type[Any]]] = {}
+    _parts: ClassVar[Mapping[str, type[Any]]] = {}
     """Fields that are results themselves, or `None`."""
     recipe: dict[str, Any] | None = None
     """A patch as `load_patch` reads it, where the result has one to use."""
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         """Return what the JSON file has behind `format` and `kind`: values, dataclasses, results and lists of them."""
-        return {name: getattr(self, name) for name in (*self.stored, *self.parts)}
+        return {name: getattr(self, name) for name in (*self._stored, *self._parts)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
-        values = {"format": self.version, "kind": self.kind, **self.values()}
+        values = {"format": self.version, "kind": self.kind, **self._values()}
         ready: dict[str, Any] = finite({name: plain(value) for name, value in values.items()})
         return ready
 
@@ -334,14 +334,14 @@ class Result(abc.ABC):
     def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
         """Read what `to_dict` returned; everything that follows from the numbers is computed again."""
         build: Any = cls
-        result: ResultT = build(**cls.fields_of(values))
+        result: ResultT = build(**cls._fields_of(values))
         return result
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that determine a result, from what `to_dict` returned."""
-        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in cls.parts.items()}
-        return {**{name: values[name] for name in cls.stored}, **parts}
+        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in cls._parts.items()}
+        return {**{name: values[name] for name in cls._stored}, **parts}
 
     @abc.abstractmethod
     def tables(self) -> list[Grid]:
@@ -473,7 +473,7 @@ class MethodsResult(Result, Generic[CellT]):
         cells: The numbers of the table, computed from the records.
     """
 
-    stored: ClassVar[Sequence[str]] = (
+    _stored: ClassVar[Sequence[str]] = (
         "model",
         "head_replay",
         "environment",
@@ -481,8 +481,8 @@ class MethodsResult(Result, Generic[CellT]):
         "fingerprint",
     )
     condition: ClassVar[str]
-    settings_type: ClassVar[type[Any]]
-    lists: ClassVar[Mapping[str, type[Any]]]
+    _settings_type: ClassVar[type[Any]]
+    _lists: ClassVar[Mapping[str, type[Any]]]
     """Fields that are lists of dataclasses."""
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
@@ -528,7 +528,7 @@ class MethodsResult(Result, Generic[CellT]):
         return f"{type(self).__name__}({methods}; {', '.join(self.conditions)}, lengths {list(self.settings.lengths)})"
 
     def described(self, definitions: Mapping[str, Any], **details: Any) -> dict[str, Any]:
-        """Return the `values`; `definitions` of the conditions come before the settings."""
+        """Return the `_values`; `definitions` of the conditions come before the settings."""
         return {
             "command": self.command,
             "fingerprint": self.fingerprint,
@@ -543,13 +543,13 @@ class MethodsResult(Result, Generic[CellT]):
         }
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        lists = {n: [kind(**each) for each in values[n]] for n, kind in cls.lists.items()}
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        lists = {n: [kind(**each) for each in values[n]] for n, kind in cls._lists.items()}
         return {
-            **super().fields_of(values),
+            **super()._fields_of(values),
             **lists,
             "original": values["original_max_position_embeddings"],
-            "settings": cls.settings_type(**values["settings"]),
+            "settings": cls._settings_type(**values["settings"]),
             "candidates": [MethodEntry(**entry) for entry in values["methods"]],
         }
 

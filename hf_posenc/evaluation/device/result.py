@@ -199,7 +199,7 @@ class GpuResult(Result):
             lines[-1] += f" {left:,} cases had no time, {first}: give more --seconds."
         return "\n".join(lines)
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         """Return the values of the JSON file; what only a self-test finds is left out elsewhere."""
         values = dict(vars(self))
         unmeasured = {"waits": None, "captured": None}.items()
@@ -216,7 +216,7 @@ class GpuResult(Result):
         return values
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
         given["checks"] = {}

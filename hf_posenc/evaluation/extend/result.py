@@ -98,8 +98,8 @@ class ExtendResult(Result):
     """
 
     kind = "extend"
-    stored = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
-    parts: ClassVar[Mapping[str, type[Any]]] = {
+    _stored = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+    _parts: ClassVar[Mapping[str, type[Any]]] = {
         "choosing": PerplexityResult,
         "perplexity": PerplexityResult,
         "retrieval": RetrievalResult,
@@ -309,7 +309,7 @@ class ExtendResult(Result):
             grids.append(grid)
         return grids
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return {
             "verdict": "extend" if self.extended else "do not extend",
             "winner": self.winner,
@@ -317,13 +317,13 @@ class ExtendResult(Result):
             "choice": self.choice,
             "demands": self.demands,
             **self.about,
-            **super().values(),
+            **super()._values(),
         }
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         about = {name: values[name] for name in ("model", "source", "environment", "command")}
-        return {"about": about, **super().fields_of(values)}
+        return {"about": about, **super()._fields_of(values)}
 
     def card(self, plain: bool, methods: Sequence[str]) -> str:
         """Return the model card of the saved model; `plain` transformers can load it."""

@@ -98,9 +98,9 @@ class PerplexityResult(MethodsResult[Cell]):
     columns = COLUMNS
     nothing = "nothing to score"
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
-    stored: ClassVar[Sequence[str]] = (*MethodsResult.stored, "source", "documents")
-    settings_type = Settings
-    lists: ClassVar[Mapping[str, type[Any]]] = {"skipped": Skipped, "failures": Failure}
+    _stored: ClassVar[Sequence[str]] = (*MethodsResult._stored, "source", "documents")
+    _settings_type = Settings
+    _lists: ClassVar[Mapping[str, type[Any]]] = {"skipped": Skipped, "failures": Failure}
 
     settings: Settings
     documents: Sequence[Mapping[str, Any]]
@@ -126,7 +126,7 @@ class PerplexityResult(MethodsResult[Cell]):
         bounds = edges(self.settings.lengths[-1], self.settings.buckets)
         return {"edges": bounds, "methods": methods}
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return self.described(
             {"protocols": {name: self.settings.definition(name) for name in self.conditions}},
             source=self.source,
@@ -139,7 +139,7 @@ class PerplexityResult(MethodsResult[Cell]):
         )
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         curves = {
             label: ([nan_if_none(loss) for loss in curve["nats"]], list(curve["tokens"]))
             for label, curve in values["curve"]["methods"].items()
@@ -148,7 +148,7 @@ class PerplexityResult(MethodsResult[Cell]):
             Record(**{**entry, **{name: nan_if_none(entry[name]) for name in ("nats", "weighted")}})
             for entry in values["records"]
         ]
-        return {**super().fields_of(values), "records": records, "curves": curves}
+        return {**super()._fields_of(values), "records": records, "curves": curves}
 
     def figures(self) -> dict[str, Figure]:
         return {self.kind: self.plot()}

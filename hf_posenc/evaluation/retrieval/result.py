@@ -219,9 +219,9 @@ class RetrievalResult(MethodsResult[Cell]):
 
     kind = "retrieval"
     condition = "task"
-    stored = (*MethodsResult.stored, "haystack")
-    settings_type = RetrievalSettings
-    lists: ClassVar[Mapping[str, type[Any]]] = {
+    _stored = (*MethodsResult._stored, "haystack")
+    _settings_type = RetrievalSettings
+    _lists: ClassVar[Mapping[str, type[Any]]] = {
         "records": Record,
         "failures": Failure,
         "left_out": LeftOut,
@@ -285,7 +285,7 @@ class RetrievalResult(MethodsResult[Cell]):
         longest = max(passed, default=0)
         return longest or None, _mean([cell.accuracy for cell in cells if cell.length <= longest])
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         tasks = {name: get_task(name).definition for name in self.conditions}
         scores = []  # the papers' numbers
         for entry, task in itertools.product(self.candidates, self.settings.tasks):

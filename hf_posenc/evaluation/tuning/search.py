@@ -245,7 +245,7 @@ class SearchResult(TuningResult):
 
     kind = "search"
     title = "Search, held-out documents"
-    stored = (*TuningResult.stored, "searched")
+    _stored = (*TuningResult._stored, "searched")
 
     steps: Sequence[Step]
     searched: Sequence[int]
@@ -283,9 +283,9 @@ class SearchResult(TuningResult):
             return None
         return None if start.significant and start.ratio > 1 else start
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return {
-            **super().values(),
+            **super()._values(),
             "searched": self.searched,
             "best": self.best,
             "kept": None if self.kept is None else self.kept.label,
@@ -293,9 +293,9 @@ class SearchResult(TuningResult):
         }
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         steps = [Step.from_dict(step) for step in values["steps"]]
-        return {**super().fields_of(values), "steps": steps}
+        return {**super()._fields_of(values), "steps": steps}
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""

@@ -147,7 +147,7 @@ class TuningResult(PerplexityResult):
     """
 
     version = 2
-    stored = (*PerplexityResult.stored, "race", "controls", "recipe")
+    _stored = (*PerplexityResult._stored, "race", "controls", "recipe")
     title: ClassVar[str]
 
     race: dict[str, Any]
@@ -202,7 +202,7 @@ class TuningResult(PerplexityResult):
         """Return the call of `patch_model` for a method."""
         return Candidate.parse(self.entry(label).spec).call
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         described = self.described(
             {"protocols": {"tail": self.settings.definition("tail")}},
             source=self.source,
@@ -217,8 +217,8 @@ class TuningResult(PerplexityResult):
         return {**described, **about}
 
     @classmethod
-    def fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return super().fields_of({"curve": {"methods": {}}, **values})
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._fields_of({"curve": {"methods": {}}, **values})
 
     def guide(self) -> Iterator[str]:
         return iter(())
@@ -425,9 +425,9 @@ class SweepResult(TuningResult):
         near = {row.label: row.ratio for row in racing if row.ratio is not None}
         return sorted(map(self.row, near), key=lambda row: near[row.label])
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return {
-            **super().values(),
+            **super()._values(),
             "rungs": self.rungs,
             "winner": self.winner,
             "undecided": [row.label for row in self.undecided()],
