@@ -474,11 +474,7 @@ class MethodsResult(Result, Generic[CellT]):
     """
 
     _stored: ClassVar[Sequence[str]] = (
-        "model",
-        "head_replay",
-        "environment",
-        "command",
-        "fingerprint",
+        *("model", "head_replay", "environment", "command", "fingerprint"),
     )
     condition: ClassVar[str]
     _settings_type: ClassVar[type[Any]]
