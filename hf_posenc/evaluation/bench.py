@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -16,10 +16,7 @@ from hf_posenc.evaluation.device.result import to_page
 from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import (
-    Grid,
-    Result,
-)
+from hf_posenc.evaluation.grid import Grid, Result
 from hf_posenc.evaluation.measuring.candidates import (
     original_length,
     parse_candidates,
@@ -41,23 +38,18 @@ from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from hf_posenc.evaluation.suites import Suite, get_suite
-from hf_posenc.files import finite, to_csv
+from hf_posenc.files import to_csv
 from hf_posenc.model.unwrapping import unwrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 1
-_PARTS: dict[str, Any] = {
-    "perplexity": PerplexityResult,
-    "retrieval": RetrievalResult,
-    "speed": SpeedResult,
-}
-
 
 @dataclass(repr=False, kw_only=True)
 class BenchResult(Result):
     """Result of `hf-posenc bench`: the tables and notes of its parts, one after the other.
+
+    All but `speed` is deterministic.
 
     Attributes:
         retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
@@ -68,6 +60,12 @@ class BenchResult(Result):
     kind = "bench"
     columns = COLUMNS
     formats = ("png",)
+    _stored = ("suite", "remarks")
+    _parts: ClassVar[Mapping[str, type[Any]]] = {
+        "perplexity": PerplexityResult,
+        "retrieval": RetrievalResult,
+        "speed": SpeedResult,
+    }
 
     perplexity: PerplexityResult
     suite: str
@@ -77,21 +75,6 @@ class BenchResult(Result):
 
     def __repr__(self) -> str:
         return f"BenchResult({self.suite}, {self.perplexity!r})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values. All but `speed` is deterministic."""
-        values: dict[str, Any] = {"format": FORMAT, "kind": self.kind, "suite": self.suite}
-        parts = {name: getattr(self, name) for name in _PARTS}
-        values |= {"remarks": self.remarks}
-        values |= {name: part and part.to_dict() for name, part in parts.items()}
-        ready: dict[str, Any] = finite(values)
-        return ready
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
-        """Read the values of `to_dict`."""
-        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()}
-        return cls(**parts, suite=values["suite"], remarks=values["remarks"])
 
     def files(self) -> dict[str, str]:
         """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
@@ -131,16 +114,16 @@ class BenchResult(Result):
         return None if self.retrieval is None else self.retrieval.plot()
 
     @property
-    def _parts(self) -> list[Any]:
-        return [part for name in _PARTS if (part := getattr(self, name)) is not None]
+    def _measured(self) -> list[Any]:
+        return [part for name in self._parts if (part := getattr(self, name)) is not None]
 
     def tables(self) -> list[Grid]:
         """Return the tables of perplexity, of retrieval, and of speed and memory."""
-        return [grid for part in self._parts for grid in part.tables()]
+        return [grid for part in self._measured for grid in part.tables()]
 
     def notes(self) -> Iterator[str]:
         yield from self.remarks
-        notes = (note for part in self._parts for note in part.notes())
+        notes = (note for part in self._measured for note in part.notes())
         yield from dict.fromkeys(notes)  # parts may share the note on automatic scales
 
     def guide(self) -> Iterator[str]:
@@ -149,7 +132,7 @@ class BenchResult(Result):
             yield from self.retrieval.guide()
 
     def problems(self) -> Iterator[str]:
-        return (problem for part in self._parts for problem in part.problems())
+        return (problem for part in self._measured for problem in part.problems())
 
 
 # The measurement.
@@ -275,7 +258,10 @@ def prepare(
     command: str | None = None,
 ) -> BenchJob:
     """Check the methods against the model, read the documents and lay out the prompts."""
-    suite = get_suite(options.suite).replaced(options)
+    given: dict[str, Any] = {"documents": options.limit}
+    given |= {name: getattr(options, name) for name in ("methods", "tasks", "rounds")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    suite = replace(get_suite(options.suite), **changes)
     lengths, target = options.lengths, options.target_length
     if not lengths:
         candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]

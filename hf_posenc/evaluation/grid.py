@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CellT = TypeVar("CellT")
+ResultT = TypeVar("ResultT", bound="Result")
 MARKS = {
     "best": "bold",
     "heading": "bold italic",
@@ -301,23 +303,45 @@ def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -
 class Result(abc.ABC):
     """Data of a finished measurement, and everything that can be shown of it.
 
-    A subclass sets its kind, which names its files; the columns of `frame` and of its CSV file, each with its unit and
-    meaning, if it has them; the formats of its figures; and the width of its tables in a notebook, in characters.
+    A subclass sets its kind, which names its files; the version of its JSON file; the columns of `frame` and of its CSV
+    file, each with its unit and meaning, if it has them; the formats of its figures; and the width of its tables in a
+    notebook, in characters.
     """
 
     kind: ClassVar[str]
+    version: ClassVar[int] = 1
     columns: ClassVar[Mapping[str, str]] = {}
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
+    _stored: ClassVar[Sequence[str]] = ()
+    """Fields that the JSON file has as they are."""
+    _parts: ClassVar[Mapping[str, type[Any]]] = {}
+    """Fields that are results themselves, or `None`."""
+    recipe: dict[str, Any] | None = None
+    """A patch as `load_patch` reads it, where the result has one to use."""
 
-    @abc.abstractmethod
+    def _values(self) -> dict[str, Any]:
+        """Return what the JSON file has behind `format` and `kind`: values, dataclasses, results and lists of them."""
+        return {name: getattr(self, name) for name in (*self._stored, *self._parts)}
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
+        values = {"format": self.version, "kind": self.kind, **self._values()}
+        ready: dict[str, Any] = finite({name: plain(value) for name, value in values.items()})
+        return ready
 
     @classmethod
-    @abc.abstractmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Result:
-        """Read what `to_dict` returned."""
+    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
+        """Read what `to_dict` returned; everything that follows from the numbers is computed again."""
+        build: Any = cls
+        result: ResultT = build(**cls._fields_of(values))
+        return result
+
+    @classmethod
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that determine a result, from what `to_dict` returned."""
+        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in cls._parts.items()}
+        return {**{name: values[name] for name in cls._stored}, **parts}
 
     @abc.abstractmethod
     def tables(self) -> list[Grid]:
@@ -356,6 +380,9 @@ class Result(abc.ABC):
         files = {f"{self.kind}.json": to_json(self.to_dict())}
         if self.columns:
             files[f"{self.kind}.csv"] = to_csv(list(self.columns), self.csv_rows())
+        if self.recipe is not None:  # formatted as those in the package
+            text = json.dumps(self.recipe, indent=2, allow_nan=False)
+            files[f"{self.kind}_recipe.json"] = f"{text}\n"
         return files
 
     def write_json(self, path: Path) -> None:
@@ -446,8 +473,13 @@ class MethodsResult(Result, Generic[CellT]):
         cells: The numbers of the table, computed from the records.
     """
 
+    _stored: ClassVar[Sequence[str]] = (
+        *("model", "head_replay", "environment", "command", "fingerprint"),
+    )
     condition: ClassVar[str]
-    version: ClassVar[int]
+    _settings_type: ClassVar[type[Any]]
+    _lists: ClassVar[Mapping[str, type[Any]]]
+    """Fields that are lists of dataclasses."""
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
     nothing: ClassVar[str]
@@ -492,38 +524,29 @@ class MethodsResult(Result, Generic[CellT]):
         return f"{type(self).__name__}({methods}; {', '.join(self.conditions)}, lengths {list(self.settings.lengths)})"
 
     def described(self, definitions: Mapping[str, Any], **details: Any) -> dict[str, Any]:
-        """Return everything as JSON-ready values; `definitions` of the conditions come before the settings."""
-        values: dict[str, Any] = {
-            "format": self.version,
-            "kind": self.kind,
+        """Return the `_values`; `definitions` of the conditions come before the settings."""
+        return {
             "command": self.command,
             "fingerprint": self.fingerprint,
             "model": self.model,
             "original_max_position_embeddings": self.original,
             **definitions,
-            "settings": dataclasses.asdict(self.settings),
+            "settings": self.settings,
             "environment": self.environment,
             "head_replay": self.head_replay,
             "methods": self.candidates,
             **details,
         }
-        ready: dict[str, Any] = finite(
-            {
-                name: listed_fields(value) if isinstance(value, list | tuple) else value
-                for name, value in values.items()
-            }
-        )
-        return ready
 
-    @staticmethod
-    def description(values: Mapping[str, Any], lists: Mapping[str, type]) -> dict[str, Any]:
-        """Return the fields that `described` wrote, except the settings; `lists` are sequences of dataclasses."""
-        names = ("model", "head_replay", "environment", "command", "fingerprint")
+    @classmethod
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        lists = {n: [kind(**each) for each in values[n]] for n, kind in cls._lists.items()}
         return {
-            **{name: values[name] for name in names},
+            **super()._fields_of(values),
+            **lists,
             "original": values["original_max_position_embeddings"],
+            "settings": cls._settings_type(**values["settings"]),
             "candidates": [MethodEntry(**entry) for entry in values["methods"]],
-            **{name: [kind(**entry) for entry in values[name]] for name, kind in lists.items()},
         }
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
@@ -558,9 +581,15 @@ class MethodsResult(Result, Generic[CellT]):
         return {key: listed(sorted(found)) for key, found in lengths.items()}
 
 
-def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the fields of dataclasses as dictionaries; dictionaries stay as they are."""
-    return [dict(e) if isinstance(e, Mapping) else dataclasses.asdict(e) for e in entries]
+def plain(value: Any) -> Any:
+    """Return results and dataclasses, also those in lists, as dictionaries; other values as they are."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if dataclasses.is_dataclass(value):
+        return {name: plain(inner) for name, inner in vars(value).items()}
+    return value
 
 
 def nan_if_none(value: float | None) -> float:

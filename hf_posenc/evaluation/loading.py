@@ -9,16 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.diagnosis import (
-    check_base,
-    check_causal,
-    check_source,
-    read_config,
-    read_json,
-    reason_of,
-    taken_warnings,
-    unreadable,
-)
+from hf_posenc import diagnosis
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.options import CheckpointOptions, ModelOptions
 from hf_posenc.gguf_file import find_gguf, loading_gguf, require_gguf
@@ -91,7 +82,7 @@ def check_name(name: str, revision: str | None = None, *, given: str = "model") 
                 f"--revision {revision}: {name} is a {kind}, and only models on the hub have revisions. Leave it out."
             )
         return str(path)
-    check_source(name, given, revision=revision)
+    diagnosis.check_source(name, given, revision=revision)
     return name
 
 
@@ -111,18 +102,18 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     if adapter is not None:
         base, revision = base_of(Path(adapter), name)
         return load_config(base, revision=revision, trust_remote_code=trust_remote_code)
-    return read_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    return diagnosis.read_config(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def base_of(file: Path, name: str) -> tuple[str, str | None]:
     """Return the base model that an adapter's config names, and its revision; raise where it is not there."""
-    values = read_json(file, name)
+    values = diagnosis.read_json(file, name)
     base, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not base:
         raise PosencError(
             f"The adapter {name} does not name its base model. Merge it into the base model and give the result."
         )
-    check_base(base, name, revision=revision)
+    diagnosis.check_base(base, name, revision=revision)
     return base, revision
 
 
@@ -134,14 +125,14 @@ def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool
     from hf_posenc.engines.engine import empty_model
 
     if causal:
-        check_causal(config, name, "nothing that this command measures is defined for it")
+        diagnosis.check_causal(config, name, "nothing that this command measures is defined for it")
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return None
     try:
         return empty_model(config)
     except Exception as error:
         raise PosencError(
-            f"The model of {name} cannot be built from its config.json: {reason_of(error, config)}"
+            f"The model of {name} cannot be built from its config.json: {diagnosis.reason_of(error, config)}"
         ) from error
 
 
@@ -163,13 +154,15 @@ def load_tokenizer(
         require_gguf()
         options["gguf_file"] = str(gguf.resolve())
     try:
-        with taken_warnings("tokenization_utils_tokenizers", "incorrect tokenization") as taken:
+        with diagnosis.taken_warnings(
+            "tokenization_utils_tokenizers", "incorrect tokenization"
+        ) as taken:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent if gguf else name, **options)
         # transformers makes an empty tokenizer from a config.json alone.
         tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
         check_tokenizer(name)
-        cause = reason_of(error).rstrip(".")
+        cause = diagnosis.reason_of(error).rstrip(".")
         raise PosencError(
             f"The tokenizer of {name} cannot be loaded: {cause}. {_TOKENIZER}"
         ) from error
@@ -229,7 +222,7 @@ def load_model(model: str | Path | None, **options: Any) -> Any:
         raise
     except Exception as error:  # as for the tokenizer
         raise PosencError(
-            f"The model {name} cannot be loaded: {unreadable(name) or reason_of(error)}"
+            f"The model {name} cannot be loaded: {diagnosis.unreadable(name) or diagnosis.reason_of(error)}"
         ) from error
 
 

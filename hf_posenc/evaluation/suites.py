@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.options import PERPLEXITY_METHODS, RETRIEVAL_METHODS, BenchOptions
+from hf_posenc.evaluation.options import PERPLEXITY_METHODS, RETRIEVAL_METHODS
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 
 
@@ -22,12 +21,6 @@ class Suite:
     samples: int  # at every length and depth
     rounds: int  # number of times that the prefill of every method is timed
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-    def replaced(self, options: BenchOptions) -> Suite:
-        """Return the suite with the options that replace its own."""
-        changes: dict[str, Any] = {"documents": options.limit, "methods": options.methods}
-        changes |= {"tasks": options.tasks, "rounds": options.rounds}
-        return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
 # In every suite the second method is the control: the model as loaded, which reads the end of the text alone.

@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_posenc.attention.checks import Case
 from hf_posenc.attention.checks.comparison import Comparison
@@ -25,12 +25,7 @@ from hf_posenc.evaluation.grid import (
     to_markdown,
 )
 from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
-from hf_posenc.files import finite
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-FORMAT = 1
 FAST = 3.0
 """A phase of a method is fast if it takes at most so many times as long as plain attention."""
 PLAIN = "plain attention"
@@ -204,8 +199,8 @@ class GpuResult(Result):
             lines[-1] += f" {left:,} cases had no time, {first}: give more --seconds."
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; what only a self-test finds is left out elsewhere."""
+    def _values(self) -> dict[str, Any]:
+        """Return the values of the JSON file; what only a self-test finds is left out elsewhere."""
         values = dict(vars(self))
         unmeasured = {"waits": None, "captured": None}.items()
         values["records"] = [
@@ -217,14 +212,11 @@ class GpuResult(Result):
                 del values[name]
         else:
             values["checks"] = [vars(case) | vars(x) for case, x in self.checks.items()]
-            values["not_reached"] = list(map(vars, self.not_reached))
             values |= {"device": self.device, "passed": self.passed, "summary": self.summary}
-        ready: dict[str, Any] = finite({"format": FORMAT, "kind": self.kind, **values})
-        return ready
+        return values
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
-        """Read the values of `to_dict`."""
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         given["records"] = [Row(**record) for record in values["records"]]
         given["checks"] = {}
@@ -232,7 +224,7 @@ class GpuResult(Result):
             case = Case(**{f.name: check.pop(f.name) for f in dataclasses.fields(Case)})
             given["checks"][case] = Comparison(**check)
         given["not_reached"] = [Case(**case) for case in values.get("not_reached", ())]
-        return cls(**given)
+        return given
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
         for row in self.records:
@@ -240,9 +232,6 @@ class GpuResult(Result):
 
     def files(self) -> dict[str, str]:
         return {**super().files(), f"{self.kind}.md": self._repr_markdown_()}
-
-    def figures(self) -> dict[str, Figure]:
-        return {}
 
     def tables(self) -> list[Grid]:
         """Return the checks by dtype, and a table for each phase that was measured."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions, refuse_others
-from hf_posenc.evaluation.scoring import release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -182,7 +181,6 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         self.items = [
             Item(
                 key=("round", number),
-                candidate=None,
                 length=len(window),
                 cost=2 * len(window) * len(candidates),
                 cells=tuple((candidate.label,) for candidate in candidates),
@@ -292,7 +290,6 @@ LLAMA_8B: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 """Sizes of Llama 3 8B."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -306,9 +303,8 @@ class GpuItem(Item):
     @classmethod
     def of(cls, phase: str, name: str, length: int, work: Callable[[], dict[str, Any]]) -> GpuItem:
         """Return the item of a row."""
-        size: dict[str, Any] = {"candidate": None, "length": length, "cost": length}
-        key, cells = (phase, name, length), ((phase, length),)
-        return cls(key=key, cells=cells, **size, phase=phase, name=name, work=work)
+        about: dict[str, Any] = {"key": (phase, name, length), "cells": ((phase, length),)}
+        return cls(**about, length=length, cost=length, phase=phase, name=name, work=work)
 
     @property
     def label(self) -> str:
@@ -431,7 +427,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
     def measure(self, item: GpuItem, attempt: Attempt) -> Value:
         on_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            return {"row": attempt(partial(_released, item.work)) or {}}
+            return {"row": attempt(item.work) or {}}
 
     def collect(self, values: Mapping[Key, Value]) -> GpuResult:
         rows = []
@@ -528,12 +524,3 @@ class _Times(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def _released(work: Callable[[], T]) -> T:
-    """Run some work whose tensors do not outlive its failure."""
-    try:
-        return work()
-    except Exception as error:
-        release(error)
-        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,19 +24,11 @@ from hf_posenc.evaluation.options import duration
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
 from hf_posenc.evaluation.tuning import Board
-from hf_posenc.evaluation.tuning.sweep import recipe_file, with_range
-from hf_posenc.files import finite
+from hf_posenc.evaluation.tuning.sweep import with_range
 
 SINKS = "attention_sinks"
 TABLE, ATTENTION = "table", "attention"
 """Kinds of methods: those that change the rotary table alone cost nothing, and engines can have them."""
-_PLAIN = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
-_PARTS: dict[str, type[PerplexityResult] | type[RetrievalResult]] = {
-    "choosing": PerplexityResult,
-    "perplexity": PerplexityResult,
-    "retrieval": RetrievalResult,
-}
-"""The values of the JSON file that it has as they are, and those that are results."""
 SIGNIFICANT = 0.05
 CAN_ANSWER = 0.5
 """Answers count if the unpatched model gives at least this share of them at its original length; else ranks do."""
@@ -107,6 +98,12 @@ class ExtendResult(Result):
     """
 
     kind = "extend"
+    _stored = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+    _parts: ClassVar[Mapping[str, type[Any]]] = {
+        "choosing": PerplexityResult,
+        "perplexity": PerplexityResult,
+        "retrieval": RetrievalResult,
+    }
     columns: ClassVar[Mapping[str, str]] = {
         "half": "its documents: choosing or reporting",
         **COLUMNS,
@@ -312,35 +309,21 @@ class ExtendResult(Result):
             grids.append(grid)
         return grids
 
-    def to_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name) for name in _PARTS}
-        ready: dict[str, Any] = finite(
-            {
-                "format": 1,
-                "kind": self.kind,
-                "verdict": "extend" if self.extended else "do not extend",
-                "winner": self.winner,
-                "lines": self.lines(),
-                "choice": dataclasses.asdict(self.choice),
-                "demands": [dataclasses.asdict(demand) for demand in self.demands],
-                **self.about,
-                **{name: getattr(self, name) for name in _PLAIN},
-                **{name: part and part.to_dict() for name, part in parts.items()},
-            }
-        )
-        return ready
+    def _values(self) -> dict[str, Any]:
+        return {
+            "verdict": "extend" if self.extended else "do not extend",
+            "winner": self.winner,
+            "lines": self.lines(),
+            "choice": self.choice,
+            "demands": self.demands,
+            **self.about,
+            **super()._values(),
+        }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ExtendResult:
-        """Read what `to_dict` returned; the choice and the demands are computed again."""
-        parts: dict[str, Any] = {
-            n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()
-        }
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         about = {name: values[name] for name in ("model", "source", "environment", "command")}
-        return cls(about=about, **{name: values[name] for name in _PLAIN}, **parts)
-
-    def files(self) -> dict[str, str]:
-        return super().files() | recipe_file(self.kind, self.recipe)
+        return {"about": about, **super()._fields_of(values)}
 
     def card(self, plain: bool, methods: Sequence[str]) -> str:
         """Return the model card of the saved model; `plain` transformers can load it."""

@@ -27,7 +27,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
-from hf_posenc.evaluation.scoring import reason_of
+from hf_posenc.evaluation.scoring import reason_of, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, position_limit
 from hf_posenc.evaluation.scoring.estimate import forward_flops, read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
@@ -67,7 +67,7 @@ class Item:
     """
 
     key: Key
-    candidate: Candidate | None
+    candidate: Candidate | None = None
     length: int
     cost: int
     cells: tuple[Cell, ...]
@@ -281,6 +281,7 @@ class Attempt:
             if self._strict:
                 raise
             self.fail(error, cells)
+            release(error)
             return None
         self._seconds += time.perf_counter() - began
         if cuda:
@@ -393,12 +394,13 @@ def patched_in(
     model: nn.Module, scorer: TokenScorer | None, candidate: Candidate | None, length: int
 ) -> Iterator[None]:
     """Patch a candidate in (`None`: none) at a length, and set the scorer for it; undone on exit."""
-    with contextlib.ExitStack() as stack:
-        if candidate is not None:
-            stack.enter_context(candidate.applied(model, length))
-            if scorer is not None:
-                scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
-                scorer.positions = position_limit(model)
+    if candidate is None:
+        yield
+        return
+    with candidate.applied(model, length):
+        if scorer is not None:
+            scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
+            scorer.positions = position_limit(model)
         yield
 
 

@@ -223,14 +223,13 @@ def _section(source: Source, figures: bool) -> Section:
         verdicts = ["times and memory, which do not measure quality."]
     else:  # a sweep or a search: what follows the note on its course is about the best method
         notes, verdicts = notes[:1], [" ".join(notes[1:])]
-    recipe = getattr(result, "recipe", None)
     return Section(
         key,
         f"{title} (run {source.number})",
         verdicts,
         notes,
         parts,
-        recipe=json.dumps(recipe, indent=2) if recipe else "",
+        recipe=json.dumps(result.recipe, indent=2) if result.recipe else "",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
@@ -98,6 +98,9 @@ class PerplexityResult(MethodsResult[Cell]):
     columns = COLUMNS
     nothing = "nothing to score"
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
+    _stored: ClassVar[Sequence[str]] = (*MethodsResult._stored, "source", "documents")
+    _settings_type = Settings
+    _lists: ClassVar[Mapping[str, type[Any]]] = {"skipped": Skipped, "failures": Failure}
 
     settings: Settings
     documents: Sequence[Mapping[str, Any]]
@@ -123,7 +126,7 @@ class PerplexityResult(MethodsResult[Cell]):
         bounds = edges(self.settings.lengths[-1], self.settings.buckets)
         return {"edges": bounds, "methods": methods}
 
-    def to_dict(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return self.described(
             {"protocols": {name: self.settings.definition(name) for name in self.conditions}},
             source=self.source,
@@ -136,23 +139,19 @@ class PerplexityResult(MethodsResult[Cell]):
         )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PerplexityResult:
-        """Read what `to_dict` returned; the summary is computed again from the records."""
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         curves = {
             label: ([nan_if_none(loss) for loss in curve["nats"]], list(curve["tokens"]))
             for label, curve in values["curve"]["methods"].items()
         }
-        return cls(
-            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
-            settings=Settings(**values["settings"]),
-            source=values["source"],
-            documents=values["documents"],
-            records=[record_of(entry) for entry in values["records"]],
-            curves=curves,
-        )
+        records = [
+            Record(**{**entry, **{name: nan_if_none(entry[name]) for name in ("nats", "weighted")}})
+            for entry in values["records"]
+        ]
+        return {**super()._fields_of(values), "records": records, "curves": curves}
 
     def figures(self) -> dict[str, Figure]:
-        return {"perplexity": self.plot()}
+        return {self.kind: self.plot()}
 
     def plot(self) -> Figure:
         """Draw perplexity against context length, one panel per protocol. Needs matplotlib."""
@@ -309,9 +308,3 @@ class PerplexityResult(MethodsResult[Cell]):
             for (method, reason), at in failed.items():
                 if method == label:
                     yield f"{label}: failed at length {at}: {reason}"
-
-
-def record_of(entry: Mapping[str, Any]) -> Record:
-    """Return a record of a JSON file."""
-    sums = {name: nan_if_none(entry[name]) for name in ("nats", "weighted")}
-    return Record(**{**entry, **sums})

@@ -245,9 +245,8 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
     """The perplexity of every candidate, each `checked` against the model, on every document.
 
     Documents have at least `settings.shortest_document` tokens, with the token ids `special` in front. For `longppl`,
-    `key_tokens` returns which tokens of a document, given by its index, are key, shape (n,), bool; it is called while
-    nothing is patched in. `metadata` has `model`, `source`, `original`, `skipped` and `command` of the result. `read`
-    is the number of documents before they are joined.
+    the `evaluator` selects the key tokens while nothing is patched in. `metadata` has `model`, `source`, `original`,
+    `skipped` and `command` of the result. `read` is the number of documents before they are joined.
     """
 
     kind = "perplexity"
@@ -262,12 +261,12 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
         settings: Settings,
         *,
         special: Sequence[int] = (),
-        key_tokens: Callable[[int], Tensor] | None = None,
+        evaluator: Evaluator | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.candidates, self.read = model, candidates, len(documents)
         self.documents = joined(documents) if settings.streams else documents
-        self.settings, self._find_key_tokens = settings, key_tokens
+        self.settings, self._evaluator = settings, evaluator
         self.metadata = metadata or {}
         self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
@@ -327,12 +326,13 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
 
     def prepare(self, store: Records, items: Sequence[Item]) -> None:
         """Find the key tokens of the items' documents, or read them from the store."""
-        if self._find_key_tokens is None:
+        if self._evaluator is None:
             return
         for index in dict.fromkeys(item.order for item in items):
-            key = ("key tokens", document_key(self.documents[index].to_dict()))
+            document = self.documents[index]
+            key = ("key tokens", document_key(document.to_dict()))
             if (stored := store.get(key)) is None:
-                found = self._find_key_tokens(index)
+                found = self._evaluator.key_tokens(document, self.settings.lengths[-1])
                 stored = {"tokens": len(found), "key": found.nonzero()[:, 0].tolist()}
                 store.append(key, stored)
             mask = self._key_tokens[index] = torch.zeros(stored["tokens"], dtype=torch.bool)
@@ -536,23 +536,18 @@ def prepare(
         embedded_limit=EMBEDDED_DOCUMENTS,
         embedded_tokens=max(needed, windows * settings.lengths[-1] - len(special)),
     )
-    key_tokens: Callable[[int], Tensor] | None = None
+    evaluator = None
     if options.longppl is not None:
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
         protocols = (*settings.protocols, "longppl")
         settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
-        longest = settings.lengths[-1]
-
-        def key_tokens(index: int) -> Tensor:
-            return evaluator.key_tokens(documents[index], longest)
-
     return PerplexityRun(
         model,
         documents,
         candidates,
         settings,
         special=special,
-        key_tokens=key_tokens,
+        evaluator=evaluator,
         metadata={
             "model": identity.describe_model(name, model, tokenizer, special, policy),
             "source": about,

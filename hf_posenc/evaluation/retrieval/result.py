@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import (
@@ -219,7 +219,13 @@ class RetrievalResult(MethodsResult[Cell]):
 
     kind = "retrieval"
     condition = "task"
-    version = 1
+    _stored = (*MethodsResult._stored, "haystack")
+    _settings_type = RetrievalSettings
+    _lists: ClassVar[Mapping[str, type[Any]]] = {
+        "records": Record,
+        "failures": Failure,
+        "left_out": LeftOut,
+    }
     columns = COLUMNS
     nothing = "too short for the task"
     intervals = (("accuracy", "interval"), ("first", "first_interval"))
@@ -279,7 +285,7 @@ class RetrievalResult(MethodsResult[Cell]):
         longest = max(passed, default=0)
         return longest or None, _mean([cell.accuracy for cell in cells if cell.length <= longest])
 
-    def to_dict(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         tasks = {name: get_task(name).definition for name in self.conditions}
         scores = []  # the papers' numbers
         for entry, task in itertools.product(self.candidates, self.settings.tasks):
@@ -287,7 +293,10 @@ class RetrievalResult(MethodsResult[Cell]):
             own: dict[str, Any] = {"method": entry.label, "task": task}
             own["k_max"] = {str(n): self.k_max(entry.label, task, n) for n in self.settings.lengths}
             scores.append({**own, "passing_context": context, "passing_accuracy": accuracy})
-        values = self.described(
+        methods = [{**vars(candidate)} for candidate in self.candidates]
+        for method in methods:
+            del method["prefix_from_one_forward"]  # perplexity's
+        return self.described(
             {"tasks": tasks, "decode": DECODES[self.settings.decode]},
             haystack=self.haystack,
             left_out=self.left_out,
@@ -296,19 +305,7 @@ class RetrievalResult(MethodsResult[Cell]):
             scores=scores,
             failures=self.failures,
             records=self.records,
-        )
-        for entry in values["methods"]:
-            del entry["prefix_from_one_forward"]  # perplexity's
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
-        """Read what `to_dict` returned; everything that follows from the records is computed again."""
-        lists = {"records": Record, "failures": Failure, "left_out": LeftOut}
-        return cls(
-            **cls.description(values, lists),
-            settings=RetrievalSettings(**values["settings"]),
-            haystack=dict(values["haystack"]),
+            methods=methods,
         )
 
     def cells_of(self, method: str, condition: str, length: int) -> list[Cell]:

@@ -93,13 +93,12 @@ class Pieces:
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
         """Let the engine compute attention inside a `with` block, where it can: no mask is then a matrix."""
-        with contextlib.ExitStack() as stack:
-            if self.config is not None:
-                register()
-                stack.enter_context(replaced(self.config, IMPLEMENTATION, ENGINE))
-                stack.enter_context(
-                    replaced(masks, "DENSE", 0)
-                )  # of the short texts of a trial too
+        if self.config is None:
+            yield
+            return
+        register()
+        # no dense mask of the short texts of a trial either
+        with replaced(self.config, IMPLEMENTATION, ENGINE), replaced(masks, "DENSE", 0):
             yield
 
     def bounds(self, tokens: int) -> list[tuple[int, int]]:
@@ -260,8 +259,6 @@ def _at_most(tokens: int, requested: int) -> int:
     """Return the requested length, or, for a shorter text, a power of two: many lengths then share few trials."""
     return requested if requested <= tokens else 1 << (tokens.bit_length() - 1)
 
-
-logger = logging.getLogger(__name__)
 
 # The scorer.
 

@@ -245,7 +245,7 @@ class SearchResult(TuningResult):
 
     kind = "search"
     title = "Search, held-out documents"
-    stored = ("steps", "searched")
+    _stored = (*TuningResult._stored, "searched")
 
     steps: Sequence[Step]
     searched: Sequence[int]
@@ -283,18 +283,19 @@ class SearchResult(TuningResult):
             return None
         return None if start.significant and start.ratio > 1 else start
 
-    def _own(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return {
-            "searched": list(self.searched),
-            "best": None if self.best is None else self.best.to_dict(),
+            **super()._values(),
+            "searched": self.searched,
+            "best": self.best,
             "kept": None if self.kept is None else self.kept.label,
-            "steps": [step.to_dict() for step in self.steps],
+            "steps": self.steps,
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SearchResult:
-        steps = list(map(Step.from_dict, values["steps"]))
-        return super().from_dict({**values, "steps": steps})
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        steps = [Step.from_dict(step) for step in values["steps"]]
+        return {**super()._fields_of(values), "steps": steps}
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import (
-    Field,
-    Grid,
-    MethodEntry,
-    failure_field,
-    listed_fields,
-    number,
-    number_range,
-)
+from hf_posenc.evaluation.grid import Field, Grid, MethodEntry, failure_field, number, number_range
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import (
     TRUNCATION,
@@ -48,12 +38,10 @@ from hf_posenc.evaluation.measuring.statistics import (
 )
 from hf_posenc.evaluation.measuring.store import Key, fingerprint_of
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
-from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.result import PerplexityResult, record_of
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import sweep_figure
 from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
 from hf_posenc.evaluation.tuning import Board, Course, Row, Rung, prepared, tried
-from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
 
 if TYPE_CHECKING:
@@ -159,9 +147,8 @@ class TuningResult(PerplexityResult):
     """
 
     version = 2
+    _stored = (*PerplexityResult._stored, "race", "controls", "recipe")
     title: ClassVar[str]
-    stored: ClassVar[Sequence[str]] = ()
-    """Fields of the subclass in the JSON file."""
 
     race: dict[str, Any]
     controls: Sequence[str]
@@ -187,10 +174,6 @@ class TuningResult(PerplexityResult):
     @abc.abstractmethod
     def origin(self) -> tuple[str, str]:
         """Return the source of the recipe, and the measured perplexity of the best method in a sentence."""
-
-    @abc.abstractmethod
-    def _own(self) -> dict[str, Any]:
-        """The values of `to_dict` that only this kind of result has."""
 
     @property
     @abc.abstractmethod
@@ -219,7 +202,7 @@ class TuningResult(PerplexityResult):
         """Return the call of `patch_model` for a method."""
         return Candidate.parse(self.entry(label).spec).call
 
-    def to_dict(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         described = self.described(
             {"protocols": {"tail": self.settings.definition("tail")}},
             source=self.source,
@@ -230,26 +213,12 @@ class TuningResult(PerplexityResult):
             failures=self.failures,
             records=self.records,
         )
-        own: dict[str, Any] = finite(self._own())
-        about = {"race": self.race, "controls": list(self.controls)}
-        return {**described, **about, "comparisons": self.comparisons, **own}
+        about = {"race": self.race, "controls": self.controls, "comparisons": self.comparisons}
+        return {**described, **about}
 
     @classmethod
-    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
-        """Read what `to_dict` returned; everything that follows from the records is computed again."""
-        names = ("race", "controls", "source", "documents", "recipe", *cls.stored)
-        return cls(
-            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
-            settings=Settings(**values["settings"]),
-            records=list(map(record_of, values["records"])),
-            **{name: values[name] for name in names},
-        )
-
-    def files(self) -> dict[str, str]:
-        return super().files() | recipe_file(self.kind, self.recipe)
-
-    def figures(self) -> dict[str, Figure]:
-        return {self.kind: self.plot()}
+    def _fields_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._fields_of({"curve": {"methods": {}}, **values})
 
     def guide(self) -> Iterator[str]:
         return iter(())
@@ -347,13 +316,6 @@ def recipe(
         "description": description,
     }
     return {**patch.config.to_dict(), "recipe": about}
-
-
-def recipe_file(kind: str, recipe: dict[str, Any] | None) -> dict[str, str]:
-    """Return the file of a recipe, formatted as those in the package; none without one."""
-    if recipe is None:
-        return {}
-    return {f"{kind}_recipe.json": json.dumps(recipe, indent=2, allow_nan=False) + "\n"}
 
 
 def _percent(ratio: float | None) -> str:
@@ -463,9 +425,10 @@ class SweepResult(TuningResult):
         near = {row.label: row.ratio for row in racing if row.ratio is not None}
         return sorted(map(self.row, near), key=lambda row: near[row.label])
 
-    def _own(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         return {
-            "rungs": listed_fields(self.rungs),
+            **super()._values(),
+            "rungs": self.rungs,
             "winner": self.winner,
             "undecided": [row.label for row in self.undecided()],
         }
