@@ -169,7 +169,12 @@ def _of_seeds(
     if len(seeds) > 1:
         many += ", a number alone of one seed"
     table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
-    return f"{intro}, {many}.\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group {group}`."
+    numbers = sorted({run["seed"] for row in result["ways"].values() for run in row["runs"]})
+    options = f"--steps {result['steps']} --seeds {','.join(map(str, numbers))}"
+    command = (
+        f"python -m scripts.compare_finetuning --output {group}.json --group {group} {options}"
+    )
+    return f"{intro}, {many}.\n\n{table}\n\n{by}. To measure it again: `{command}`."
 
 
 def _table(scores: PerplexityResult) -> str:
