@@ -169,11 +169,9 @@ def _of_seeds(
     if len(seeds) > 1:
         many += ", a number alone of one seed"
     table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
-    numbers = sorted({run["seed"] for row in result["ways"].values() for run in row["runs"]})
-    options = f"--steps {result['steps']} --seeds {','.join(map(str, numbers))}"
-    command = (
-        f"python -m scripts.compare_finetuning --output {group}.json --group {group} {options}"
-    )
+    numbers = ",".join(sorted({f"{r['seed']}" for w in result["ways"].values() for r in w["runs"]}))
+    options = f"--group {group} --steps {result['steps']} --seeds {numbers}"
+    command = f"python -m scripts.compare_finetuning --output {group}.json {options}"
     return f"{intro}, {many}.\n\n{table}\n\n{by}. To measure it again: `{command}`."
 
 
