@@ -2,7 +2,7 @@
 
     python -m scripts.compare_finetuning --output docs/data/benchmarks/finetuning.json
     python -m scripts.compare_finetuning --output positions.json --group positions --steps 100 --seeds 42,43,44
-    python -m scripts.compare_finetuning --output short.json --group short --steps 60 --seeds 42,43,44
+    python -m scripts.compare_finetuning --output short.json --group short --steps 60 --seeds 42,43
     python -m scripts.compare_finetuning --output conversions.json --group conversions --steps 100 --seeds 42,43,44
 
 Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens

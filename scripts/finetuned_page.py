@@ -169,7 +169,10 @@ def _of_seeds(
     if len(seeds) > 1:
         many += ", a number alone of one seed"
     table, by = markdown_table(header, lines, numeric=True), made_with(result["environment"])
-    return f"{intro}, {many}.\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group {group}`."
+    numbers = ",".join(sorted({f"{r['seed']}" for w in result["ways"].values() for r in w["runs"]}))
+    options = f"--group {group} --steps {result['steps']} --seeds {numbers}"
+    command = f"python -m scripts.compare_finetuning --output {group}.json {options}"
+    return f"{intro}, {many}.\n\n{table}\n\n{by}. To measure it again: `{command}`."
 
 
 def _table(scores: PerplexityResult) -> str:

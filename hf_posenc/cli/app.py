@@ -223,10 +223,8 @@ class Command(TyperCommand):
 # A command whose words `hf_posenc.training` reads; typer shows and completes its options.
 
 ALL = "--help-all"
-EPILOG = (
-    f"{ALL} shows the rest. Every option of transformers' TrainingArguments works too: --gradient_checkpointing, "
-    "--report_to, ..."
-)
+REST = f"{ALL} shows the rest."
+EPILOG = "Every option of transformers' TrainingArguments works too: --gradient_checkpointing, --report_to, ..."
 
 
 def finetune() -> Callable[..., None]:
@@ -266,6 +264,7 @@ class Finetune(TyperCommand):
             rest = {field.name for field, *_ in options.listed() if field.metadata["flag"].rank}
             for each in self.params:
                 vars(each)["hidden"] = ALL not in args and each.name in rest
+            self.epilog = EPILOG if ALL in args else f"{REST} {EPILOG}"
             return super().parse_args(ctx, ["--help"])
         ctx.args = list(args)
         return list(args)

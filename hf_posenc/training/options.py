@@ -268,7 +268,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error of one line, without the hundred options in front of it."""
-        raise PosencError(f"{message}. {HELP}")
+        raise PosencError(f"{message.rstrip('.')}. {HELP}")
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:

@@ -26,6 +26,7 @@ def help_of(option: str) -> dict[str, list[str]]:
     result = invoke("finetune", option, columns=200)
     assert result.exit_code == 0, result.output
     assert "Every option of transformers' TrainingArguments works too" in result.output
+    assert ("--help-all shows the rest" in result.output) == (option == "--help")
     parts = re.split(r"╭─ (.*?) ─+╮", result.output)[1:]
     panels = dict(zip(parts[::2], parts[1::2], strict=True))
     return {name: re.findall(r"^│ (--[\w-]+)", text, re.MULTILINE) for name, text in panels.items()}

@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("--distill", "short", "--block_length", "512"),
         "blocks of 512 tokens are longer than the 256 .* Give --block_length 256",
     ),
-    "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
+    "a block of no tokens": (("--block_length", "0"), r"--block_length.*'0' is no length.*32k\. See"),
     "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
     "no folder": (("--output_dir", ""), "--output_dir is empty"),
     "no rank": (("--train", "lora", "--lora_rank", "0"), "`r` should be a positive integer"),
