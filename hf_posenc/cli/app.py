@@ -224,8 +224,8 @@ class Command(TyperCommand):
 
 ALL = "--help-all"
 EPILOG = (
-    f"{ALL} shows the rest. Every option of transformers' TrainingArguments works too: --gradient_checkpointing, "
-    "--report_to, ..."
+    f"{ALL} shows the rest. Every option of transformers' TrainingArguments works too: --gradient-checkpointing, "
+    "--report-to, ..."
 )
 
 
@@ -269,6 +269,10 @@ class Finetune(TyperCommand):
             return super().parse_args(ctx, ["--help"])
         ctx.args = list(args)
         return list(args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete an option with underscores by that with hyphens."""
+        return super().shell_complete(ctx, incomplete.replace("_", "-"))
 
 
 # The root.
