@@ -72,6 +72,10 @@ def check_source(
     if name and (path.is_dir() or find_gguf(path) is not None):
         return
     below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
+    if path.is_file():
+        raise PosencError(
+            f"{name} is a file, and no GGUF file. Give the {given}'s folder; a text is given as --text {name}."
+        )
     if not name.strip() or path.exists() or below or name == "MODEL":  # as the pages write
         raise PosencError(
             f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name "

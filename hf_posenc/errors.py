@@ -23,11 +23,11 @@ class UntrainedWarning(UserWarning):
     """A method was patched in whose parameters are not trained yet."""
 
 
-def unknown(kind: str, given: object, possible: Iterable[str]) -> PosencError:
-    """Return the error for an unknown name of a kind (`"method"`), with the closest names first."""
+def unknown(kind: str, given: object, possible: Iterable[str], otherwise: str = "") -> PosencError:
+    """Return the error for an unknown name of a kind (`"method"`): the closest names, or if none is close, a hint."""
     names = sorted(possible)
     close = difflib.get_close_matches(str(given), names, n=3)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else otherwise
     listed = ", ".join(repr(name) if "," in name else name for name in names)
     return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {listed}.")
 

@@ -18,7 +18,7 @@ CONVERSIONS = BENCHMARKS / "conversions.json"
 FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
 RECIPES = "hf_posenc/training/recipes"
 COMMANDS = {
-    "finetune": f"hf-posenc finetune --output_dir {RESULT}",
+    "finetune": f"hf-posenc finetune --output-dir {RESULT}",
     "evaluate": f"hf-posenc perplexity {RESULT} --patch none --lengths 256,512,1024,2048 --output {RESULT}-perplexity",
     "transformers4": f"hf-posenc export {RESULT} --to transformers4",
     "vllm": f"hf-posenc export {RESULT} --to vllm",

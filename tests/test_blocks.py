@@ -509,5 +509,5 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "vllm": vllm,
     "hf_posenc.training": train,
     "hf_posenc.evaluation.harness": harness,
-    **dict.fromkeys(("git", "pre-commit", "srun", "scontrol"), nothing),
+    **dict.fromkeys(("curl", "git", "pre-commit", "srun", "scontrol"), nothing),
 }

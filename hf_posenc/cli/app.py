@@ -224,7 +224,7 @@ class Command(TyperCommand):
 
 ALL = "--help-all"
 REST = f"{ALL} shows the rest."
-EPILOG = "Every option of transformers' TrainingArguments works too: --gradient_checkpointing, --report_to, ..."
+EPILOG = "Every option of transformers' TrainingArguments works too: --gradient-checkpointing, --report-to, ..."
 
 
 def finetune() -> Callable[..., None]:
@@ -268,6 +268,10 @@ class Finetune(TyperCommand):
             return super().parse_args(ctx, ["--help"])
         ctx.args = list(args)
         return list(args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete an option with underscores by that with hyphens."""
+        return super().shell_complete(ctx, incomplete.replace("_", "-"))
 
 
 # The root.

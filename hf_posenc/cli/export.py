@@ -91,7 +91,7 @@ def export(options: ExportOptions) -> None:
     if exported.plugin is not None:
         return
     if not exported.possible:
-        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
+        print_error(f"{to} cannot have {name}: {exported.reason}. What it can have: --methods")
         raise typer.Exit(1)
     if options.dry_run:
         return

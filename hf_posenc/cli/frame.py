@@ -303,6 +303,9 @@ class Frame:
         try:
             with self._progress() as progress:
                 result = job.run(self.output, self.shard, progress, waiting)
+        except KeyboardInterrupt:
+            _print_dim("The same command resumes from the records.")
+            raise
         finally:
             RESUMED.reset(token)
         if not left:

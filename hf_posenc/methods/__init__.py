@@ -191,6 +191,12 @@ def register_method(method: type[MethodT]) -> type[MethodT]:
     lacking = [a for a in ("name", "summary", "source", "needs", "seam") if not hasattr(method, a)]
     if lacking:
         raise PosencError(f"{method.__name__} lacks {', '.join(lacking)}: set it in the class.")
+    hints = map(str, inspect.get_annotations(method).values())
+    if "__dataclass_fields__" not in vars(method) and any("ClassVar" not in hint for hint in hints):
+        raise PosencError(
+            f"{method.__name__} is no dataclass, so its fields are no knobs: write @dataclass(frozen=True, "
+            "kw_only=True) below @register_method."
+        )
     names = (method.name, *method.aliases)
     for name in names:
         if not (isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)) or name in _TAKEN:
@@ -236,7 +242,8 @@ def get_method(name: str) -> type[Method]:
         installed = metadata.entry_points(group=_GROUP)
         method = _registered(installed, wanted)
         if method is None:
-            raise unknown("method", name, _available(installed))
+            own = " One of your own needs @register_method, or an entry point of its package."
+            raise unknown("method", name, _available(installed), own)
     return method
 
 

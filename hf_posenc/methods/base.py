@@ -424,11 +424,6 @@ def needs_no_rotation(methods: Iterable[Method | type[Method]]) -> bool:
 
     Args:
         methods: Classes or objects.
-
-    Examples:
-        >>> from hf_posenc.methods import LogN, YaRN, needs_no_rotation
-        >>> needs_no_rotation([LogN]), needs_no_rotation([LogN, YaRN])
-        (True, False)
     """
     return all(method.seam == "query" for method in methods)
 

@@ -32,6 +32,8 @@ def called(method: Method, hook: str, function: Callable[..., Any], *arguments: 
         return function(*arguments)
     except PosencError:
         raise
+    except NotImplementedError as error:
+        raise PosencError(f"{method.name}: {hook} is needed, and not defined.") from error
     except Exception as error:
         raise PosencError(
             f"{method.name}: {hook} raised {type(error).__name__}: {error}"

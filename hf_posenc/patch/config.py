@@ -185,6 +185,8 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     The options are numbers, booleans, `None`, strings, or lists of these in brackets: `"nope:layers=[1,3]"`.
     """
     name, colon, rest = text.partition(":")
+    if re.search(r"[\s(,=]", name.strip()):  # as reports print a patch: yarn(scale=4)
+        raise PosencError(f"{text!r}: options follow a colon, as in yarn:scale=8,beta_fast=16.")
     method = named_method(name.strip())
     options: dict[str, Any] = {}
     for part in (part.strip() for part in _COMMA.split(rest) if colon):

@@ -1,7 +1,7 @@
 """Fine-tune a patched model for a longer context: the command.
 
     hf-posenc finetune                                          # the embedded Llama, minutes on a CPU
-    hf-posenc finetune --model MODEL --patch yarn:scale=16 --text books --score_text held_out
+    hf-posenc finetune --model MODEL --patch yarn:scale=16 --text books --score-text held_out
     accelerate launch --config_file scripts/configs/fsdp2.yaml -m hf_posenc.training ...
 
 Every option of transformers' TrainingArguments works. The same command resumes a stopped or killed run. What it uses of

@@ -337,7 +337,7 @@ def _blocks(
             why = f"{counts.reason}{more}"
         raise PosencError(
             f"No document can be used for training ({why}). A block has {counts.length:,} tokens: give more or longer "
-            "texts, a shorter --block_length, or --positions packed, which puts short documents side by side."
+            "texts, a shorter --block-length, or --positions packed, which puts short documents side by side."
         )
 
 

@@ -243,7 +243,7 @@ class PerplexityCallback(TrainerCallback):
         if "_perplexity_" in metric and trainer.args.greater_is_better:
             raise PosencError(
                 f"metric_for_best_model={metric}: the best perplexity is the lowest, and transformers takes the "
-                "highest of every metric whose name does not end in loss. Add --greater_is_better false."
+                "highest of every metric whose name does not end in loss. Add --greater-is-better false."
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -313,7 +313,7 @@ class StopOnNonFinite(TrainerCallback):
             if value is not None and not math.isfinite(float(value)):
                 raise PosencError(
                     f"The {name} is {float(value)} at step {state.global_step}; nothing was saved from it. Lower "
-                    "--learning_rate or raise --warmup_steps, and inspect the text; the same command resumes."
+                    "--learning-rate or raise --warmup-steps, and inspect the text; the same command resumes."
                 )
 
 

@@ -326,8 +326,8 @@ def resume_point(
     before, others = _read_settings(folder), checkpoints(folder)
     if before is None and others and not fresh:
         raise PosencError(
-            f"{folder} holds {others[-1].name}, and no {SETTINGS} identifies its run. Choose another --output_dir "
-            "(--resume_from_checkpoint can name a checkpoint in this one), or remove them with --fresh."
+            f"{folder} holds {others[-1].name}, and no {SETTINGS} identifies its run. Choose another --output-dir "
+            "(--resume-from-checkpoint can name a checkpoint in this one), or remove them with --fresh."
         )
     clear_partial(folder)
     changed = differences(before["settings"], settings) if before else ["its settings are unknown"]
@@ -340,7 +340,7 @@ def resume_point(
     elif changed and occupied and explicit is None:
         raise PosencError(
             f"{folder} holds a run with other settings: {_list(changed)}. Repeat its command to resume it, choose "
-            "another --output_dir, or begin again in this one with --fresh. With --resume_from_checkpoint CHECKPOINT "
+            "another --output-dir, or begin again in this one with --fresh. With --resume-from-checkpoint CHECKPOINT "
             "it resumes from there, but with other losses than an uninterrupted run."
         )
     named = None if explicit is None else str(explicit)
@@ -349,8 +349,8 @@ def resume_point(
         point = last_complete_checkpoint(folder)
         if point is not None and settings.get("arguments", {}).get("save_only_model"):
             raise PosencError(
-                f"{point} holds no optimizer (--save_only_model), so the run cannot resume from it exactly. Name it in "
-                "--resume_from_checkpoint to resume with a new one, or choose another --output_dir."
+                f"{point} holds no optimizer (--save-only-model), so the run cannot resume from it exactly. Name it in "
+                "--resume-from-checkpoint to resume with a new one, or choose another --output-dir."
             )
     else:
         point = explicit
@@ -362,7 +362,7 @@ def resume_point(
         if explicit.resolve().parent == folder.resolve() and ahead:
             raise PosencError(
                 f"{ahead[-1].name} lies ahead of {explicit.name}, and the run would overwrite it. Give another "
-                f"--output_dir, remove {ahead[-1].name}, or leave --resume_from_checkpoint out to resume from it."
+                f"--output-dir, remove {ahead[-1].name}, or leave --resume-from-checkpoint out to resume from it."
             )
         origin = _read_settings(explicit.parent)
         changed = differences(origin["settings"], settings) if origin else ["they are unknown"]
@@ -399,7 +399,7 @@ def _read_settings(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise PosencError(f"{path} cannot be read: {error}.") from error
     if (values.get("kind"), values.get("format")) != ("training", _FORMAT):
-        raise PosencError(f"{path} is not of this version's training. Choose another --output_dir.")
+        raise PosencError(f"{path} is not of this version's training. Choose another --output-dir.")
     return dict(values)
 
 
@@ -534,7 +534,7 @@ class TrainingFolder:
                 sys.stderr.write(f"Another process trains in {self.path}: waiting for it to end.\n")
         raise PosencError(
             f"Another process still trains in {self.path} after {_PATIENCE:.0f} seconds. Stop it, wait for it, or "
-            "choose another --output_dir."
+            "choose another --output-dir."
         )
 
     def _agree(self, problem: str | None) -> None:
@@ -556,8 +556,8 @@ class TrainingFolder:
         visible = gather(point is None or (point / "trainer_state.json").is_file())
         if not all(visible):
             self._raise_on_all(
-                f"Process {visible.index(False)} does not see {self.checkpoint}. Give an --output_dir that all "
-                "machines share, or --save_on_each_node."
+                f"Process {visible.index(False)} does not see {self.checkpoint}. Give an --output-dir that all "
+                "machines share, or --save-on-each-node."
             )
 
     def _raise_on_all(self, problem: str | None) -> None:

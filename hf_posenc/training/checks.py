@@ -45,11 +45,6 @@ def check_run(
 
     Raises:
         PosencError: With the reason, and an alternative that works.
-
-    Examples:
-        >>> from hf_posenc import patch_model
-        >>> from hf_posenc.training import check_run
-        >>> check_run(patch_model(model, "yarn", scale=4), positions="pose")  # nothing to report
     """
     check_launch(arguments)
     patch = get_patch(model)
@@ -82,7 +77,7 @@ def check_run(
     if arguments.use_liger_kernel and patch is not None and liger.get("rope", True):
         raise PosencError(
             "Liger replaces the rotation by a kernel of its own, for all models of this family in the process. "
-            f"{' + '.join(patch.methods)} would be lost. Pass --liger_kernel_config '{{\"rope\": false}}'."
+            f"{' + '.join(patch.methods)} would be lost. Pass --liger-kernel-config '{{\"rope\": false}}'."
         )
     _check_precision(model, arguments)
     if positions == "packed" and arguments.remove_unused_columns:
@@ -95,7 +90,7 @@ def check_run(
     ):
         raise PosencError(
             "With label_smoothing_factor the Trainer computes another loss, from the logits of the whole batch: the "
-            "loss in chunks would not be used. Leave it, or --loss_chunk, at 0."
+            "loss in chunks would not be used. Leave it, or --loss-chunk, at 0."
         )
 
 
@@ -122,7 +117,7 @@ def _check_parallelism(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
                 f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and "
                 "positions='contiguous', or train without it (FSDP2, ZeRO-3, tensor parallelism, "
-                "--gradient_checkpointing)."
+                "--gradient-checkpointing)."
             )
 
 

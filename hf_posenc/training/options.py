@@ -119,10 +119,10 @@ class DataArguments:
         target_length: Context in tokens, as 32768 or 32k; by default the patch's.
         block_length: Tokens in an example; by default the target length, and the original length where positions are
             drawn.
-        score_text: Documents to score, as --text, or give --score_dataset; by default every tenth document to train
+        score_text: Documents to score, as --text, or give --score-dataset; by default every tenth document to train
             on, from the second on, or the last tenth of a single one: it is not trained on.
         score_dataset: As --dataset, for the held-out documents.
-        score_split: Split of --score_dataset.
+        score_split: Split of --score-dataset.
         score_documents: Number of held-out documents.
         score_lengths: Lengths to score; by default original and target.
         tail_tokens: Tokens scored at the end of a tail window; by default as `hf-posenc perplexity`.
@@ -170,7 +170,7 @@ class RunArguments:
     """Options of transformers that `--help` shows, and what is beside them.
 
     Attributes:
-        max_steps: Optimizer steps; -1: those of --num_train_epochs.
+        max_steps: Optimizer steps; -1: those of --num-train-epochs.
         learning_rate: Peak learning rate.
         bf16: Compute in bfloat16.
         output_dir: Folder of checkpoints, measurements and model.
@@ -236,12 +236,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             given["type"] = _length_of if flag.parse else kind
             given["choices"] = flag.choices or None
         group = groups[str(flag.panel)]
-        group.add_argument(*_spellings(each.name), **given)
+        group.add_argument(*spellings(each.name), **given)
         if each.default is True:
-            group.add_argument(*_spellings(f"no_{each.name}"), action="store_false", dest=each.name)
+            group.add_argument(*spellings(f"no_{each.name}"), action="store_false", dest=each.name)
 
 
-def _spellings(name: str) -> list[str]:
+def spellings(name: str) -> list[str]:
+    """Return an option with underscores, as transformers spells it, and with hyphens, as the other commands do."""
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
@@ -281,8 +282,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     known = parser._option_string_actions
     others = [name for name in _training_arguments() if f"--{name}" not in known]
     for name in others:
-        parser.add_argument(*_spellings(name), nargs="*", help=argparse.SUPPRESS)
-        parser.add_argument(*_spellings(f"no_{name}"), action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument(*spellings(name), nargs="*", help=argparse.SUPPRESS)
+        parser.add_argument(*spellings(f"no_{name}"), action="store_true", help=argparse.SUPPRESS)
     values = parse(parser, words)
     _check_numbers(vars(values))
     _check(values)
@@ -312,7 +313,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         name = word.partition("=")[0]
         names = {action.dest: action.dest for action in parser._actions} | _ELSEWHERE
         close = difflib.get_close_matches(name[2:].replace("-", "_"), names, n=1)
-        meant = "".join(f" Did you mean --{names[each]}?" for each in close)
+        meant = "".join(f" Did you mean {spellings(names[each])[-1]}?" for each in close)
         raise PosencError(f"No such option: {name}.{meant} {HELP}")
     return values
 
@@ -380,32 +381,34 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             if value is None or (name, value) == ("max_steps", -1) or least <= value < limit:
                 continue
             below = "a finite number" if math.isinf(limit) else f"below {limit:g}"
-            raise PosencError(f"--{name} {value:g}: at least {least:g} and {below} is needed.")
+            raise PosencError(
+                f"{spellings(name)[-1]} {value:g}: at least {least:g} and {below} is needed."
+            )
 
 
 def _check(given: argparse.Namespace) -> None:
     """Refuse options that contradict each other, or that nothing would use."""
     kind, weight, unpatched = given.distill, given.distill_weight, (given.patch or "").strip()
-    heavier, drawn = f"--distill_weight {weight or 0:g}", given.positions in DRAWN
+    heavier, drawn = f"--distill-weight {weight or 0:g}", given.positions in DRAWN
     lora = [
-        name
+        f"{spellings(name)[-1]} {getattr(given, name)}"
         for name in ("lora_rank", "lora_alpha", "lora_dropout")
         if given.train != "lora" and getattr(given, name) != getattr(PatchArguments, name)
     ]
     problems = (
-        (lora, f"--{' --'.join(lora)} {getattr(given, lora[0]) if lora else ''} is for --train lora: leave it out"),
+        (lora, f"{' '.join(lora)} is for --train lora: leave it out"),
         (given.positions not in PROMPTED and given.terminal_prompt != PROMPT,
-         f"--terminal_prompt is for --positions {' or '.join(PROMPTED)}"),
+         f"--terminal-prompt is for --positions {' or '.join(PROMPTED)}"),
         (not kind and weight is not None, f"{heavier} is for --distill: leave it out"),
         (not 0 < (1 if weight is None else weight) < math.inf, f"{heavier}: a positive number is needed"),
-        (kind and given.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss_chunk 0 out"),
+        (kind and given.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss-chunk 0 out"),
         (kind == "positions" and not drawn,
          f"--distill positions: --positions {given.positions} draws none: use one of {', '.join(DRAWN)}"),
         (kind == "short" and unpatched.lower() == UNPATCHED,
          "--distill short: without a patch, the model would be its own teacher"),
-        (given.output_dir == "", "--output_dir is empty: give a folder"),
+        (given.output_dir == "", "--output-dir is empty: give a folder"),
         ("checkpoint" in str(given.hub_strategy),
-         "--hub_strategy with checkpoints: only the result is pushed. Leave it out, and push one by hf upload"),
+         "--hub-strategy with checkpoints: only the result is pushed. Leave it out, and push one by hf upload"),
     )  # fmt: skip
     for wrong, problem in problems:
         if wrong:

@@ -71,14 +71,14 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
     ) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
-            "hold the whole model. Leave --use_cpu out; a CPU needs DS_ACCELERATOR=cpu and --ddp_backend gloo."
+            "hold the whole model. Leave --use-cpu out; a CPU needs DS_ACCELERATOR=cpu and --ddp-backend gloo."
         )
     requested = launched_processes()
     if requested > state.num_processes:
         raise PosencError(
             f"{requested} processes were requested, and accelerate connected {state.num_processes}: each would train "
             f"alone. Without a GPU, use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {requested}, or "
-            "ACCELERATE_USE_CPU=true in front; with DeepSpeed, DS_ACCELERATOR=cpu and --ddp_backend gloo."
+            "ACCELERATE_USE_CPU=true in front; with DeepSpeed, DS_ACCELERATOR=cpu and --ddp-backend gloo."
         )
     if kind == "DEEPSPEED":
         _check_deepspeed(arguments)
@@ -140,7 +140,7 @@ def _check_fsdp(arguments: TrainingArguments | None) -> None:
     sharded = "SHARDED" in str(plugin.state_dict_type)
     if sharded and arguments is not None and arguments.save_on_each_node:
         raise PosencError(
-            "--save_on_each_node: a checkpoint in shards is read from one disk by all machines. Give an --output_dir "
+            "--save-on-each-node: a checkpoint in shards is read from one disk by all machines. Give an --output-dir "
             "that they share, or set fsdp_state_dict_type: FULL_STATE_DICT in the launch file."
         )
 

@@ -353,10 +353,10 @@ def upload(repository: str, folder: Path | str) -> str:
 
 
 def create_repository(arguments: TrainingArguments) -> str:
-    """Create the repository of `--push_to_hub` if missing, and return its full name."""
+    """Create the repository of `--push-to-hub` if missing, and return its full name."""
     name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
     api, branch = HfApi(token=arguments.hub_token), arguments.hub_revision
-    with _explained(f"The hub refuses {name}", "Log in (`hf auth login`), or drop --push_to_hub"):
+    with _explained(f"The hub refuses {name}", "Log in (`hf auth login`), or drop --push-to-hub"):
         repo = api.create_repo(name, private=arguments.hub_private_repo, exist_ok=True)
         if branch is not None:
             api.create_branch(repo.repo_id, branch=branch, exist_ok=True)

@@ -53,7 +53,7 @@ class FinetuneArguments(RunArguments, TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
         if self.max_steps == -1 and self.num_train_epochs == 0:
-            raise PosencError("--num_train_epochs 0 gives no step: give more, or --max_steps.")
+            raise PosencError("--num-train-epochs 0 gives no step: give more, or --max-steps.")
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
@@ -81,7 +81,8 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     parser = _Parser(own, add_help=False, allow_abbrev=False, conflict_handler="resolve")
     parser.set_defaults(**options.DEFAULTS)
     for name in (name for name, value in options.DEFAULTS.items() if value is True):
-        parser.add_argument(f"--no_{name}", action="store_false", dest=name, default=True)
+        no = options.spellings(f"no_{name}")
+        parser.add_argument(*no, action="store_false", dest=name, default=True)
     options.add_options(parser)
     values = vars(options.parse(parser, words))
     choice, data = (options.pick(kind, values) for kind in (PatchArguments, DataArguments))
@@ -100,7 +101,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 
 
 def finetune(parsed: Arguments) -> None:
-    """Patch, train, score and save a model; with `--dry_run`, print the cost instead."""
+    """Patch, train, score and save a model; with `--dry-run`, print the cost instead."""
     choice, data, arguments = parsed
     processes.check_launch(arguments)  # fewer processes than requested, sharding that is not done
     if choice.model is None:
@@ -126,7 +127,7 @@ def finetune(parsed: Arguments) -> None:
     if choice.distill == "short" and lengths.block > lengths.original:
         raise PosencError(
             f"--distill short: blocks of {lengths.block:,} tokens are longer than the {lengths.original:,} that the "
-            f"unpatched model was trained on. Give --block_length {lengths.original}, or --positions pose."
+            f"unpatched model was trained on. Give --block-length {lengths.original}, or --positions pose."
         )
     prompt = _prompt_ids(data, tokenizer, lengths.block)
     # transformers' flash attention separates packed documents in batches of one row alone.
@@ -166,8 +167,8 @@ def finetune(parsed: Arguments) -> None:
             )
         except PosencError as error:
             raise PosencError(
-                f"No perplexity can be measured: {error} Give --score_text or --score_dataset, or train with "
-                "--no_score."
+                f"No perplexity can be measured: {error} Give --score-text or --score-dataset, or train with "
+                "--no-score."
             ) from error
         if taken:
             held_out = [document.name for document in scores.documents]
@@ -191,7 +192,7 @@ def finetune(parsed: Arguments) -> None:
     if arguments.dataloader_drop_last and len(blocks) < batch:
         raise PosencError(
             f"The text gives {len(blocks):,} blocks, and a batch over all processes has {batch:,}. Give more text, a "
-            "smaller --block_length or --per_device_train_batch_size, or --dataloader_drop_last false."
+            "smaller --block-length or --per-device-train-batch-size, or --dataloader-drop-last false."
         )
     if arguments.process_index == 0:
         print(blocks.counts.line())
@@ -299,7 +300,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         original = beside.get("original_max_position_embeddings")
         original = original or length_of(model, replaced=bool(replaces))
         if target_length is None or original is None:
-            raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
+            raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target-length.")
         scale = max(1.0, target_length / original)
     method, knobs = candidate.arguments(scale)
     with warnings.catch_warnings():
@@ -334,12 +335,12 @@ def resolve_lengths(
     target = target_length or (None if patch is None else patch.extended_length)
     if target is None:
         why = "there is no patch" if patch is None else f"{patch.method} follows the text"
-        raise PosencError(f"No length to train for, since {why}: give --target_length, in tokens.")
+        raise PosencError(f"No length to train for, since {why}: give --target-length, in tokens.")
     original, drawn = original or target, positions in options.DRAWN
     block = block_length or (min(original, target) if drawn else target)
     if not 1 < block <= target:
         raise PosencError(
-            f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."
+            f"--block-length {block}: an example has from 2 to {target:,} tokens, the target length."
         )
     if curriculum is None:
         return Lengths(original, target, block)
@@ -361,12 +362,12 @@ def _stages(curriculum: str, original: int, target: int, block: int) -> tuple[in
     if stages[0] < block:
         raise PosencError(
             f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
-            f"factor, or give --block_length {max(stages[0], 2)}."
+            f"factor, or give --block-length {max(stages[0], 2)}."
         )
     if stages[-1] < target:
         warnings.warn(
             f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
-            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
+            f"a factor of {target / original:g}, or give --target-length {stages[-1]}.",
             stacklevel=3,
         )
     return stages
@@ -413,7 +414,7 @@ def _prompt_ids(data: DataArguments, tokenizer: Any, block: int) -> list[int]:
     ids = [*map(int, tokenizer(data.terminal_prompt, add_special_tokens=False)["input_ids"])]
     if not 0 < len(ids) <= block - 2:
         raise PosencError(
-            f"--terminal_prompt has {len(ids)} tokens; between 1 and {block - 2:,} fit into a block of {block:,} with "
+            f"--terminal-prompt has {len(ids)} tokens; between 1 and {block - 2:,} fit into a block of {block:,} with "
             "its text."
         )
     return ids

@@ -17,6 +17,13 @@ from hf_posenc.embedded import model_path
 # A command line in a folder with `FOLDERS` and three files, and a part of its error. {model} is a checkpoint's folder.
 WRONG = [
     ("perplexity --patch yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
+    ("perplexity --patch yarn(scale=4)", "options follow a colon, as in yarn:scale=8,beta_fast"),
+    ("perplexity --patch yarn,scale=4", "options follow a colon, as in yarn:scale=8,beta_fast"),
+    ("perplexity --patch 'yarn scale=4'", "options follow a colon, as in yarn:scale=8,beta_fast"),
+    (
+        "perplexity --patch mine",
+        "Unknown method 'mine'. One of your own needs @register_method, or",
+    ),
     ("perplexity {model} --patch yarn:scalle=8", "Unknown option of yarn 'scalle'. Did you mean"),
     ("perplexity {model} --patch yarn:scale=-8", "--patch yarn:scale=-8: yarn: scale is a number"),
     ("perplexity --patch longrope", "--patch longrope: longrope needs short_factor"),
@@ -39,6 +46,10 @@ WRONG = [
     ("perplexity --longppl ./nowhere", "There is no model folder ./nowhere"),
     ("perplexity --bos maybe", "Unknown value of --bos 'maybe'. Available: always, auto, never."),
     ("perplexity ./nowhere", "There is no model folder ./nowhere"),
+    (
+        "perplexity empty.txt",
+        "empty.txt is a file, and no GGUF file. Give the model's folder; a text",
+    ),
     ("perplexity ./other", "has no config.json (it has notes.txt)"),
     (
         "perplexity ./bare",
@@ -89,8 +100,8 @@ WRONG = [
     ("selftest --device cudaa", "The device 'cudaa' cannot be used"),
     ("selftest nowhere/file.json", "cannot be written: give a file in a folder that exists."),
     ("finetune --methd yarn", "No such option: --methd. Did you mean --patch?"),
-    ("finetune --max_stepz 3", "No such option: --max_stepz. Did you mean --max_steps?"),
-    ("finetune --gradient_acumulation_steps 3", "Did you mean --gradient_accumulation_steps?"),
+    ("finetune --max_stepz 3", "No such option: --max_stepz. Did you mean --max-steps?"),
+    ("finetune --gradient_acumulation_steps 3", "Did you mean --gradient-accumulation-steps?"),
     ("finetune --patch yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
     ("finetune --model ./nowhere", "There is no model folder ./nowhere"),
     ("finetune --model ./damaged --patch none", "model.safetensors is damaged or incomplete"),
@@ -99,12 +110,12 @@ WRONG = [
     ("finetune --max_steps 1.5", "argument --max_steps/--max-steps: invalid int value: '1.5'"),
     (
         "finetune --learning_rate=-1",
-        "--learning_rate -1: at least 0 and a finite number is needed.",
+        "--learning-rate -1: at least 0 and a finite number is needed.",
     ),
     ("finetune --seed=-1", "--seed -1: at least 0"),
     ("finetune --target_length 4x", "'4x' is no length"),
     ("finetune --positions pos", "argument --positions: invalid choice: 'pos'"),
-    ("finetune --lora_rank 4", "--lora_rank 4 is for --train lora: leave it out."),
+    ("finetune --lora_rank 4", "--lora-rank 4 is for --train lora: leave it out."),
     ("export ./nowhere --to vllm", "There is no model folder ./nowhere"),
     ("export {model} --to vlm", "Unknown value of --to 'vlm'. Did you mean 'vllm'?"),
     ("export {model} --to vllm --patch yarm", "Unknown method 'yarm'"),
@@ -152,7 +163,9 @@ COMPLETED = [
     ("hf-posenc perplexity --preset lm", {"lm-eval"}),
     ("hf-posenc perplexity --dtype bf", {"bfloat16"}),
     ("hf-posenc finetune --pos", {"--positions"}),
+    ("hf-posenc finetune --output_", {"--output-dir"}),
     ("hf-posenc finetune --lora_rank 4 --positions po", {"pose"}),
+    ("hf-posenc finetune --lora-rank 4 --positions po", {"pose"}),
     ("hf-posenc finetune --patch rer", {"rerope"}),
 ]
 

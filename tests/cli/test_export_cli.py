@@ -76,6 +76,7 @@ def test_what_cannot_be_is_status_1_and_one_line(model: Path, tmp_path: Path) ->
     )
     assert result.exit_code == 1
     assert "rerope changes attention" in result.stderr
+    assert result.stderr.endswith("What it can have: --methods\n")
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
 

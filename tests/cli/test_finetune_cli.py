@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_posenc.training import TrainingLog, options
 from hf_posenc.training.result import print_next
+from hf_posenc.training.train import parse_arguments
 from tests.support.commands import invoke
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -52,6 +53,37 @@ def test_the_names_of_transformers_options_are_all_known() -> None:
     assert set(options.DEFAULTS) <= names
     (recipe,) = (text for field, _, text in options.listed() if field.name == "recipe")
     assert all(name in recipe for name in options.recipes())
+
+
+def test_every_option_is_read_with_hyphens_and_with_underscores(tmp_path: Path) -> None:
+    given = {
+        "output_dir": str(tmp_path),
+        "max_steps": "3",
+        "score_lengths": "64",
+        "weight_decay": "0.1",
+        "no_dataloader_drop_last": None,
+        "no_include_num_input_tokens_seen": None,
+        "no_score": None,
+        "use_cpu": None,
+    }
+    one, other = (
+        parse_arguments(
+            [
+                word
+                for name, value in given.items()
+                for word in (f"--{name.replace('_', mark)}", value)
+                if word is not None
+            ]
+        )
+        for mark in "_-"
+    )
+    assert one[:2] == other[:2]
+    assert asdict(one[2]) == asdict(other[2])
+    assert not other[2].dataloader_drop_last
+    parser = options.Parser()
+    options.add_options(parser)
+    names = {name for name in parser._option_string_actions if name.startswith("--")}
+    assert {name[:2] + name[2:].replace("_", "-") for name in names} <= names
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ WRONG: dict[type[Method], list[tuple[str, Any, str]]] = {
         ("key_position", raising, "my mistake"),
         ("bands", returning(()), "returned ()"),
         ("bands", returning((ALL, ALL)), "bands of which a pair is in one at most"),
+        ("key_position", RotaryBands.key_position, "key_position of band 1 is needed, and not"),
         ("near_window", raising, "bands raised RuntimeError: my mistake"),
     ],
     GrowingBands: [

@@ -664,6 +664,11 @@ class TestMethodsOfOnesOwn:
         assert "half" not in methods._OWN
 
     def test_only_complete_classes_are_registered(self, halved: Any) -> None:
+        class Bare(halved):  # type: ignore[misc]
+            power: float = 0.5
+
+        with pytest.raises(PosencError, match="Bare is no dataclass"):
+            register_method(Bare)
         del halved.needs
         with pytest.raises(PosencError, match="Halved lacks needs"):
             register_method(halved)

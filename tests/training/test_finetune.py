@@ -208,10 +208,10 @@ def test_the_best_model_is_shown_as_what_it_is(
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no patch": (("--model", str(model_path())), "carries no patch: give --patch"),
-    "no length": (("--patch", "none"), "give --target_length"),
+    "no length": (("--patch", "none"), "give --target-length"),
     "no scale": (("--patch", "yarn"), "give a scale"),
     "nothing to train": (("--patch", "truncation"), "truncation"),
-    "an option of another program": (("--batch-size", "3"), "Did you mean --per_device_train_batch_size"),
+    "an option of another program": (("--batch-size", "3"), "Did you mean --per-device-train-batch-size"),
     "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option. A model is given as --model"),
     "a column of a text": (("--text", __file__, "--column", "body"), "nothing here would use it"),
     "a checkpoint to push": (("--hub_strategy", "all_checkpoints"), "only the result is pushed"),
@@ -224,32 +224,32 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a prompt for other positions": (("--terminal_prompt", "Now:"), "for --positions endprompt or endprompt_random"),
     "a prompt of no tokens": (
         ("--positions", "endprompt", "--terminal_prompt", ""),
-        "--terminal_prompt has 0 tokens; between 1 and 62 fit into a block of 64",
+        "--terminal-prompt has 0 tokens; between 1 and 62 fit into a block of 64",
     ),
-    "a weight of nothing": (("--distill_weight", "2"), "--distill_weight 2 is for --distill"),
-    "a weight below zero": (("--distill", "short", "--distill_weight=-1"), "--distill_weight -1: a positive number"),
-    "a distillation of whole logits": (("--distill", "short", "--loss_chunk", "0"), "leave --loss_chunk 0 out"),
+    "a weight of nothing": (("--distill_weight", "2"), "--distill-weight 2 is for --distill"),
+    "a weight below zero": (("--distill", "short", "--distill_weight=-1"), "--distill-weight -1: a positive number"),
+    "a distillation of whole logits": (("--distill", "short", "--loss_chunk", "0"), "leave --loss-chunk 0 out"),
     "a view of the same positions": (("--distill", "positions"), "--positions contiguous draws none: use one of pose"),
     "a model that is its own teacher": (("--distill", "short", "--patch", "none"), "would be its own teacher"),
     "a teacher beyond its length": (
         ("--distill", "short", "--block_length", "512"),
-        "blocks of 512 tokens are longer than the 256 .* Give --block_length 256",
+        "blocks of 512 tokens are longer than the 256 .* Give --block-length 256",
     ),
-    "a block of no tokens": (("--block_length", "0"), r"--block_length.*'0' is no length.*32k\. See"),
+    "a block of no tokens": (("--block_length", "0"), r"--block-length.*'0' is no length.*32k\. See"),
     "no documents": (("--documents", "0"), "limit is a whole number of at least 1, not 0"),
-    "no folder": (("--output_dir", ""), "--output_dir is empty"),
+    "no folder": (("--output_dir", ""), "--output-dir is empty"),
     "no rank": (("--train", "lora", "--lora_rank", "0"), "`r` should be a positive integer"),
     "no probability": (("--train", "lora", "--lora_dropout", "2"), "dropout probability has to be between 0 and 1"),
-    "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
+    "no examples": (("--per_device_train_batch_size", "0"), "batch-size 0: at least 1"),
     "half precision on a CPU": (("--fp16",), "fp16 on a CPU computes in float32 silently"),
     "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
     "an optimizer by its full name": (("--optim", "adamw_bnb_8bit"), "install `bitsandbytes`"),
-    "a beta of 1": (("--adam_beta1", "1"), "--adam_beta1 1: at least 0 and below 1"),
-    "clipping at no number": (("--max_grad_norm", "nan"), "--max_grad_norm nan: at least 0 and a finite"),
-    "a rate that is no number": (("--learning_rate", "nan"), "--learning_rate nan"),
-    "a warmup below zero": (("--warmup_steps", "-1"), "--warmup_steps -1: at least 0"),
-    "no epochs": (("--max_steps", "-1", "--num_train_epochs", "0"), "num_train_epochs 0 gives no step"),
-    "smoothing above 1": (("--label_smoothing_factor", "1.5"), "--label_smoothing_factor 1.5"),
+    "a beta of 1": (("--adam_beta1", "1"), "--adam-beta1 1: at least 0 and below 1"),
+    "clipping at no number": (("--max_grad_norm", "nan"), "--max-grad-norm nan: at least 0 and a finite"),
+    "a rate that is no number": (("--learning_rate", "nan"), "--learning-rate nan"),
+    "a warmup below zero": (("--warmup_steps", "-1"), "--warmup-steps -1: at least 0"),
+    "no epochs": (("--max_steps", "-1", "--num_train_epochs", "0"), "num-train-epochs 0 gives no step"),
+    "smoothing above 1": (("--label_smoothing_factor", "1.5"), "--label-smoothing-factor 1.5"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "comet"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
@@ -283,7 +283,7 @@ def test_what_is_scored_is_held_out_of_the_texts(
 
 def test_a_run_that_cannot_score_is_refused_early(tmp_path: Path, texts: dict[str, Path]) -> None:
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
-    with pytest.raises(PosencError, match=r"last tenth: too short.*--score_text.*--no_score"):
+    with pytest.raises(PosencError, match=r"last tenth: too short.*--score-text.*--no-score"):
         finetune(parse_arguments([*given, "--score_lengths", "16k"]))
     assert not list(tmp_path.rglob("blocks"))
 

@@ -201,15 +201,6 @@ def load_documents(
 
     Raises:
         PosencError: No document is usable.
-
-    Examples:
-        >>> from hf_posenc.evaluation.documents import Document, load_documents
-        >>> source = [Document(f"text {index}", text) for index, text in enumerate((*texts, "short"))]
-        >>> usable, skipped = load_documents(source, tokenizer, min_tokens=256, max_tokens=300)
-        >>> [len(document.ids) for document in usable]
-        [300, 300]
-        >>> skipped[0].name
-        'text 2'
     """
     usable: dict[str, TokenizedDocument] = {}  # by name
     skipped: list[Skipped] = []
@@ -320,11 +311,6 @@ def tokenize(
 
     Raises:
         PosencError: The text is blank, or cannot be read or tokenized.
-
-    Examples:
-        >>> from hf_posenc.evaluation.documents import Document, tokenize
-        >>> tokenize(Document("text", texts[0]), tokenizer, max_tokens=8).ids.shape
-        torch.Size([8])
     """
     import torch
 

@@ -310,13 +310,13 @@ class ExtendJob(Rung[ExtendResult]):
         specs = {candidate.label: candidate.spec for candidate in self.methods(TABLE)}
         spec = specs[tables[0]] if tables else f"yarn:target_length={self.settings.lengths[1]}"
         target = str(self.settings.lengths[1])
-        command = ["hf-posenc", "finetune", "--patch", spec, "--target_length", target]
+        command = ["hf-posenc", "finetune", "--patch", spec, "--target-length", target]
         if name := _argument(self.whole.model, self.name):
             command += ["--model", name]
         source = self.whole.metadata["source"]
         default = Source().about["kind"]  # held out from the training's default text
         if source["kind"] != default:
-            command += ["--text", "YOUR_TRAINING_TEXT", "--score_text"]
+            command += ["--text", "YOUR_TRAINING_TEXT", "--score-text"]
             command += source.get("paths") or ["OTHER_TEXT"]
         return shlex.join(command)
 

@@ -29,7 +29,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring import reason_of, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, position_limit
-from hf_posenc.evaluation.scoring.estimate import forward_flops, read_shape
+from hf_posenc.evaluation.scoring.estimate import ModelShape, forward_flops, read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model.weights import execution_device
 
@@ -78,6 +78,10 @@ class Item:
         """The candidate's label."""
         return "" if self.candidate is None else self.candidate.label
 
+    def operations(self, shape: ModelShape) -> float:
+        """Return the operations of its forwards over `cost` tokens, each of `length`."""
+        return self.cost / self.length * forward_flops(shape, self.length, 1)
+
 
 ItemT = TypeVar("ItemT", bound=Item)
 ResultT = TypeVar("ResultT")
@@ -121,10 +125,7 @@ class Measurement(Generic[ItemT, ResultT]):
             shape = read_shape(self.model)
         except (PosencError, AttributeError, TypeError):
             return {item.key: item.cost for item in items}
-        return {
-            item.key: round(item.cost / item.length * forward_flops(shape, item.length, 1))
-            for item in items
-        }
+        return {item.key: round(item.operations(shape)) for item in items}
 
     @property
     def decisive(self) -> Mapping[str, Any]:

@@ -283,7 +283,7 @@ class PerplexityResult(MethodsResult[Cell]):
         trained = ", the length it was trained at" if length == self.original else ""
         saved = (
             "the model as saved, with its patch,"
-            if self.model.get("patch")
+            if self.model.get("patch") and "stages" not in self.source
             else "the unpatched model"
         )
         baseline = saved if self._baseline == UNPATCHED else self._baseline

@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -55,6 +56,7 @@ from hf_posenc.evaluation.perplexity.protocols import (
 )
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.estimate import ModelShape, forward_flops
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.model.context import length_of
 from hf_posenc.patch.patching import get_patch
@@ -217,6 +219,11 @@ class Item(machine.Item):
     lengths: tuple[int, ...]
     document: str
     windows: tuple[Window, ...]
+
+    def operations(self, shape: ModelShape) -> float:
+        """Return the operations of its windows: those of truncation are shorter than its lengths."""
+        counts = Counter((w.forwarded, w.tokens - w.first_scored) for w in self.windows)
+        return sum(count * forward_flops(shape, *sizes) for sizes, count in counts.items())
 
 
 NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)

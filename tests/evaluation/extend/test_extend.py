@@ -606,7 +606,7 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
     text = " ".join(ran.output.split())
     assert "Do not extend to 512 tokens: " in text
     assert "or fine-tune: hf-posenc finetune" in text
-    assert f"--model {folder} --text YOUR_TRAINING_TEXT --score_text {tmp_path}" in text
+    assert f"--model {folder} --text YOUR_TRAINING_TEXT --score-text {tmp_path}" in text
     assert (out / "report.html").is_file()
     refused = invoke("extend", folder, "--target-length", "32")
     assert refused.exit_code == 2

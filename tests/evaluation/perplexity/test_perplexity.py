@@ -26,7 +26,13 @@ from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.perplexity.run import Evaluator, evaluator_of, key_tokens, prepare
+from hf_posenc.evaluation.perplexity.run import (
+    Evaluator,
+    PerplexityRun,
+    evaluator_of,
+    key_tokens,
+    prepare,
+)
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.methods import LogN, PositionInterpolation
@@ -266,6 +272,20 @@ def test_progress_counts_the_operations_of_the_run(
     assert done == sorted(done)
     assert {call[2] for call in calls} == {done[-1]}
     assert list(dict.fromkeys(label for label, *_ in calls)) == labels
+
+
+def test_the_operations_of_a_method_are_those_of_the_windows_that_it_reads() -> None:
+    """The time left follows from them: at 4 times its length, truncation reads no text of that length."""
+
+    def work(spec: str, *lengths: int) -> int:
+        model = tiny()
+        (candidate,) = checked_candidates(model, [spec])[0]
+        settings = Settings(lengths=lengths, protocols=("tail",), tail_tokens=16)
+        measurement = PerplexityRun(model, DOCUMENTS[:1], [candidate], settings)
+        return sum(measurement.work(measurement.items).values())
+
+    assert work("truncation", 256) == work("none", 64) < work("none", 256) / 4
+    assert work("none", 64, 256) == pytest.approx(work("none", 64) + work("none", 256), abs=2)
 
 
 def test_truncation_takes_the_original_length_that_is_given() -> None:

@@ -259,6 +259,8 @@ def test_notes_and_guide() -> None:
     assert "tail scores the same tokens" in protocol
     saved = dataclasses.replace(example(CURVES), model={"patch": {"method": "yarn"}})
     assert next(saved.guide()).startswith("Baseline: the model as saved, with its patch, at 256")
+    trained = dataclasses.replace(saved, source={"stages": []})  # `none` was measured without it
+    assert next(trained.guide()).startswith("Baseline: the unpatched model at 256")
 
 
 def test_csv_has_a_row_for_every_cell() -> None:
