@@ -15,7 +15,6 @@ import pandas
 from hf_posenc.evaluation.grid import number, percent_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.page import perplexity_verdict
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.retrieval.result import RetrievalResult, mcnemar
 from hf_posenc.training.result import TrainingLog
@@ -53,7 +52,7 @@ def added(kind: str, texts: str = "") -> str:
         if result is not None and kind == "retrieval":
             parts.append(answers(name))
         elif result is not None:
-            verdicts = (f"- {perplexity_verdict(result, p)}" for p in result.settings.protocols)
+            verdicts = (f"- {result.verdict_of(p)}" for p in result.settings.protocols)
             parts += [perplexities(name), "\n".join(verdicts)]
     return "\n\n".join(parts) or "None so far."
 

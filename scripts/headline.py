@@ -12,7 +12,6 @@ import pandas
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import markdown_table, number, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
-from hf_posenc.evaluation.page import perplexity_verdict
 from scripts import evidence_page, results
 from scripts.method_pages import expressed
 from scripts.results import DATA, DEMO, REAL_MODEL, at, perplexity, read, retrieval, summary, table
@@ -120,9 +119,7 @@ def evidence() -> str:
 def verdicts() -> str:
     """Return what the added results of code and of books say over whole texts."""
     kinds = (("New code", CODE), ("Novels", BOOKS))
-    return "\n".join(
-        f"- {kind}: {perplexity_verdict(perplexity(file), 'prefix')}" for kind, file in kinds
-    )
+    return "\n".join(f"- {kind}: {perplexity(file).verdict_of('prefix')}" for kind, file in kinds)
 
 
 # docs/recommend.md and docs/extend.md

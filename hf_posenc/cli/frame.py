@@ -364,8 +364,8 @@ class Frame:
         where = f"on {model['device']}, {model['attention']} attention"
         print_items("")
         print_heading(str(model["name"]), f"{model['class']}, {size} {where}\n")
-        guide = list(result.guide())
-        print_items(*result.tables(), *result.notes(), *(["", *guide] if guide else []), "")
+        blocks = [*result.tables(), *result.notes()], list(result.guide()), list(result.findings())
+        print_items(*(line for block in blocks if block for line in (*block, "")))
         print_note(f"Wrote {', '.join(names)} to {self.output}")
         if kept is not None:
             print_note(f"The {result.kind}.json of another run, which was there, is kept in {kept}")

@@ -131,6 +131,11 @@ class BenchResult(Result):
         if self.retrieval is not None:
             yield from self.retrieval.guide()
 
+    def findings(self) -> Iterator[str]:
+        yield from self.perplexity.findings()
+        if self.retrieval is not None:
+            yield from self.retrieval.findings()
+
     def problems(self) -> Iterator[str]:
         return (problem for part in self._measured for problem in part.problems())
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from hf_posenc.errors import naming_extras
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate
 from hf_posenc.evaluation.scoring import OUT_OF_MEMORY
 from hf_posenc.files import finite, to_csv, to_json, write_atomically
 
@@ -355,6 +355,10 @@ class Result(abc.ABC):
         """Yield how the numbers are to be read."""
         return iter(())
 
+    def findings(self) -> Iterator[str]:
+        """Yield what was found, a sentence for each question: the best method against the control."""
+        return iter(())
+
     def problems(self) -> Iterator[str]:
         """Yield one line for everything that has no number; a run with any of them has failed."""
         return iter(())
@@ -496,6 +500,15 @@ class MethodsResult(Result, Generic[CellT]):
     command: str | None = None
     fingerprint: str | None = None
     cells: list[CellT] = default(init=False)
+
+    def control(self, labels: Sequence[str] = ()) -> tuple[str, list[str]]:
+        """Return truncation, else the baseline, and the methods compared to it, of these labels if any."""
+        methods = {e.label: e.method for e in self.candidates if not labels or e.label in labels}
+        control = next(
+            (n for n, name in methods.items() if name == TRUNCATION), next(iter(methods))
+        )
+        rivals = [n for n, name in methods.items() if name not in (None, TRUNCATION)]
+        return control, [label for label in rivals if label != control]
 
     def cell(self, method: str, condition: str, length: int) -> CellT | None:
         """Return the number of a method under a condition at a length; `None` where it could not be measured."""

@@ -260,6 +260,9 @@ def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> N
         "Wrote bench.json, bench.csv, table.md, retrieval.csv",
     ):
         assert shown in result.output
+    _, end = " ".join(result.output.split()).split("seen the needle.")
+    for question in ("prefix, 512 tokens", "tail, 512 tokens", "512 tokens"):
+        assert f"{question}, truncation as the control" in end  # its findings are the last lines
 
 
 def test_what_it_will_cost(model: Path, texts: Path, tmp_path: Path) -> None:

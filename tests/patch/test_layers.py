@@ -220,7 +220,8 @@ def test_a_choice_of_layers_for_a_table_that_others_share(tmp_path: Path) -> Non
     patch_model(one, "yarn", scale=4, layers=[1], original_max_position_embeddings=ORIGINAL)
     patch_model(two, {1: YaRN(scale=4)}, original_max_position_embeddings=ORIGINAL)
     save_patch(one, tmp_path)
-    for other in (two, load_patch(build(), tmp_path)):
+    loaded: Any = load_patch(build(), tmp_path)
+    for other in (two, loaded):
         assert torch.equal(zoo.logits(one, IDS), zoo.logits(other, IDS))
     assert_close(zoo.logits(one, IDS), reference(one, {1: Case("yarn", table=YARN4)}, IDS))
 

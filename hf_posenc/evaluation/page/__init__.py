@@ -8,11 +8,9 @@ the difference is significant.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +23,10 @@ from hf_posenc import evaluation
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid, Result, number
-from hf_posenc.evaluation.measuring import statistics
-from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.identity import version_of
 from hf_posenc.evaluation.measuring.statistics import TOO_FEW, VERDICTS, Cell
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.result import PerplexityResult, ratio_text
 from hf_posenc.evaluation.plots import available
-from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,7 +186,7 @@ def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
 
 def _section(source: Source, figures: bool) -> Section:
     result, kind, key = source.result, source.kind, f"{source.kind}-{source.number}"
-    title, verdicts, notes = kind.capitalize(), list[str](), list(result.notes())
+    title, verdicts, notes = kind.capitalize(), list(result.findings()), list(result.notes())
     parts = list[Part]()
     if kind not in ("perplexity", "bench"):
         drawn = result.figures().items() if figures and kind in CAPTIONS else ()
@@ -206,16 +201,17 @@ def _section(source: Source, figures: bool) -> Section:
         ]
         notes = [*demands, *(note for note in notes if note not in verdicts)]
     elif kind == "perplexity":
-        verdicts = [perplexity_verdict(result, name) for name in result.conditions]
+        verdicts = verdicts or ["no method has a number to compare."]
         for name, grid in zip(result.conditions, result.tables(), strict=True):
             curves = list(_figures(result, name, f"{key}-{name}")) if figures else []
             parts.append(Part([grid, *_ratios(result, name)], curves, name))
         notes += result.guide()
     elif kind == "retrieval":
-        verdicts = [retrieval_verdict(result)]
+        verdicts = verdicts or ["no method has answers to compare."]
         notes += result.guide()
     elif kind == "bench":
-        title, notes = f"Benchmark, suite {result.suite}", list(result.remarks)
+        title, verdicts = f"Benchmark, suite {result.suite}", []
+        notes = list(result.remarks)
         if result.speed is not None:  # its other parts have sections of their own
             parts, notes = [Part(result.speed.tables())], [*notes, *result.speed.notes()]
     elif kind == "gpu":
@@ -244,7 +240,7 @@ def _ratios(result: PerplexityResult, protocol: str) -> Iterator[Grid]:
     lengths, labels = result.settings.lengths, [entry.label for entry in result.candidates]
     if len(labels) < 2:
         return
-    base, control, last = labels[0], control_of(result)[0], lengths[-1]
+    base, control, last = labels[0], result.control()[0], lengths[-1]
     short = [length for length in lengths if result.original and length <= result.original]
     grid = Grid(
         f"Ratios, {protocol}",
@@ -266,7 +262,7 @@ def _ratios(result: PerplexityResult, protocol: str) -> Iterator[Grid]:
         fields = [_ratio(cell, "baseline" * (label == base)) for cell in cells]
         for other in others:
             itself = "control" * (other == (label, last))
-            fields.append(_ratio(against(result, protocol, (label, last), other), itself))
+            fields.append(_ratio(result.against(protocol, (label, last), other), itself))
         grid.row(label, *fields)
     yield grid
 
@@ -307,119 +303,6 @@ def _figures(result: PerplexityResult, protocol: str, key: str) -> Iterator[Draw
             f"{curve['edges'][-1]:,} tokens. Past the dashed line texts are longer than those of the training."
         )
         yield _drawn(plots.position_figure(result), f"{key}-position", caption)
-
-
-# Verdicts.
-
-
-def against(
-    result: PerplexityResult, protocol: str, line: tuple[str, int], other: tuple[str, int]
-) -> statistics.Cell | None:
-    """Return the number of a method at a length, with its paired ratio to another's; `None` if one is missing.
-
-    All methods but one are compared: their intervals hold together in 95 % of samples. Both have read the same
-    documents, and under `tail` the same targets at any length.
-    """
-    records = [
-        dataclasses.replace(record, method=name, length=0)
-        for name, key in (("", other), ("line", line))
-        for record in result.records
-        if (record.method, record.length, record.protocol) == (*key, protocol)
-    ]
-    cells = statistics.summarize(
-        records,
-        aggregate=result.settings.aggregate,
-        base=result.settings.base,
-        baseline="",
-        comparisons=len(result.candidates) - 1,
-    )
-    cell = next((cell for cell in cells if cell.method), None)
-    return None if cell is None or cell.ratio is None or not math.isfinite(cell.ratio) else cell
-
-
-def control_of(result: Any, labels: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Return truncation, else the baseline, and the methods compared to it, of these labels if any."""
-    methods = {e.label: e.method for e in result.candidates if not labels or e.label in labels}
-    control = next((n for n, name in methods.items() if name == TRUNCATION), next(iter(methods)))
-    rivals = [n for n, name in methods.items() if name not in (None, TRUNCATION)]
-    return control, [label for label in rivals if label != control]
-
-
-def ratio_text(value: float) -> str:
-    """Format a ratio with enough digits to distinguish it from 1, unless the difference is rounding."""
-    if not 0.9 < value < 1.1 or abs(value - 1) < statistics.ROUNDING:
-        return number(value, 3)
-    texts = [f"{value:.{digits}f}" for digits in (3, 4)]
-    return next((text for text in texts if float(text) != 1), texts[-1])
-
-
-def perplexity_verdict(result: PerplexityResult, protocol: str) -> str:
-    """Compare the best method to the control, at the longest length."""
-    length, documents = result.settings.lengths[-1], len(result.documents)
-    control, rivals = control_of(result)
-    where = f"{protocol}, {length:,} tokens, {control} as the control, {documents} documents"
-    compared = {
-        label: cell
-        for label in rivals
-        if (cell := against(result, protocol, (label, length), (control, length)))
-    }
-    if not compared:
-        return f"{where}: no method has a number to compare."
-    ranked = sorted(compared, key=lambda label: compared[label].ratio or 0)
-    better = [label for label in ranked if compared[label].differs < 0]
-    best, *others = better or ranked[:1]
-    cell = compared[best]
-    interval = f" ({'-'.join(map(ratio_text, cell.ratio_interval))})" if cell.ratio_interval else ""
-    verdict = f"significantly {statistics.VERDICTS[cell.differs]}"
-    if not cell.differs:
-        few = cell.ratio_interval is None
-        needs = statistics.NEEDED.format(cell.needed or 0)
-        verdict = (
-            "too few documents for a verdict" if few else f"not significantly different ({needs})"
-        )
-    none = "" if better else "no method is significantly better; "
-    also = f"; significantly better too: {', '.join(others)}" if others else ""
-    patched = any(entry.label == control and entry.method for entry in result.candidates)
-    broken = not patched and result.original and length > result.original
-    advice = ". An unpatched model breaks down: add truncation" if broken else ""
-    return (
-        f"{where}: {none}{best} has {ratio_text(cell.ratio or 0)}{interval} times the control's perplexity, "
-        f"{verdict}{also}{advice}."
-    )
-
-
-def retrieval_verdict(result: RetrievalResult) -> str:
-    """Compare the method that finds most to the control, at the longest length, by McNemar's exact test.
-
-    Its p is multiplied by the number of methods of which it is the best (Bonferroni).
-    """
-    length = result.settings.lengths[-1]
-    answers: dict[str, dict[Any, Record]] = {}
-    for record in (record for record in result.records if record.length == length):
-        prompt = record.task, record.depth, record.sample
-        answers.setdefault(record.method, {})[prompt] = record
-    control, rivals = control_of(result, list(answers)) if answers else ("", [])
-    if not rivals:
-        return f"{length:,} tokens: no method has answers to compare."
-    ranked = not any(record.correct for own in answers.values() for record in own.values())
-    hits = {
-        label: {prompt for prompt, r in own.items() if (r.rank == 1 if ranked else r.correct)}
-        for label, own in answers.items()
-    }
-    best = max(rivals, key=lambda label: len(hits[label] & answers[control].keys()))
-    both = answers[best].keys() & answers[control].keys()
-    found, base = hits[best] & both, hits[control] & both
-    won, lost = len(found - base), len(base - found)
-    chance = min(1.0, len(rivals) * mcnemar(won, lost))
-    side = (won > lost) - (won < lost) if chance < 0.05 else 0
-    word = {1: "significantly better", 0: "not significantly different", -1: "significantly worse"}
-    none = "" if side > 0 else "no method is significantly better; "
-    verb = "ranks the answer first in" if ranked else "answers"
-    times = f", times {len(rivals)} methods" if len(rivals) > 1 else ""
-    return (
-        f"{length:,} tokens, {control} as the control, {len(both)} prompts: {none}{best} {verb} {len(found)}, "
-        f"{control} {len(base)}; {word[side]} (exact McNemar test{times}, p = {chance:.2g})."
-    )
 
 
 # Figures: SVG whose text stays text. The page's style sheet replaces the colours, except those of a heat map.

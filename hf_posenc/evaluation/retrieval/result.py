@@ -20,6 +20,7 @@ from hf_posenc.evaluation.grid import (
     percent,
     percent_range,
 )
+from hf_posenc.evaluation.measuring.statistics import VERDICTS
 from hf_posenc.evaluation.plots import heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 
@@ -434,6 +435,39 @@ class RetrievalResult(MethodsResult[Cell]):
             needed = [entry.needed for entry in self.left_out if entry.task == task]
             if needed:
                 yield f"-: {task} needs at least {max(needed):,} tokens with this tokenizer."
+
+    def findings(self) -> Iterator[str]:
+        """Compare the method that finds most to the control, at the longest length, by McNemar's exact test.
+
+        Its p is multiplied by the number of methods of which it is the best (Bonferroni).
+        """
+        length = self.settings.lengths[-1]
+        answers: dict[str, dict[Any, Record]] = {}
+        for record in (record for record in self.records if record.length == length):
+            prompt = record.task, record.depth, record.sample
+            answers.setdefault(record.method, {})[prompt] = record
+        control, rivals = self.control(list(answers)) if answers else ("", [])
+        if not rivals:
+            return
+        ranked = not any(record.correct for own in answers.values() for record in own.values())
+        hits = {
+            label: {prompt for prompt, r in own.items() if (r.rank == 1 if ranked else r.correct)}
+            for label, own in answers.items()
+        }
+        best = max(rivals, key=lambda label: len(hits[label] & answers[control].keys()))
+        both = answers[best].keys() & answers[control].keys()
+        found, base = hits[best] & both, hits[control] & both
+        won, lost = len(found - base), len(base - found)
+        chance = min(1.0, len(rivals) * mcnemar(won, lost))
+        side = (won > lost) - (won < lost) if chance < 0.05 else 0
+        none = "" if side > 0 else "no method is significantly better; "
+        verb = "ranks the answer first in" if ranked else "answers"
+        word = f"significantly {VERDICTS[-side]}" if side else "not significantly different"
+        times = f", times {len(rivals)} methods" if len(rivals) > 1 else ""
+        yield (
+            f"{length:,} tokens, {control} as the control, {len(both)} prompts: {none}{best} {verb} {len(found)}, "
+            f"{control} {len(base)}; {word} (exact McNemar test{times}, p = {chance:.2g})."
+        )
 
     def guide(self) -> Iterator[str]:
         if not self.settings.ranks:

@@ -244,6 +244,9 @@ class TuningResult(PerplexityResult):
             )
         return [grid]
 
+    def findings(self) -> Iterator[str]:
+        return iter(())  # the notes compare the best method
+
     def verdict(self, row: Row) -> Field:
         """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
 

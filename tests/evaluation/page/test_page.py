@@ -13,7 +13,8 @@ import pytest
 import hf_posenc
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-from hf_posenc.evaluation.page import collect, ratio_text, render
+from hf_posenc.evaluation.page import collect, render
+from hf_posenc.evaluation.perplexity.result import ratio_text
 from tests.support.page_results import (
     CURVES,
     LENGTHS,
