@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_posenc.attention import prefill, toeplitz
+from hf_posenc.attention import engine, prefill, toeplitz
 from hf_posenc.attention import toeplitz as table_gradient
+from hf_posenc.attention.call import Call, CausalMask, Mask, Run
+from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.decode import decode
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.exact import exact
+from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
+from hf_posenc.methods import DynamicYaRN, get_method
+from hf_posenc.rope import RopeSpec
+from tests.support import references
 from tests.support.attention_cases import (
     CASES,
     EXAMPLE,
@@ -32,6 +42,7 @@ from tests.support.attention_cases import (
     leaf,
     scores_of,
 )
+from tests.support.emulated import EmulatedFlash
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -281,3 +292,238 @@ def test_decode_compiles_in_one_graph() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
+
+
+def test_halves_under_transforms_of_torch_func() -> None:
+    """They differentiate PyTorch's own operations alone."""
+    q, k, v = (torch.randn(1, heads, n, 16).bfloat16() for heads, n in ((4, 2), (2, 60), (2, 60)))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decode(q, k, v, SCALING)[0].double().square().sum()
+
+    wide = tuple(x.double() for x in (q, k, v))
+    got, want = (torch.func.grad(loss, (0, 1, 2))(*each) for each in ((q, k, v), wide))
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 1e-2
+
+
+# Single calls of the engine
+
+KEYS, FEATURES = 30, 8
+THETA, ORIGINAL = 10_000.0, 16
+
+
+class Written(Mask):
+    """Causal rows with padding on the left, written out, and numbers that are added to their scores."""
+
+    def __init__(self, queries: int, padding: tuple[int, ...], numbers: Tensor | None) -> None:
+        last, key = torch.arange(KEYS - queries, KEYS)[:, None], torch.arange(KEYS)
+        self.padding, self.numbers = padding, numbers
+        self.shown = torch.stack([(key <= last) & (key >= count) for count in padding])[:, None]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.shown[:, :, start:stop]
+
+    def added(self, start: int, stop: int) -> Tensor | None:
+        return None if self.numbers is None else self.numbers[:, :, start:stop]
+
+    def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
+        if self.numbers is not None:
+            return None
+        offset = KEYS - positions.shape[1]
+        rows = enumerate(self.padding)
+        return tuple(
+            Run(slice(row, row + 1), slice(None), slice(count, None), offset - count)
+            for row, count in rows
+        )
+
+
+def turned(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate pairs of features as complex numbers, by frequencies (rows or 1, pairs)."""
+    first, second = x.chunk(2, -1)
+    angle = (positions[:, :, None] * frequencies[:, None]).double()[:, None]
+    both = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((both.real, both.imag), -1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padding"), [((40, 40), (0, 4)), ((40, 72), (0, 4)), ((40, 72), (0, 0))]
+)
+@pytest.mark.parametrize(
+    ("backend", "queries"),
+    [("moving", 3), ("exact", 3), ("exact", 20), ("prefill", 20), (EmulatedFlash.name, 20)],
+)
+def test_rows_with_a_length_a_mask_and_positions_of_their_own(
+    backend: str,
+    queries: int,
+    lengths: tuple[int, int],
+    padding: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without padding, both rows have one row of positions.
+
+    With norms behind the rotation, soft caps, sinks and numbers that a mask adds, where a backend takes them.
+    """
+    torch.manual_seed(0)
+    monkeypatch.setattr(prefill, "ROWS", 1)
+    spec = RopeSpec(FEATURES, THETA, ORIGINAL)
+    native = spec.default_inv_freq().float()
+    norms = [nn.RMSNorm(FEATURES), nn.RMSNorm(FEATURES)]
+    for norm in norms:
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    of_query, of_key = (norm.weight.detach().double() for norm in norms)
+    layout = Layout(0, FEATURES, interleaved=False)
+    of_keys = Rotation(native, layout, norm=norms[1])
+    rotation = Rotation(native, layout, norm=norms[0], keys=of_keys)
+    encoding = Encoding(ORIGINAL, 4, rotation, method=DynamicYaRN(update="request"), spec=spec)
+    q, k, v = (
+        torch.randn(2, h, n, FEATURES).double() for h, n in ((4, queries), (2, KEYS), (2, KEYS))
+    )
+    n = torch.stack([(torch.arange(KEYS) - count).clamp(min=0) for count in padding])
+    n = n if any(padding) else n[:1]
+    m = n[:, KEYS - queries :]
+    more: dict[str, Any] = {}
+    numbers = None
+    if backend in ("moving", "exact"):
+        more = {"softcap": 3.0, "sinks": torch.randn(4)}
+        numbers = torch.randn(2, 1, queries, KEYS)
+    mask = Written(queries, padding, numbers)
+    query, key = turned(q, m, native[None]) * of_query, turned(k, n, native[None]) * of_key
+    call = Call(query, key, v, m, n, mask, SCALING, lengths=torch.tensor(lengths), **more)
+    tables = [references.dynamic_yarn(FEATURES, THETA, ORIGINAL, length) for length in lengths]
+    frequencies, factor = torch.tensor([x for x, _ in tables]), torch.tensor([x for _, x in tables])
+    scores = scores_of(turned(q, m, frequencies) * of_query, turned(k, n, frequencies) * of_key)
+    scores = scores * factor.double().square()[:, None, None, None]
+    if numbers is not None:
+        scores = 3.0 * (scores / 3.0).tanh() + numbers
+    scores = scores.masked_fill(~mask.shown, -math.inf)
+    if more:
+        sink = more["sinks"].double()[None, :, None, None].expand(2, 4, queries, 1)
+        scores = torch.cat((scores, sink), -1)
+    want = scores.softmax(-1)[..., :KEYS] @ v.repeat_interleave(2, 1)
+    with engine.forced(backend):
+        assert engine.choose(call, encoding).name == backend
+        got = engine.attend(call, encoding)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    assert float((want[0] - want[1]).abs().max()) > 0.1
+
+
+def plain_call(queries: int, heads: tuple[int, int] = (4, 2), **more: Any) -> Call:
+    """A text of one row in float64."""
+    torch.manual_seed(0)
+    q, k, v = (
+        leaf(1, h, n, FEATURES).detach() for h, n in ((heads[0], queries), *[(heads[1], KEYS)] * 2)
+    )
+    n = torch.arange(KEYS)[None]
+    return Call(q, k, v, n[:, -queries:], n, CausalMask(queries, KEYS, q.device), SCALING, **more)
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+def test_dropout_leaves_out_its_share_of_the_weights(queries: int) -> None:
+    call, encoding = plain_call(queries, (40, 2), weights=True), Encoding(1, 40)
+    _, whole = engine.attend(call, encoding)
+    out, weights = engine.attend(replace(call, dropout=0.25), encoding)
+    assert whole is not None
+    assert weights is not None
+    kept, visible = weights > 0, whole > 0
+    torch.testing.assert_close(weights[kept], whole[kept] / 0.75)
+    assert 0.7 < float(kept.sum() / visible.sum()) < 0.8
+    torch.testing.assert_close(out, weights @ call.value.repeat_interleave(20, 1))
+
+
+SHARED_OUT = ("alibi", "kerple_log", "shaw", "transformer_xl", "rope_bias")
+
+
+@pytest.mark.parametrize("name", SHARED_OUT)
+@pytest.mark.parametrize("backend", ["exact", "prefill", "few"])
+def test_each_process_computes_its_own_heads(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "ROWS", 1)
+    call = plain_call(5)
+    method = get_method(name).from_options()
+    encoding = encoding_of(method, FEATURES, call.query.device, heads=(4, 2))
+    whole = exact(call, encoding)[0]
+    for number, (heads, key_head) in enumerate(
+        ((slice(0, 2), slice(1)), (slice(2, 4), slice(1, 2)))
+    ):
+        key, value = call.key[:, key_head], call.value[:, key_head]
+        own = replace(
+            call,
+            query=call.query[:, heads],
+            key=key,
+            value=value,
+            mask=CausalMask(5, KEYS, key.device),
+        )
+        with engine.forced(backend):
+            got = engine.attend(own, replace(encoding, heads=2, share=(number, 2)))[0]
+        torch.testing.assert_close(got, whole[:, heads], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+def test_weights_have_the_dtype_of_the_model(queries: int) -> None:
+    call = plain_call(queries, weights=True)
+    halves = {name: getattr(call, name).bfloat16() for name in ("query", "key", "value")}
+    weights = engine.attend(replace(call, **halves), Encoding(1, 4))[1]
+    assert weights is not None
+    assert weights.dtype == torch.bfloat16
+
+
+def test_other_parameters_make_another_plan() -> None:
+    call = plain_call(5)
+    encoding = encoding_of(get_method("rope_bias")(), FEATURES, call.query.device, heads=(4, 2))
+    other = {name: x + 1.0 for name, x in (encoding.parameters or {}).items()}
+    got = engine.attend(call, encoding.with_parameters(other))[0]
+    want = engine.attend(call, replace(encoding, parameters=other))[0]
+    assert torch.equal(got, want)
+    assert not torch.equal(got, engine.attend(call, encoding)[0])
+
+
+HOLE = torch.arange(KEYS) != KEYS - 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "queries", "hidden", "more", "backend"),
+    [
+        ("rerope", {"window": 4}, 1, None, {}, "few"),
+        ("rerope", {"window": 4}, 8, None, {}, "few"),
+        ("rerope", {"window": 4}, 9, None, {}, "exact"),
+        ("rerope", {"window": 4}, 1, None, {"dropout": 0.1}, "exact"),
+        ("rerope", {"window": 4}, 1, HOLE, {}, "exact"),  # not the last tokens
+        ("rerope", {"window": 4}, 1, torch.arange(KEYS) < KEYS - 1, {}, "exact"),
+        ("rerope", {"window": 4}, 1, torch.arange(KEYS) > 9, {}, "few"),
+        ("rerope", {"window": 4}, 1, torch.arange(KEYS) > KEYS - 3, {}, "few"),
+        ("alibi", {}, 3, HOLE, {}, "few"),
+        ("dual_chunk", {"chunk": 8, "window": 2}, 3, None, {}, "exact"),
+        ("dynamic_ntk", {"bucket": 4}, 1, HOLE, {}, "moving"),
+        ("dynamic_ntk", {"bucket": 4}, 2, None, {}, "moving"),  # positions 28 and 29
+        ("dynamic_ntk", {"bucket": 4}, 3, None, {}, "exact"),
+        ("dynamic_ntk", {"bucket": 4}, 1, None, {"dropout": 0.1}, "exact"),
+        ("fire", {}, 20, None, {}, "exact"),
+        ("alibi", {}, 20, None, {}, "prefill"),
+        ("alibi", {}, 20, None, {"softcap": 2.0}, "exact"),
+        ("rerope", {"window": 4}, 20, None, {}, "prefill"),
+        ("rerope", {"window": 4}, 20, None, {"sinks": torch.zeros(4)}, "exact"),
+        ("rerope", {"window": 4}, 20, HOLE, {}, "exact"),
+        ("jet_long", {"window": 4, "bucket": 14}, 20, None, {}, "prefill"),  # of its last part
+    ],
+)
+def test_the_backend_of_a_call(
+    name: str,
+    options: dict[str, Any],
+    queries: int,
+    hidden: Tensor | None,
+    more: dict[str, Any],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill, "ROWS", 10)
+    call, method = plain_call(queries, **more), get_method(name).from_options(**options)
+    if hidden is not None:
+        mask = Written(queries, (0,), torch.zeros(1, 1, queries, KEYS))
+        mask.shown = mask.shown & hidden
+        call = replace(call, mask=mask)
+    encoding = encoding_of(method, FEATURES, call.query.device, ORIGINAL, (4, 2))
+    assert engine.choose(call, encoding).name == backend
+    assert engine.candidate(call, encoding) == (engine.backend_of(backend), True)

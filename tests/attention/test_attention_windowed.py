@@ -16,11 +16,13 @@ from torch import Tensor
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention.call import Call, CausalMask
+from hf_posenc.attention.checks.comparison import encoding_of
+from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
-from hf_posenc.methods import RotaryBands
+from hf_posenc.methods import RotaryBands, get_method
 from hf_posenc.methods.bands import Band, same
 from tests.attention.test_attention import FLASH, apply, assert_close, build
 from tests.support import zoo
@@ -135,6 +137,8 @@ def test_rows_without_keys() -> None:
     assert segments.keys[-1] == 4
     assert segments.longest == (2, 2)
     assert Segments.of([((0, 1), (0, 2))], 2, 2).longest == (2, 2)  # an upper bound, never 1
+    starts = one_segment(5, 4).on(query.device)
+    assert [each.tolist() for each in starts] == [[0, 5], [0, 4]]
     out, lse, _ = EMULATED.forward(query, key, key, Shape(segments=segments))
     empty = [0, 4]
     assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))
@@ -170,6 +174,25 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
 def test_no_other_device_has_the_operator() -> None:
     assert not serves(torch.device("cpu"), torch.bfloat16)
     assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize("fused", OPERATORS, ids=lambda fused: fused.name)
+def test_keys_before_the_window_are_not_read(fused: CudaFlash) -> None:
+    """A part of a text behind a cache, whose near keys start behind the first one."""
+    sizes = ((4, 21), (2, 60), (2, 60))
+    q, k, v = (leaf(1, heads, length, 8) for heads, length in sizes)
+    n = torch.arange(60)[None]
+    method = get_method("sliding_window").from_options(window=7)
+    encoding = encoding_of(method, 8, q.device, 16, (4, 2))
+    call = Call(q, k, v, n[:, 39:], n, CausalMask(21, 60, q.device), SCALING)
+    got = windowed.attend(call, encoding, fused)[0]
+    distance = torch.arange(39, 60)[:, None] - n[0]
+    want = attend_naively(scores_of(q, k), (distance >= 0) & (distance < 7), v)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    grad = torch.randn_like(want)
+    pairs = zip(_gradients(got, [q, k, v], grad), _gradients(want, [q, k, v], grad), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 # Whole models
