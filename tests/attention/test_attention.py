@@ -191,6 +191,14 @@ def test_every_way_to_run_a_text_gives_the_same(
         assert path != "flash" or static or EmulatedFlash.name in used, way.__name__
 
 
+def test_steps_in_inference_mode() -> None:
+    """Its tensors count no writes, by which kept keys are known to be those of the cache."""
+    ids = zoo.tokens(34)
+    with torch.inference_mode():
+        stepped = in_steps(patched("dynamic_ntk_row"), ids, [20, *[1] * 14])
+    assert_close(stepped.clone(), expected("dynamic_ntk_row", 34))
+
+
 @pytest.mark.parametrize(
     ("name", "path"), [*covering(FORMS, PATHS), *late(ALIKE, PATHS)], indirect=["path"]
 )

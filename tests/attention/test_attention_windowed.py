@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.call import Call, CausalMask
+from hf_posenc.attention.call import Call, CausalMask, Run
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.pytorch import CudaFlash, serves
@@ -176,15 +176,27 @@ def test_no_other_device_has_the_operator() -> None:
     assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
 
 
+class InWindow(CausalMask):
+    """The mask of a model's own sliding window of 7 tokens."""
+
+    def runs(self, positions: Tensor) -> tuple[Run, ...]:
+        return tuple(replace(run, window=7) for run in super().runs(positions) or ())
+
+
 @pytest.mark.parametrize("fused", OPERATORS, ids=lambda fused: fused.name)
-def test_keys_before_the_window_are_not_read(fused: CudaFlash) -> None:
-    """A part of a text behind a cache, whose near keys start behind the first one."""
+@pytest.mark.parametrize("own", [False, True])
+def test_keys_before_the_window_are_not_read(fused: CudaFlash, own: bool) -> None:
+    """A part of a text behind a cache, whose near keys start behind the first one; `own`: the window of the model."""
     sizes = ((4, 21), (2, 60), (2, 60))
     q, k, v = (leaf(1, heads, length, 8) for heads, length in sizes)
     n = torch.arange(60)[None]
-    method = get_method("sliding_window").from_options(window=7)
+    method = None if own else get_method("sliding_window").from_options(window=7)
     encoding = encoding_of(method, 8, q.device, 16, (4, 2))
-    call = Call(q, k, v, n[:, 39:], n, CausalMask(21, 60, q.device), SCALING)
+    mask = InWindow(21, 60, q.device) if own else CausalMask(21, 60, q.device)
+    call = Call(q, k, v, n[:, 39:], n, mask, SCALING)
+    assert windowed.in_runs(call, encoding)
+    with_method = encoding_of(get_method("dynamic_ntk").from_options(), 8, q.device, 16, (4, 2))
+    assert windowed.in_runs(call, with_method) != own  # one window is enough for a kernel
     got = windowed.attend(call, encoding, fused)[0]
     distance = torch.arange(39, 60)[:, None] - n[0]
     want = attend_naively(scores_of(q, k), (distance >= 0) & (distance < 7), v)
@@ -247,7 +259,11 @@ def test_backends_are_forced_and_struck_by_name(used: list[str]) -> None:
         assert_close(zoo.logits(model, ids), expected)
         return set(used)
 
-    for name in ("exact", EmulatedFlash.name, "prefill"):
+    for name in (
+        "prefill",
+        EmulatedFlash.name,
+        "exact",
+    ):  # the last one is not what the table chooses
         with engine.forced(name):
             assert computed_by() == {name}
     try:
