@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_posenc.attention import engine, prefill, toeplitz
+from hf_posenc.attention import engine, prefill, softmax, toeplitz
+from hf_posenc.attention import exact as general
 from hf_posenc.attention import toeplitz as table_gradient
-from hf_posenc.attention.call import Call, CausalMask, Mask, Run
+from hf_posenc.attention.call import Beside, Call, CausalMask, Mask, Run
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.decode import decode
 from hf_posenc.attention.encoding import Encoding
@@ -23,6 +24,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.methods import DynamicYaRN, get_method
+from hf_posenc.model.masks import WrittenMask
 from hf_posenc.rope import RopeSpec
 from tests.support import references
 from tests.support.attention_cases import (
@@ -294,6 +296,16 @@ def test_decode_compiles_in_one_graph() -> None:
     torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
 
 
+def test_many_features_of_few_keys_are_converted_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(softmax, "CONVERTED", 1)
+    q, k, v = (torch.randn(1, 2, length, 64).bfloat16() for length in (1, 5, 5))
+    expected = attend_naively(scores_of(q.double(), k.double()), torch.tensor(True), v.double())
+    actual = decode(q, k, v, SCALING)[0].double()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
 def test_halves_under_transforms_of_torch_func() -> None:
     """They differentiate PyTorch's own operations alone."""
     q, k, v = (torch.randn(1, heads, n, 16).bfloat16() for heads, n in ((4, 2), (2, 60), (2, 60)))
@@ -339,14 +351,21 @@ class Written(Mask):
         )
 
 
-def turned(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+def turned(x: Tensor, positions: Tensor, frequencies: Tensor, layout: Layout) -> Tensor:
     """Rotate pairs of features as complex numbers, by frequencies (rows or 1, pairs)."""
-    first, second = x.chunk(2, -1)
-    angle = (positions[:, :, None] * frequencies[:, None]).double()[:, None]
-    both = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((both.real, both.imag), -1)
+    before, part, after = x.tensor_split((layout.start, layout.start + layout.dim), -1)
+    pairs = part.unflatten(-1, (-1, 2)) if layout.interleaved else part.unflatten(-1, (2, -1)).mT
+    angle = layout.sign * (positions[:, :, None] * frequencies[:, None]).double()[:, None]
+    both = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    pairs = torch.view_as_real(both)
+    part = pairs.flatten(-2) if layout.interleaved else pairs.mT.flatten(-2)
+    return torch.cat((before, part, after), -1)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(0, 8, interleaved=False), Layout(2, 4, interleaved=True), Layout(4, 4, False, -1)],
+)
 @pytest.mark.parametrize(
     ("lengths", "padding"), [((40, 40), (0, 4)), ((40, 72), (0, 4)), ((40, 72), (0, 0))]
 )
@@ -359,21 +378,23 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     queries: int,
     lengths: tuple[int, int],
     padding: tuple[int, int],
+    layout: Layout,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without padding, both rows have one row of positions.
 
-    With norms behind the rotation, soft caps, sinks and numbers that a mask adds, where a backend takes them.
+    With norms behind the rotation, and with soft caps, sinks, numbers that a mask adds and keys of another text, where
+    a backend takes them.
     """
     torch.manual_seed(0)
     monkeypatch.setattr(prefill, "ROWS", 1)
-    spec = RopeSpec(FEATURES, THETA, ORIGINAL)
-    native = spec.default_inv_freq().float()
+    order = torch.arange(layout.dim // 2).flip(0)  # of the pairs in the model's table
+    spec = replace(RopeSpec(layout.dim, THETA, ORIGINAL), order=order)
+    native = spec.default_inv_freq().float()[order]
     norms = [nn.RMSNorm(FEATURES), nn.RMSNorm(FEATURES)]
     for norm in norms:
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     of_query, of_key = (norm.weight.detach().double() for norm in norms)
-    layout = Layout(0, FEATURES, interleaved=False)
     of_keys = Rotation(native, layout, norm=norms[1])
     rotation = Rotation(native, layout, norm=norms[0], keys=of_keys)
     encoding = Encoding(ORIGINAL, 4, rotation, method=DynamicYaRN(update="request"), spec=spec)
@@ -388,20 +409,34 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     if backend in ("moving", "exact"):
         more = {"softcap": 3.0, "sinks": torch.randn(4)}
         numbers = torch.randn(2, 1, queries, KEYS)
+    beside: list[Tensor] = []
+    if backend == "exact":  # keys of another text
+        beside = [torch.randn(2, 2, 6, FEATURES).double(), torch.randn(2, 1, queries, 6)]
+        shown = torch.rand(2, 1, queries, 6) < 0.5
+        more["beside"] = Beside(beside[0], WrittenMask(shown, beside[1]))
+        v = torch.cat((v, torch.randn(2, 2, 6, FEATURES)), 2)
     mask = Written(queries, padding, numbers)
-    query, key = turned(q, m, native[None]) * of_query, turned(k, n, native[None]) * of_key
+    query = turned(q, m, native[None], layout) * of_query
+    key = turned(k, n, native[None], layout) * of_key
     call = Call(query, key, v, m, n, mask, SCALING, lengths=torch.tensor(lengths), **more)
-    tables = [references.dynamic_yarn(FEATURES, THETA, ORIGINAL, length) for length in lengths]
-    frequencies, factor = torch.tensor([x for x, _ in tables]), torch.tensor([x for _, x in tables])
-    scores = scores_of(turned(q, m, frequencies) * of_query, turned(k, n, frequencies) * of_key)
-    scores = scores * factor.double().square()[:, None, None, None]
+    tables = [references.dynamic_yarn(layout.dim, THETA, ORIGINAL, length) for length in lengths]
+    moved = torch.tensor([x for x, _ in tables])[:, order]
+    factor = torch.tensor([x for _, x in tables])
+    # The factor is on cos and sin: of the rotated features alone.
+    mine, theirs = (turned(x, at, moved, layout) for x, at in ((q, m), (k, n)))
+    rotated = slice(layout.start, layout.start + layout.dim)
+    mine[..., rotated] *= factor.double().square()[:, None, None, None]
+    scores = scores_of(mine * of_query, theirs * of_key)
     if numbers is not None:
         scores = 3.0 * (scores / 3.0).tanh() + numbers
     scores = scores.masked_fill(~mask.shown, -math.inf)
+    if beside:
+        others = 3.0 * (scores_of(query, beside[0]) / 3.0).tanh() + beside[1]
+        scores = torch.cat((scores, others.masked_fill(~shown, -math.inf)), -1)
     if more:
         sink = more["sinks"].double()[None, :, None, None].expand(2, 4, queries, 1)
         scores = torch.cat((scores, sink), -1)
-    want = scores.softmax(-1)[..., :KEYS] @ v.repeat_interleave(2, 1)
+    want = scores.softmax(-1)[..., : v.shape[2]] @ v.repeat_interleave(2, 1)
     with engine.forced(backend):
         assert engine.choose(call, encoding).name == backend
         got = engine.attend(call, encoding)[0]
@@ -461,13 +496,32 @@ def test_each_process_computes_its_own_heads(
         torch.testing.assert_close(got, whole[:, heads], rtol=0, atol=1e-6)
 
 
+def test_blocks_under_transforms_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no hooks of saved tensors, by which blocks are computed again in a backward."""
+    monkeypatch.setattr(general, "SCRATCH", 1)
+    call = plain_call(20)
+
+    def loss(query: Tensor) -> Tensor:
+        return exact(replace(call, query=query), Encoding(1, 4))[0].square().sum()
+
+    query = call.query.clone().requires_grad_()
+    want = torch.autograd.grad(loss(query), query)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(call.query), want)
+
+
 @pytest.mark.parametrize("queries", [3, 20])
-def test_weights_have_the_dtype_of_the_model(queries: int) -> None:
+@pytest.mark.parametrize("name", ["alibi", "shaw", "transformer_xl", "xpos", "rope_bias"])
+def test_halves_of_a_model(name: str, queries: int) -> None:
+    """Output and weights have its dtype."""
     call = plain_call(queries, weights=True)
+    encoding = encoding_of(get_method(name)(), FEATURES, call.query.device, ORIGINAL, (4, 2))
+    want = engine.attend(call, encoding)
     halves = {name: getattr(call, name).bfloat16() for name in ("query", "key", "value")}
-    weights = engine.attend(replace(call, **halves), Encoding(1, 4))[1]
-    assert weights is not None
-    assert weights.dtype == torch.bfloat16
+    for got, expected in zip(engine.attend(replace(call, **halves), encoding), want, strict=True):
+        assert got is not None
+        assert expected is not None
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-2)
 
 
 def test_other_parameters_make_another_plan() -> None:
@@ -500,6 +554,7 @@ HOLE = torch.arange(KEYS) != KEYS - 2
         ("dynamic_ntk", {"bucket": 4}, 2, None, {}, "moving"),  # positions 28 and 29
         ("dynamic_ntk", {"bucket": 4}, 3, None, {}, "exact"),
         ("dynamic_ntk", {"bucket": 4}, 1, None, {"dropout": 0.1}, "exact"),
+        ("dynamic_ntk", {"bucket": 40}, 9, HOLE, {}, "exact"),
         ("fire", {}, 20, None, {}, "exact"),
         ("alibi", {}, 20, None, {}, "prefill"),
         ("alibi", {}, 20, None, {"softcap": 2.0}, "exact"),

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posenc import patch_model
-from hf_posenc.attention import engine, windowed
+from hf_posenc.attention import engine, prefill, windowed
 from hf_posenc.attention.call import Call, CausalMask, Run
 from hf_posenc.attention.checks.comparison import encoding_of
+from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
@@ -245,6 +246,37 @@ def test_bands_of_another_form_take_the_general_path(used: list[str]) -> None:
     assert set(used) == {"exact"}
     with engine.forced("exact"):
         assert torch.equal(zoo.logits(model, ids), got)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clamped(RotaryBands):
+    """A user's own band, whose query positions end at a limit."""
+
+    name = "clamped"
+    summary = source = "this test"
+    limit: int
+
+    def bands(self, original: int) -> tuple[Band, ...]:
+        ended = functools.partial(torch.clamp, max=self.limit)
+        return (Band(query_position=ended, key_position=same),)
+
+
+@pytest.mark.parametrize("limit", [4, 900, 60_000, 1 << 19, 1 << 29])
+def test_positions_that_part_late_are_told_apart(limit: int) -> None:
+    encoding = encoding_of(Clamped(limit=limit), 8, torch.device("cpu"))
+    branch: Any = encoding.plan.branches[0]
+    assert not branch.keeps_query
+    assert branch.shares_cache
+    assert branch.query_turn(torch.tensor([[limit + 3]])).tolist() == [[-3]]
+
+
+def test_one_band_behind_a_cache() -> None:
+    q, k, v = (leaf(1, heads, n, 8) for heads, n in ((4, 21), (2, 60), (2, 60)))
+    n = torch.arange(60)[None]
+    call = Call(q, k, v, n[:, 39:], n, CausalMask(21, 60, q.device), SCALING)
+    encoding = encoding_of(Clamped(limit=50), 8, q.device, heads=(4, 2))
+    got = prefill.prefill(call, encoding)[0]
+    torch.testing.assert_close(got, exact(call, encoding)[0], rtol=0, atol=1e-12)
 
 
 # The table
