@@ -183,6 +183,32 @@ def test_windows_are_narrow_where_the_bias_is_steep() -> None:
     assert windows[1] == 500
 
 
+def test_a_penalty_leaves_out_far_keys_without_a_visible_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Tensor | None] = []
+
+    def noted(*given: Any, windows: Tensor | None, **more: Any) -> Tensor:
+        told.append(windows)
+        return toeplitz.toeplitz(*given, windows=windows, **more)
+
+    monkeypatch.setattr(prefill, "toeplitz", noted)
+    value, n = leaf(1, 2, 400, FEATURES).detach(), torch.arange(400)[None]
+    equal = value.new_zeros(1, 4, 400, FEATURES)  # scores, of which the penalty alone decides
+    mask = CausalMask(400, 400, value.device)
+    call = Call(equal, equal[:, :2], value, n, n, mask, SCALING)
+    encoding = encoding_of(get_method("alibi")(), FEATURES, value.device, heads=(4, 2))
+    got = prefill.prefill(call, encoding)[0]
+    torch.testing.assert_close(got, exact(call, encoding)[0], rtol=0, atol=1e-8)
+    assert told[0] is not None
+    assert told[0].tolist() == [
+        98,
+        391,
+        400,
+        400,
+    ]  # of the slopes 2^-2, 2^-4, ...: ln(400 / 1e-8) = 24.4
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_gradient_without_memory_of_its_own(name: str) -> None:
     """`out.sum().backward()` hands over one number, expanded."""
