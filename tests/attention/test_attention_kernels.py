@@ -381,17 +381,43 @@ def turned(x: Tensor, positions: Tensor, frequencies: Tensor, layout: Layout) ->
     """Rotate pairs of features as complex numbers, by frequencies (rows or 1, pairs)."""
     before, part, after = x.tensor_split((layout.start, layout.start + layout.dim), -1)
     pairs = part.unflatten(-1, (-1, 2)) if layout.interleaved else part.unflatten(-1, (2, -1)).mT
-    angle = layout.sign * (positions[:, :, None] * frequencies[:, None]).double()[:, None]
+    angle = layout.sign * (positions[:, :, None] * frequencies[:, None].double())[:, None]
     both = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
     pairs = torch.view_as_real(both)
     part = pairs.flatten(-2) if layout.interleaved else pairs.mT.flatten(-2)
     return torch.cat((before, part, after), -1)
 
 
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     "layout",
     [Layout(0, 8, interleaved=False), Layout(2, 4, interleaved=True), Layout(4, 4, False, -1)],
 )
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_pairs_are_turned_as_complex_numbers(
+    layout: Layout, dtype: torch.dtype, normed: bool
+) -> None:
+    """By both ways to turn: one by one, and by tables."""
+    norm = nn.RMSNorm(FEATURES) if normed else None
+    weight = torch.ones(FEATURES).double()
+    if norm is not None:
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        weight = norm.weight.detach().double()
+    x, n = leaf(2, 2, KEYS, FEATURES).detach().to(dtype), torch.arange(KEYS)[None] - 7
+    table = torch.rand(layout.dim // 2)
+    rotation = Rotation(table, layout, norm=norm)
+    want = turned(x.double() / weight, n, table[None], layout) * weight
+    ways = rotation.turn(x, n), rotation.turned(x, rotation.tables(n[None], dtype))[0]
+    tolerance = 1e-12 if dtype == torch.float64 else 0.03
+    for got in ways:
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+
+
+@LAYOUTS
 @pytest.mark.parametrize(
     ("lengths", "padding"), [((40, 40), (0, 4)), ((40, 72), (0, 4)), ((40, 72), (0, 0))]
 )
