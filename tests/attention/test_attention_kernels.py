@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_posenc.attention import engine, prefill, softmax, toeplitz
 from hf_posenc.attention import exact as general
 from hf_posenc.attention import toeplitz as table_gradient
-from hf_posenc.attention.call import Beside, Call, CausalMask, Mask, Run
+from hf_posenc.attention.call import Beside, Call, CausalMask, Mask, RotatedKeys, Run
 from hf_posenc.attention.checks.comparison import encoding_of
-from hf_posenc.attention.decode import decode
+from hf_posenc.attention.decode import decode, moving
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.rotation import Layout, Rotation
@@ -126,7 +126,9 @@ def test_any_strides_and_a_cache_that_is_longer_than_the_text(name: str) -> None
     torch.testing.assert_close(kernel(*kernels_own), naive(*inputs), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("heads", [[20, 25], [25, 20], [25, 22, 20, 25], [25, 21, 25, 90]])
+@pytest.mark.parametrize(
+    "heads", [[20, 25], [25, 20], [25, 22, 20, 25], [25, 21, 25, 90], [90, 25, 21, 25]]
+)
 def test_heads_that_share_calls_have_the_widest_window(heads: list[int]) -> None:
     for group in (1, 2):
         sizes = Sizes(1, group, len(heads) // group, 90, 0, features=8, value_features=8)
@@ -546,6 +548,67 @@ def test_each_process_computes_its_own_heads(
         with engine.forced(backend):
             got = engine.attend(own, replace(encoding, heads=2, share=(number, 2)))[0]
         torch.testing.assert_close(got, whole[:, heads], rtol=0, atol=1e-6)
+
+
+NATIVE = RopeSpec(FEATURES, THETA, ORIGINAL).default_inv_freq().float()[None]
+WHOLE = Layout(0, FEATURES, interleaved=False)
+
+
+@pytest.mark.parametrize(("backend", "queries"), [("exact", 20), ("prefill", 20), ("few", 3)])
+def test_a_layer_without_a_method_reads_keys_that_others_place(
+    backend: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose rotary table is shared with patched layers, beside another text too."""
+    monkeypatch.setattr(prefill, "ROWS", 1)
+    call = plain_call(queries)
+    extended = get_method("self_extend").from_options(window=6, group=2)
+    by = encoding_of(extended, FEATURES, call.query.device, ORIGINAL, (4, 2))
+    encoding = encoding_of(None, FEATURES, call.query.device, ORIGINAL, (4, 2))
+    encoding = replace(encoding, cached_by=by)
+    m, n = call.query_position, call.key_position
+    assert not torch.equal(by.cached_position(n), n)
+    query, key = turned(call.query, m, NATIVE, WHOLE), turned(call.key, n, NATIVE, WHOLE)
+    given: dict[str, Any] = {
+        "query": turned(call.query, by.cached_position(m), NATIVE, WHOLE),
+        "key": turned(call.key, by.cached_position(n), NATIVE, WHOLE),
+    }
+    visible = n[:, None] <= m[:, :, None]
+    want = attend_naively(scores_of(query, key), visible, call.value)
+    with engine.forced(backend):
+        got = engine.attend(replace(call, **given), encoding)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+    both = torch.cat((key, call.key[:, :, :4]), 2), torch.cat((call.value, call.value[:, :, :4]), 2)
+    given |= {"value": both[1], "beside": Beside(call.key[:, :, :4], Mask())}
+    shown = torch.cat((visible, torch.ones(1, queries, 4, dtype=torch.bool)), -1)
+    want = attend_naively(scores_of(query, both[0]), shown, both[1])
+    got = engine.attend(replace(call, **given), encoding)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+@torch.no_grad()
+def test_kept_keys_are_those_of_the_cache() -> None:
+    """Written in place, or exchanged, they are rotated again."""
+    kept = RotatedKeys()
+    call = replace(plain_call(1), rotated=kept)
+    method = get_method("dynamic_ntk").from_options(bucket=4)
+    encoding = encoding_of(method, FEATURES, call.query.device, ORIGINAL, (4, 2))
+
+    def step(key: Tensor) -> Tensor:
+        kept.check(call.key)
+        got = moving(replace(call, key=key), encoding)[0]
+        torch.testing.assert_close(got, exact(replace(call, key=key), encoding)[0])
+        return got
+
+    first = step(call.key)
+    kept.check(call.key)
+    assert kept._kept is not None
+    call.key[:, :, 3] = 1.0
+    assert not torch.equal(step(call.key), first)
+    kept.check(call.key.clone())
+    assert kept._kept is None
+    step(call.key)
+    kept.check(None)
+    assert kept._kept is None
 
 
 def test_blocks_under_transforms_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
