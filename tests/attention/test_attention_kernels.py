@@ -412,11 +412,15 @@ def test_pairs_are_turned_as_complex_numbers(
     table = torch.rand(layout.dim // 2)
     rotation = Rotation(table, layout, norm=norm)
     want = turned(x.double() / weight, n, table[None], layout) * weight
-    ways = rotation.turn(x, n), rotation.turned(x, rotation.tables(n[None], dtype))[0]
     tolerance = 1e-12 if dtype == torch.float64 else 0.03
-    for got in ways:
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            x.requires_grad_(enabled)
+            ways = rotation.turn(x, n), rotation.turned(x, rotation.tables(n[None], dtype))[0]
+        for got in ways:
+            assert got.dtype == dtype
+            assert got.requires_grad == enabled
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
 @LAYOUTS
@@ -550,6 +554,48 @@ def test_each_process_computes_its_own_heads(
         torch.testing.assert_close(got, whole[:, heads], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("queries", [2, 20])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rerope", {"window": 4}),
+        ("dual_chunk", {"chunk": 8, "window": 2}),
+        ("xpos", {"scale_base": 13}),
+        *((name, {"bucket": 13}) for name in ("dynamic_ntk", "dynamic_yarn")),
+        ("jet_long", {"window": 4, "bucket": 13, "update": "row"}),
+    ],
+)
+def test_a_query_is_as_alone(
+    name: str, options: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch whose rows have other positions, where a bucket ends before the last query."""
+    monkeypatch.setattr(prefill, "ROWS", 1)
+    one = plain_call(queries)
+    rows: dict[str, Any] = {
+        x: getattr(one, x).expand(2, -1, -1, -1) for x in ("query", "key", "value")
+    }
+    n = torch.stack((torch.arange(KEYS), torch.arange(KEYS) + 39))
+    call = replace(one, **rows, query_position=n[:, -queries:], key_position=n)
+    method = get_method(name).from_options(**options)
+    encoding = encoding_of(method, FEATURES, n.device, ORIGINAL, (4, 2))
+    got = engine.attend(call, encoding)[0]
+    for row in range(2):
+        for query in range(queries):
+            keys = KEYS - queries + query + 1
+            at = n[row : row + 1, :keys]
+            alone = replace(
+                one,
+                query=one.query[:, :, query : query + 1],
+                key=one.key[:, :, :keys],
+                value=one.value[:, :, :keys],
+                query_position=at[:, -1:],
+                key_position=at,
+                mask=CausalMask(1, keys, n.device),
+            )
+            want = exact(alone, encoding)[0][0, :, 0]
+            torch.testing.assert_close(got[row, :, query], want, rtol=0, atol=1e-5)
+
+
 NATIVE = RopeSpec(FEATURES, THETA, ORIGINAL).default_inv_freq().float()[None]
 WHOLE = Layout(0, FEATURES, interleaved=False)
 
@@ -604,7 +650,9 @@ def test_kept_keys_are_those_of_the_cache() -> None:
     assert kept._kept is not None
     call.key[:, :, 3] = 1.0
     assert not torch.equal(step(call.key), first)
-    kept.check(call.key.clone())
+    other = call.key.clone().zero_()
+    assert other._version == call.key._version
+    kept.check(other)
     assert kept._kept is None
     step(call.key)
     kept.check(None)
@@ -626,8 +674,9 @@ def test_blocks_under_transforms_of_torch_func(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("queries", [3, 20])
 @pytest.mark.parametrize("name", ["alibi", "shaw", "transformer_xl", "xpos", "rope_bias"])
-def test_halves_of_a_model(name: str, queries: int) -> None:
-    """Output and weights have its dtype."""
+def test_halves_of_a_model(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and weights have its dtype, also where they are computed in blocks."""
+    monkeypatch.setattr(general, "SCRATCH", 1)
     call = plain_call(queries, weights=True)
     encoding = encoding_of(get_method(name)(), FEATURES, call.query.device, ORIGINAL, (4, 2))
     want = engine.attend(call, encoding)

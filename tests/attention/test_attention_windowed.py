@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posenc import patch_model
-from hf_posenc.attention import engine, prefill, windowed
+from hf_posenc.attention import engine, growing, prefill, windowed
 from hf_posenc.attention.call import Call, CausalMask, Run
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.exact import exact
@@ -200,6 +200,8 @@ def test_keys_before_the_window_are_not_read(fused: CudaFlash | None, own: bool)
     assert windowed.in_runs(call, encoding)
     with_method = encoding_of(get_method("dynamic_ntk").from_options(), 8, q.device, 16, (4, 2))
     assert windowed.in_runs(call, with_method) != own  # one window is enough for a kernel
+    growing_bands = encoding_of(get_method("jet_long").from_options(window=4), 8, q.device)
+    assert growing.accepts(call, growing_bands) != own
     run = functools.partial(windowed.attend, fused=fused) if fused else prefill.prefill
     got = run(call, encoding)[0]
     distance = torch.arange(39, 60)[:, None] - n[0]
