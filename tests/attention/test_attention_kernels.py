@@ -560,6 +560,7 @@ def test_each_process_computes_its_own_heads(
     [
         ("rerope", {"window": 4}),
         ("dual_chunk", {"chunk": 8, "window": 2}),
+        ("attention_sinks", {"window": 4, "sinks": 2}),  # of which the second row has none
         ("xpos", {"scale_base": 13}),
         *((name, {"bucket": 13}) for name in ("dynamic_ntk", "dynamic_yarn")),
         ("jet_long", {"window": 4, "bucket": 13, "update": "row"}),
@@ -572,14 +573,23 @@ def test_a_query_is_as_alone(
     monkeypatch.setattr(prefill, "ROWS", 1)
     one = plain_call(queries)
     rows: dict[str, Any] = {
-        x: getattr(one, x).expand(2, -1, -1, -1) for x in ("query", "key", "value")
+        x: getattr(one, x).expand(4, -1, -1, -1) for x in ("query", "key", "value")
     }
-    n = torch.stack((torch.arange(KEYS), torch.arange(KEYS) + 39))
+    n = torch.arange(KEYS).repeat(4, 1)
+    n[1] += 39
+    n[2, 12:] += 30  # a gap
+    n[3, 5:8] = n[3, 5:8].flip(0)
     call = replace(one, **rows, query_position=n[:, -queries:], key_position=n)
     method = get_method(name).from_options(**options)
     encoding = encoding_of(method, FEATURES, n.device, ORIGINAL, (4, 2))
     got = engine.attend(call, encoding)[0]
-    for row in range(2):
+    for row in range(4):
+        own: dict[str, Any] = {
+            "query_position": n[row, None, -queries:],
+            "key_position": n[row, None],
+        }
+        mask = CausalMask(queries, KEYS, n.device)
+        by_itself = engine.attend(replace(one, **own, mask=mask), encoding)[0][0]
         for query in range(queries):
             keys = KEYS - queries + query + 1
             at = n[row : row + 1, :keys]
@@ -593,7 +603,8 @@ def test_a_query_is_as_alone(
                 mask=CausalMask(1, keys, n.device),
             )
             want = exact(alone, encoding)[0][0, :, 0]
-            torch.testing.assert_close(got[row, :, query], want, rtol=0, atol=1e-5)
+            for found in (got[row], by_itself):
+                torch.testing.assert_close(found[:, query], want, rtol=0, atol=1e-5)
 
 
 NATIVE = RopeSpec(FEATURES, THETA, ORIGINAL).default_inv_freq().float()[None]

@@ -140,6 +140,7 @@ def test_rows_without_keys() -> None:
     assert Segments.of([((0, 1), (0, 2))], 2, 2).longest == (2, 2)  # an upper bound, never 1
     starts = one_segment(5, 4).on(query.device)
     assert [each.tolist() for each in starts] == [[0, 5], [0, 4]]
+    assert {each.dtype for each in starts} == {torch.int32}  # as CUDA's operators take them
     out, lse, _ = EMULATED.forward(query, key, key, Shape(segments=segments))
     empty = [0, 4]
     assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))
@@ -153,7 +154,9 @@ def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int
     query, key = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
     value = torch.eye(4)[None, None]
     value = torch.cat((value, torch.zeros(1, 1, 4, 4)), -1)
-    out, lse, _ = EMULATED.forward(query, key, value, Shape(causal=True, window=window))
+    shape = Shape(causal=True, window=window)
+    assert shape.limits == (-1 if window is None else window - 1, 0)
+    out, lse, _ = EMULATED.forward(query, key, value, shape)
     assert lse[0, 0, 0] == pytest.approx(math.log(expected))
     assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
 
