@@ -371,10 +371,12 @@ class Written(Mask):
     def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
         if self.numbers is not None:
             return None
-        offset = KEYS - positions.shape[1]
+        offset, whole = KEYS - positions.shape[1], slice(None)
+        if not any(self.padding):
+            return (Run(whole, whole, whole, offset),)
         rows = enumerate(self.padding)
         return tuple(
-            Run(slice(row, row + 1), slice(None), slice(count, None), offset - count)
+            Run(slice(row, row + 1), whole, slice(count, None), offset - count)
             for row, count in rows
         )
 
@@ -697,6 +699,25 @@ def test_halves_of_a_model(name: str, queries: int, monkeypatch: pytest.MonkeyPa
         assert expected is not None
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", ["shaw", "transformer_xl"])
+def test_embeddings_of_distances_meet_queries_without_the_factor_of_the_rotation(name: str) -> None:
+    """Of YaRN, say: the factor is on the scores of the rotation alone, with its square."""
+    call = plain_call(5)
+    method = get_method(name).from_options(keep_rope=True)
+    encoding = encoding_of(method, FEATURES, call.query.device, ORIGINAL, (4, 2))
+    assert encoding.rotation is not None
+    scaled = replace(encoding, rotation=replace(encoding.rotation, factor=1.5))
+    more = replace(call, query=call.query * 1.5, key=call.key * 1.5)
+    plain = general.score_bias(call, encoding, call.query)
+    got = general.score_bias(more, scaled, more.query)
+    parameters = dict(encoding.parameters or {})
+    if "u" in parameters:
+        parameters["u"] = torch.zeros_like(parameters["u"])
+    by_distance = general.score_bias(call, replace(encoding, parameters=parameters), call.query)
+    want = by_distance + 1.5**2 * (plain - by_distance)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 def test_other_parameters_make_another_plan() -> None:
