@@ -195,9 +195,7 @@ def two_bands(rows: int, offset: int, window: int, *, far_keys: int | None = Non
     if first >= rows or far_keys == 0:
         return parts
     far_part = functools.partial(Part, query=1, key=1)
-    if far_keys is None or far_keys >= keys - window:
-        parts["far", 0] = far_part((first, rows), (0, keys - window), causal=True)
-        return parts
+    far_keys = keys if far_keys is None else far_keys
     # From this row on, all far keys are seen.
     corner = max(first, min(rows, far_keys + window - 1 - offset))
     if corner > first:
@@ -247,7 +245,7 @@ def joined(plans: Sequence[tuple[Place, Rectangles]], rows: int, keys: int) -> l
         if not calls:  # it defines all rows, those of no sequence too
             span = 0, rows
         segments = None
-        if len(parts_of_label) > 1 or span != first.rows:
+        if span != first.rows:  # several, or one between rows of none
             pairs = [
                 (_moved(part.rows, -span[0]), _moved(part.keys, -reach[0]))
                 for part in parts_of_label

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.attention import call as calls
+from hf_posenc.attention import exact
 from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS, ORIGINAL, Case, randomise, reference
@@ -95,8 +96,10 @@ def test_equals_the_float64_reference(model: PreTrainedModel, name: str, path: s
     assert zoo.relative_difference(got, before) > 0.02  # or the comparison says nothing
 
 
-@pytest.mark.parametrize("name", quick(CASES, MAIN))
-def test_equals_the_reference_on_longer_texts(name: str) -> None:
+@pytest.mark.parametrize("name", quick(CASES, (*MAIN, "transformer_xl")))
+def test_equals_the_reference_on_longer_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of few queries, where the general path computes."""
+    monkeypatch.setattr(exact, "SCRATCH", 1)
     assert_close(zoo.logits(patched(name), zoo.tokens(210)), expected(name, 210))
 
 
@@ -186,6 +189,14 @@ def test_every_way_to_run_a_text_gives_the_same(
         assert_close(way(model, ids), full, way.__name__)
         static = "static" in way.__name__
         assert path != "flash" or static or EmulatedFlash.name in used, way.__name__
+
+
+def test_steps_in_inference_mode() -> None:
+    """Its tensors count no writes, by which kept keys are known to be those of the cache."""
+    ids = zoo.tokens(34)
+    with torch.inference_mode():
+        stepped = in_steps(patched("dynamic_ntk_row"), ids, [20, *[1] * 14])
+    assert_close(stepped.clone(), expected("dynamic_ntk_row", 34))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posenc import patch_model
-from hf_posenc.attention import engine, windowed
-from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape
+from hf_posenc.attention import engine, growing, prefill, windowed
+from hf_posenc.attention.call import Call, CausalMask, Run
+from hf_posenc.attention.checks.comparison import encoding_of
+from hf_posenc.attention.exact import exact
+from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, joined
-from hf_posenc.methods import RotaryBands
+from hf_posenc.methods import RotaryBands, get_method
 from hf_posenc.methods.bands import Band, same
 from tests.attention.test_attention import FLASH, apply, assert_close, build
 from tests.support import zoo
@@ -135,6 +138,9 @@ def test_rows_without_keys() -> None:
     assert segments.keys[-1] == 4
     assert segments.longest == (2, 2)
     assert Segments.of([((0, 1), (0, 2))], 2, 2).longest == (2, 2)  # an upper bound, never 1
+    starts = one_segment(5, 4).on(query.device)
+    assert [each.tolist() for each in starts] == [[0, 5], [0, 4]]
+    assert {each.dtype for each in starts} == {torch.int32}  # as CUDA's operators take them
     out, lse, _ = EMULATED.forward(query, key, key, Shape(segments=segments))
     empty = [0, 4]
     assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))
@@ -148,7 +154,9 @@ def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int
     query, key = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
     value = torch.eye(4)[None, None]
     value = torch.cat((value, torch.zeros(1, 1, 4, 4)), -1)
-    out, lse, _ = EMULATED.forward(query, key, value, Shape(causal=True, window=window))
+    shape = Shape(causal=True, window=window)
+    assert shape.limits == (-1 if window is None else window - 1, 0)
+    out, lse, _ = EMULATED.forward(query, key, value, shape)
     assert lse[0, 0, 0] == pytest.approx(math.log(expected))
     assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
 
@@ -170,6 +178,42 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
 def test_no_other_device_has_the_operator() -> None:
     assert not serves(torch.device("cpu"), torch.bfloat16)
     assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
+
+
+class InWindow(CausalMask):
+    """The mask of a model's own sliding window of 7 tokens."""
+
+    def runs(self, positions: Tensor) -> tuple[Run, ...]:
+        return tuple(replace(run, window=7) for run in super().runs(positions) or ())
+
+
+@pytest.mark.parametrize(
+    "fused", [*OPERATORS, None], ids=lambda fused: getattr(fused, "name", "cpu")
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_keys_before_the_window_are_not_read(fused: CudaFlash | None, own: bool) -> None:
+    """A part of a text behind a cache, whose near keys start behind the first one; `own`: the window of the model."""
+    sizes = ((4, 21), (2, 60), (2, 60))
+    q, k, v = (leaf(1, heads, length, 8) for heads, length in sizes)
+    n = torch.arange(60)[None]
+    method = None if own else get_method("sliding_window").from_options(window=7)
+    encoding = encoding_of(method, 8, q.device, 16, (4, 2))
+    mask = InWindow(21, 60, q.device) if own else CausalMask(21, 60, q.device)
+    call = Call(q, k, v, n[:, 39:], n, mask, SCALING)
+    assert windowed.in_runs(call, encoding)
+    with_method = encoding_of(get_method("dynamic_ntk").from_options(), 8, q.device, 16, (4, 2))
+    assert windowed.in_runs(call, with_method) != own  # one window is enough for a kernel
+    growing_bands = encoding_of(get_method("jet_long").from_options(window=4), 8, q.device)
+    assert growing.accepts(call, growing_bands) != own
+    run = functools.partial(windowed.attend, fused=fused) if fused else prefill.prefill
+    got = run(call, encoding)[0]
+    distance = torch.arange(39, 60)[:, None] - n[0]
+    want = attend_naively(scores_of(q, k), (distance >= 0) & (distance < 7), v)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    grad = torch.randn_like(want)
+    pairs = zip(_gradients(got, [q, k, v], grad), _gradients(want, [q, k, v], grad), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 # Whole models
@@ -212,6 +256,38 @@ def test_bands_of_another_form_take_the_general_path(used: list[str]) -> None:
         assert torch.equal(zoo.logits(model, ids), got)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Clamped(RotaryBands):
+    """A user's own band, whose query positions end at a limit."""
+
+    name = "clamped"
+    summary = source = "this test"
+    limit: int
+
+    def bands(self, original: int) -> tuple[Band, ...]:
+        ended = functools.partial(torch.clamp, max=self.limit)
+        return (Band(query_position=ended, key_position=same),)
+
+
+@pytest.mark.parametrize("limit", [4, 900, 60_000, 1 << 19, 1 << 29])
+def test_positions_that_part_late_are_told_apart(limit: int) -> None:
+    encoding = encoding_of(Clamped(limit=limit), 8, torch.device("cpu"))
+    branch: Any = encoding.plan.branches[0]
+    assert not branch.keeps_query
+    assert branch.shares_cache
+    assert branch.query_turn(torch.tensor([[limit + 3]])).tolist() == [[-3]]
+
+
+def test_one_band_behind_a_cache() -> None:
+    q, k, v = (leaf(1, heads, n, 8) for heads, n in ((4, 21), (2, 60), (2, 60)))
+    n = torch.arange(60)[None]
+    call = Call(q, k, v, n[:, 39:], n, CausalMask(21, 60, q.device), SCALING)
+    encoding = encoding_of(Clamped(limit=50), 8, q.device, heads=(4, 2))
+    for run in (prefill.prefill, functools.partial(windowed.attend, fused=EMULATED)):
+        got = run(call, encoding)[0]
+        torch.testing.assert_close(got, exact(call, encoding)[0], rtol=0, atol=1e-12)
+
+
 # The table
 
 
@@ -224,7 +300,11 @@ def test_backends_are_forced_and_struck_by_name(used: list[str]) -> None:
         assert_close(zoo.logits(model, ids), expected)
         return set(used)
 
-    for name in ("exact", EmulatedFlash.name, "prefill"):
+    for name in (
+        "prefill",
+        EmulatedFlash.name,
+        "exact",
+    ):  # the last one is not what the table chooses
         with engine.forced(name):
             assert computed_by() == {name}
     try:

@@ -24,9 +24,11 @@ from hf_posenc.attention.checks.comparison import (
     ROWS,
     Comparison,
     call_of,
+    check,
     encoding_of,
     kinds,
     methods,
+    offers,
     problem,
 )
 from hf_posenc.attention.encoding import Encoding
@@ -37,6 +39,7 @@ from hf_posenc.methods import seam_of
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import broken_backends, zoo
 from tests.support.attention_llama import CASES, reference
+from tests.support.emulated import EmulatedFlash
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -212,10 +215,38 @@ def test_a_compiled_forward_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert rows == []
 
 
+CPU = torch.device("cpu")
+PLAIN = {"causal", "bands"}
+DISTANCES = {"alibi", "kerple_log", "kerple_power", "sandwich", "t5"}
+COMPUTED = {
+    "exact": {*kinds()},
+    "prefill": {*PLAIN, *DISTANCES, "chunks", "buckets"},
+    "few": {*PLAIN, *DISTANCES, "fire", "shaw", "transformer_xl"},
+    "moving": {"buckets"},
+    EmulatedFlash.name: {*PLAIN, "chunks", "buckets"},
+}
+"""Kinds of calls by backend."""
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_backends_pass_the_check_of_every_kind_that_they_compute(name: str) -> None:
+    """Behind a cache, with a padded row, and with gradients."""
+    backend = engine.backend_of(name)
+    for kind in kinds():
+        case = Case(name, kind, "float32", 16, gradients=True)
+        found = check(backend, case, CPU)
+        assert offers(backend, case, CPU) == (found is not None) == (kind in COMPUTED[name]), kind
+        if found is not None:
+            assert found.reason is None, kind
+            assert found.rows == (1 if name in ("few", "moving") else ROWS)
+            method = kinds()[kind]
+            trained = method is not None and method.trainable
+            assert len(found.errors) == 4 + trained
+
+
 # The first check, in another process: one that crashes, hangs or errs there never runs here
 
 
-CPU = torch.device("cpu")
 Table = Callable[..., list[list[Case]]]
 
 

@@ -13,7 +13,7 @@ import torch
 import hf_posenc
 from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.methods import DPE, LaMPE, LogN, YaRN
-from tests.attention.test_attention import assert_close, build
+from tests.attention.test_attention import PATHS, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import ORIGINAL, Case, reference
 from tests.support.attention_ways import left_masked, left_padded, right_padded
@@ -45,7 +45,8 @@ def test_a_text_equals_the_authors_regions(knobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", [left_padded, left_masked, right_padded])
-def test_every_row_has_its_own_length(way: Any) -> None:
+@pytest.mark.parametrize("path", PATHS, indirect=True)
+def test_every_row_has_its_own_length(way: Any, path: str) -> None:
     model = patched(build())
     assert_close(way(model, IDS), reference(model, CASE, IDS))
 
