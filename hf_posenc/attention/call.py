@@ -196,6 +196,9 @@ class RowOf(Mask):
     def added(self, start: int, stop: int) -> Tensor | None:
         return self._own(self.mask.added(start, stop))
 
+    def seen(self) -> Tensor | None:
+        return self._own(self.mask.seen())
+
     def decided(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
         return self.mask.decided((question, self.row.start), answer)
 

@@ -133,8 +133,9 @@ def _visible(call: Call, encoding: Encoding) -> Tensor | None:
 def _window(encoding: Encoding) -> int | None:
     """The width of the near band, if the distance alone separates the bands."""
     first = encoding.plan.branches[0]
-    assert isinstance(first, BandBranch)  # one of two
-    return None if first.band.chunk is not None else first.band.below
+    if not isinstance(first, BandBranch) or first.band.chunk is not None or first.band.least:
+        return None
+    return first.band.below
 
 
 def _width(call: Call, window: int) -> int:

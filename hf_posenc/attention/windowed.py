@@ -195,7 +195,9 @@ def two_bands(rows: int, offset: int, window: int, *, far_keys: int | None = Non
     if first >= rows or far_keys == 0:
         return parts
     far_part = functools.partial(Part, query=1, key=1)
-    far_keys = keys if far_keys is None else far_keys
+    if far_keys is None or far_keys >= keys - window:
+        parts["far", 0] = far_part((first, rows), (0, keys - window), causal=True)
+        return parts
     # From this row on, all far keys are seen.
     corner = max(first, min(rows, far_keys + window - 1 - offset))
     if corner > first:

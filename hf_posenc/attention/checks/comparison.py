@@ -217,6 +217,9 @@ class _Padded(Mask):
         causal = every <= own.to(every.device)[:, None]
         return (causal & (every >= self._first[:, None, None]))[:, None]
 
+    def seen(self) -> Tensor:
+        return torch.arange(self._keys, device=self._first.device) >= self._first[:, None]
+
     def runs(self, positions: Tensor) -> tuple[Run, ...]:
         offset, whole = self._keys - self._rows, slice(None)
         return tuple(
