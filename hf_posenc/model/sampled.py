@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.model.unwrapping import configs_of
 from hf_posenc.model.weights import is_offloaded
 
 _DEPTH = 6  # of closures in closures
@@ -164,8 +165,15 @@ def without_weights(model: nn.Module) -> bool:
 def sample_of(model: nn.Module) -> Sample:
     """Return the blocks of a model by kind: the first of each stands for all that are built as it is."""
     twins: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    configs = [*configs_of(model).values()]
     for blocks in _lists(model):
         described = [_described(block) for block in blocks]
+        # A model may read what a block is to do off a list in its config (`position_embeddings=None`).
+        for config in configs:
+            for name, values in vars(config).items():
+                if isinstance(values, list | tuple) and len(values) == len(blocks):
+                    for each, value in zip(described, values, strict=True):
+                        each[f"config.{name}"] = _key(value)
         for name in dict.fromkeys(name for each in described for name in each):
             held = {index: each[name] for index, each in enumerate(described) if name in each}
             if len(held) < 3 or any(type(value) is not int for value in held.values()):

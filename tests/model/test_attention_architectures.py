@@ -233,7 +233,14 @@ TOLERANCE = {"hrm_text": 1e-2, "zamba2": 1e-2}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"), [*covering(zoo.ATTENDING, RULES), *late([*REST, *OTHERS], RULES)]
+    ("model_type", "method"),
+    # The model of Muse Spark, and no block of it, knows which of its layers do not rotate.
+    [
+        *covering(zoo.ATTENDING, RULES),
+        ("muse_spark_text", "rerope"),
+        *late([*REST, *(name for name in OTHERS if name != "muse_spark_text")], RULES),
+        *late(["muse_spark_text"], ["self_extend", "alibi"]),
+    ],
 )
 def test_equals_scores_pair_by_pair_with_its_own_rotary(model_type: str, method: str) -> None:
     model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
@@ -369,6 +376,7 @@ def test_moving_frequencies_start_from_the_plain_rotation(model_type: str, updat
     model, ids = zoo.build(model_type, **SCALED[model_type]), zoo.tokens(96)
     before, native = zoo.logits(model, ids), zoo.twin(model, unscaled)
     options: dict[str, Any] = {"update": update, "original_max_position_embeddings": ORIGINAL}
+    options["scale"] = 2  # without one, that of a checkpoint of type dynamic
     patch_model(model, "dynamic_ntk", replace=True, **options)
     short = ids[:, :ORIGINAL]
     assert zoo.relative_difference(zoo.logits(model, short), zoo.logits(native, short)) < 1e-5
