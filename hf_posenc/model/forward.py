@@ -35,6 +35,25 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+CACHES = ("cache", "past_key_values")
+"""Names of a model's cache, as an argument and in an output: transformers 5.24 renamed it."""
+
+
+def cache_of(given: Any) -> Any:
+    """Return the cache among arguments by name, or in an output; `None` if there is none."""
+    if isinstance(given, Mapping):
+        return next((given[name] for name in CACHES if given.get(name) is not None), None)
+    return next(
+        (cache for name in CACHES if (cache := getattr(given, name, None)) is not None), None
+    )
+
+
+def cache_name(module: nn.Module) -> str | None:
+    """Return the name by which a module's forward takes a cache; `None` if it takes none."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
+
+
 def text_of(args: Any, kwargs: Any) -> Tensor | None:
     """Return the tokens of a forward, or their embeddings; `None` if it gets neither."""
     given = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))

@@ -14,7 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from hf_posenc.attention.call import RotatedKeys, forget
 from hf_posenc.attention.softmax import is_exporting
 from hf_posenc.errors import PosencError
-from hf_posenc.model.forward import KEYWORD, Again, Entering, Forward, named_arguments, text_of
+from hf_posenc.model.forward import (
+    KEYWORD,
+    Again,
+    Entering,
+    Forward,
+    cache_name,
+    cache_of,
+    named_arguments,
+    text_of,
+)
 from hf_posenc.model.masks import HANDLE, described, seen_keys
 from hf_posenc.model.rotary import ENGINE, refuse_another
 from hf_posenc.model.weights import refuse_parts_of_texts
@@ -38,7 +47,7 @@ def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
     inputs = text_of(args, kwargs)
     if inputs is None or kwargs.get("position_ids") is not None:
         return None
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     seen = 0 if cache is None else cache.get_seq_length()
     positions = _shown_positions(kwargs.get("attention_mask"), seen, inputs.shape[1])
     if positions is None:
@@ -53,7 +62,7 @@ def refuse_drafts(module: nn.Module, args: Any, kwargs: Any) -> None:
     """
     if len(args) > 1:
         kwargs = named_arguments(module, args, kwargs)
-    kept, cache = kwargs.get("logits_to_keep"), kwargs.get("past_key_values")
+    kept, cache = kwargs.get("logits_to_keep"), cache_of(kwargs)
     if not isinstance(kept, int) or kept < 2 or cache is None or torch.compiler.is_compiling():
         return
     if not cache.get_seq_length():
@@ -139,7 +148,7 @@ class DecoderWatch(Entering):
             refuse_another(self.config, ENGINE)
         if len(args) > 1:  # by their names
             args, kwargs = (), named_arguments(module, args, kwargs)
-        cache, positions = _own_part(kwargs.get("past_key_values")), kwargs.get("position_ids")
+        cache, positions = _own_part(cache_of(kwargs)), kwargs.get("position_ids")
         if not self.computes:
             self._check_filled(cache)
             return None
@@ -170,9 +179,7 @@ class DecoderWatch(Entering):
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note in the cache, which the forward may have made, by which patch it was filled."""
         super().after(module, args, output)
-        caches = (
-            output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-        )
+        caches = output if isinstance(output, tuple) else (cache_of(output),)
         for cache in caches:
             if hasattr(cache, "get_seq_length"):
                 setattr(_own_part(cache), _FILLED, self.filled_by)
@@ -284,8 +291,7 @@ def watch_caches(model: nn.Module, filled_by: object) -> list[RemovableHandle]:
     takers = [
         module
         for module in model.modules()
-        if hasattr(module, "set_attn_implementation")
-        and "past_key_values" in inspect.signature(module.forward).parameters
+        if hasattr(module, "set_attn_implementation") and cache_name(module) is not None
     ]
     outer = {each for each in takers if not {*takers}.isdisjoint([*each.modules()][1:])}
     watches = ((each, DecoderWatch(each, filled_by, computes=False)) for each in takers)

@@ -21,6 +21,7 @@ from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Temperature
 from hf_posenc.model.attention import Recorded, named, recording, register
 from hf_posenc.model.calibration import trial_tokens
+from hf_posenc.model.forward import CACHES, cache_name
 from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.model.weights import rounding_dtype
@@ -109,7 +110,7 @@ def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature 
 
     def norms(past: int) -> dict[nn.Module, Tensor]:
         with recording() as far:
-            owner(input_ids=ids, past_key_values=_Past(past))
+            owner(input_ids=ids, **{cache_name(owner) or CACHES[0]: _Past(past)})
         return {module: _norms(calls) for module, calls in far.items()}
 
     def factors(past: int) -> dict[nn.Module, Tensor]:

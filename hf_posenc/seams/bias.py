@@ -29,7 +29,7 @@ from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, Layer, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
-from hf_posenc.model.forward import Forward, carry, named_arguments, text_of
+from hf_posenc.model.forward import Forward, cache_name, cache_of, carry, named_arguments, text_of
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.sampled import Sample
@@ -183,7 +183,7 @@ class WholeMask:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments with a mask of shape (batch, keys); `None` without a static cache."""
         values = named_arguments(module, args, kwargs)
-        cache, mask = values.get("past_key_values"), values.get("attention_mask")
+        cache, mask = cache_of(values), values.get("attention_mask")
         tokens = text_of((), values)
         if cache is None or not getattr(cache, "is_compileable", False) or tokens is None:
             return None
@@ -414,7 +414,7 @@ def _around(model: nn.Module, path: str) -> nn.Module:
     return next(
         module
         for module in reversed(around)
-        if {"attention_mask", "past_key_values"} <= {*inspect.signature(module.forward).parameters}
+        if cache_name(module) and "attention_mask" in inspect.signature(module.forward).parameters
     )
 
 

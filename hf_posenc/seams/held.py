@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.model.discovery import SinCosTable
-from hf_posenc.model.forward import text_of
+from hf_posenc.model.forward import cache_of, text_of
 from hf_posenc.model.parameters import PARAMETERS
 from hf_posenc.model.sampled import Sample
 
@@ -134,7 +134,7 @@ def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, in
     given = text_of(args, kwargs)
     if given is None or given.dim() < 2:
         return None
-    count = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    count = getattr(cache_of(kwargs), "get_seq_length", None)
     return given.shape[1], int(count()) if count is not None else 0
 
 

@@ -37,6 +37,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     sliced,
     without_cache,
 )
+from hf_posenc.model.forward import CACHES
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.collator import IGNORED
 
@@ -216,7 +217,7 @@ class ChunkedLoss:
         accepted = inspect.signature(self._forward).parameters
         off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
         options = {**without_loss(arguments), **off}
-        options.pop("past_key_values", None)
+        options = {name: value for name, value in options.items() if name not in CACHES}
         # The modules sharded by FSDP2 that are neither in the decoder nor around it.
         sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
         inside = set(self._decoder.modules())

@@ -33,6 +33,7 @@ from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
 from hf_posenc.model.context import Context, context_of
 from hf_posenc.model.discovery import NoRotaryError, read_spec, select, tables_of
+from hf_posenc.model.forward import cache_of
 from hf_posenc.model.sampled import sample_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.frequencies import refuse_local
@@ -311,7 +312,7 @@ def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost |
         with torch.device("meta"), torch.no_grad():
             twin = kind._from_config(config, dtype=torch.bfloat16).eval()
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
-            layers = list(twin(ids, use_cache=True).past_key_values.layers)
+            layers = list(cache_of(twin(ids, use_cache=True)).layers)
     except Exception:  # a family may need values, which this device does not have
         return None
     growing = fixed = window = full = windowed = 0

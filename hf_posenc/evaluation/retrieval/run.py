@@ -47,6 +47,7 @@ from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get
 from hf_posenc.evaluation.scoring import is_out_of_memory, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.model.forward import CACHES, cache_name, cache_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
 
@@ -146,13 +147,13 @@ class AnswerScorer:
         """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
         answer, candidates = prompt.answer.ids, (prompt.answer, *prompt.distractors)
         output = self._read([[*prompt.ids.tolist(), *answer[:-1]]], logits_to_keep=len(answer))
-        predicted, cache = output.logits[0], getattr(output, "past_key_values", None)
+        predicted, cache = output.logits[0], cache_of(output)
         if not _crop(cache, len(answer) - 1):
             # Behind the prompt alone; its question cannot be removed from it.
             alone = (
                 None if prompt.questions else self._read([prompt.ids.tolist()], logits_to_keep=1)
             )
-            cache = getattr(alone, "past_key_values", None)
+            cache = cache_of(alone)
         if cache is None:
             return predicted, None
         sums = self._behind(cache, predicted[:1], candidates)
@@ -174,7 +175,7 @@ class AnswerScorer:
     ) -> list[float]:
         """Return the sums of answers behind a question, both read behind a copy of a cache."""
         behind = copy.deepcopy(cache)
-        first = self._read([question], past_key_values=behind).logits[0, -1:]
+        first = self._read([question], behind).logits[0, -1:]
         return self._behind(behind, first, answers)
 
     def _behind(self, cache: Any, first: Tensor, answers: Sequence[Answer]) -> list[float]:
@@ -194,15 +195,16 @@ class AnswerScorer:
                     rows.batch_repeat_interleave(len(group))
                 ends = [answer.ids[-1:] * (longest - len(answer.ids)) for answer in group]
                 texts = [(*one.ids[:-1], *end) for one, end in zip(group, ends, strict=True)]
-                logits = self._read(texts, past_key_values=rows).logits
+                logits = self._read(texts, rows).logits
             for answer, row in zip(group, logits, strict=True):
                 sums.append(_log_likelihood(torch.cat((first, row))[: len(answer.ids)], answer.ids))
         return sums
 
-    def _read(self, texts: Sequence[Sequence[int]], **options: Any) -> Any:
-        """Return the model's output for texts of one length."""
+    def _read(self, texts: Sequence[Sequence[int]], cache: Any = None, **options: Any) -> Any:
+        """Return the model's output for texts of one length, behind a cache if there is one."""
         ids = torch.tensor(texts, device=input_device(self.model))
-        return self.model(input_ids=ids, use_cache=True, **options)
+        behind = {} if cache is None else {cache_name(unwrap(self.model)) or CACHES[-1]: cache}
+        return self.model(input_ids=ids, use_cache=True, **behind, **options)
 
     def _same(
         self, sums: Sequence[float], others: Sequence[float], answers: Sequence[Answer]

@@ -22,7 +22,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +47,8 @@ from hf_posenc.evaluation.scoring.decoder import (
 )
 from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, native_implementation, register
+from hf_posenc.model.forward import CACHES as CACHE_NAMES
+from hf_posenc.model.forward import cache_name
 from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 # Prefill in pieces.
 
 # Names of the cache in different families, as an output and as an argument.
-CACHES = ("past_key_values", "cache_params", "state")
+CACHES = (*CACHE_NAMES, "cache_params", "state")
 # Tokens in a piece. A single one would be a decoding step, for which some families have another formula.
 LEAST = 2
 # Tokens of the texts that are tried, and of their pieces.
@@ -87,7 +88,7 @@ class Pieces:
 
     size: int
     positions: bool = False
-    cache: Callable[[], Cache] | None = None
+    cache: Callable[[], dict[str, Cache]] | None = None
     config: Any = field(default=None, repr=False)
 
     @contextlib.contextmanager
@@ -118,7 +119,7 @@ class Pieces:
                 raise _RefusedError("it returns no cache")
             arguments[name] = getattr(output, name)
         elif self.cache is not None:
-            arguments["past_key_values"] = self.cache()
+            arguments |= self.cache()
         if self.positions:
             positions = torch.arange(begin, end, device=windows.device)
             arguments["position_ids"] = positions.expand(len(windows), -1)
@@ -194,8 +195,9 @@ class Prefill:
         settings: list[dict[str, Any]] = [{}]
         if "position_ids" in parameters:
             settings.append({"positions": True})
-        if "past_key_values" in parameters and config is not None:
-            settings.append({"cache": partial(DynamicCache, config=config)})
+        taken = cache_name(model)
+        if taken is not None and config is not None:
+            settings.append({"cache": lambda: {taken: DynamicCache(config=config)}})
         name = getattr(config, "_attn_implementation", None) or "eager"
         if native_implementation(name) != "sdpa":
             return settings
