@@ -212,9 +212,9 @@ def _engine_of(base: nn.Module) -> nn.Module:
     for name, value in vars(base).items():
         if name not in _MODULE_INTERNALS and name not in _ACCELERATE_HOOK:
             engine.__dict__[name] = value
-    for name, buffer in base.named_buffers(recurse=False):
+    for name, tensor in (*base.named_buffers(recurse=False), *base.named_parameters(recurse=False)):
         if not name.endswith(FREQUENCIES):  # a learned gain, say
-            engine.__dict__[name] = buffer
+            engine.__dict__[name] = tensor
     rope_type = engine.__dict__.get("rope_type")
     if isinstance(rope_type, dict):
         engine.__dict__["rope_type"] = dict.fromkeys(rope_type, "default")

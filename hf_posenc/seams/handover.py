@@ -148,9 +148,9 @@ class UnwrittenMasks(Replaced):
 
 
 def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:
-    """Return a table that modules which are handed over read from now on; `None` if it is not theirs.
+    """Return a table that modules which are handed over read from now on; `None` if none can be given it.
 
-    It is a buffer of one of them, or an embedding whose rows they get.
+    It is a buffer of one of them, an embedding whose rows they get, or a buffer of a module that is given positions.
     """
     repositioned, module = RepositionedTable(table, [table.label]), table.module
     forwards = handed_over(model)
@@ -158,6 +158,9 @@ def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | 
         for each in forwards:
             each.embedding = repositioned
         forwards = [HandedOver(module)]
+        forwards[0].install()
+    elif not forwards and "position_ids" in inspect.signature(module.forward).parameters:
+        forwards = [HandedOver(module)]  # of GPT-J since transformers 5.24
         forwards[0].install()
     own = [each for each in forwards if each.module is module]
     for each in own:
