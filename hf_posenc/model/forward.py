@@ -40,12 +40,9 @@ CACHES = ("cache", "past_key_values")
 
 
 def cache_of(given: Any) -> Any:
-    """Return the cache among arguments by name, or in an output; `None` if there is none."""
-    if isinstance(given, Mapping):
-        return next((given[name] for name in CACHES if given.get(name) is not None), None)
-    return next(
-        (cache for name in CACHES if (cache := getattr(given, name, None)) is not None), None
-    )
+    """Return the cache among arguments by name, or in an output; `None` if there is none, or one of pages."""
+    get: Any = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+    return next((each for each in map(get, CACHES) if hasattr(each, "get_seq_length")), None)
 
 
 def cache_name(module: nn.Module) -> str | None:

@@ -91,12 +91,14 @@ def _refuse_layers(model: Any, state: State) -> None:
 
     from hf_posenc.model.attention import named, recording
     from hf_posenc.model.calibration import run, trial_tokens
+    from hf_posenc.model.forward import CACHES, cache_name
     from hf_posenc.model.positions import LAYER
 
-    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+    older = "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters
+    if older or cache_name(model) == CACHES[0]:  # since 5.24 layers write to the pages, not attention
         raise PosencError(
             f"Continuous batching of transformers {transformers.__version__} hands its pages to attention in another "
-            f"form. Install transformers 5.19 or newer for {state.config}, or use generate()."
+            f"form. Install transformers 5.19 to 5.23 for {state.config}, or use generate()."
         )
     inputs = {"input_ids": trial_tokens(model), "cache": torch.zeros(())}
     # Under this name only masks of a layer's own are numbers. The errors are of models that take no such argument, or
