@@ -25,6 +25,7 @@ from hf_posenc.training.options import RECIPES, read_yaml
 from scripts import evidence_page
 from scripts.results import (
     BENCHMARKS,
+    DATA,
     REAL_MODEL,
     SMALL_MODELS,
     at,
@@ -269,12 +270,12 @@ def _small_models(method: type[Method]) -> Iterator[str]:
 
 def _real(method: type[Method]) -> str:
     """Return what was measured on SmolLM2 as a table: perplexities and ratios to a control, and passkeys."""
-    files = {max(perplexity(f).settings.lengths): f for f in REAL_MODEL.glob("tail-*.json")}
+    files = [*REAL_MODEL.glob("tail-*.json"), DATA / "evidence" / "smollm2-prose-cpu.json"]
     columns = {}
-    for length, file in sorted(files.items()):
+    for length, file in sorted((max(perplexity(f).settings.lengths), f) for f in files):
         records = perplexity(file).records
         control = TRUNCATION if any(r.method == TRUNCATION for r in records) else UNPATCHED
-        head = f"tail of {length:,} tokens, / {control}"
+        head = f"tail of {length:,} tokens{' of prose' * ('prose' in file.name)}, / {control}"
         columns[head] = at(summary(records, control), "tail", length, "both")
     if (file := REAL_MODEL / "passkey.json").exists():
         longest, found = passkeys(file)
