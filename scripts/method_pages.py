@@ -286,7 +286,8 @@ def _real(method: type[Method]) -> str:
     if not own:
         return "**SmolLM2-135M**: not measured on it."
     rows = [*(label for label in every if label == TRUNCATION), *own]
-    made = table({head: column.reindex(rows).dropna() for head, column in columns.items()})
+    shown = {head: column for head, column in columns.items() if {*own} & {*column.index}}
+    made = table({head: column.reindex(rows).dropna() for head, column in shown.items()})
     about = "perplexity, and its ratio to the control: bold if significant"
     return f"**SmolLM2-135M**, {about} ([all methods](../evidence.md)):\n\n{made}"
 
