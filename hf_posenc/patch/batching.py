@@ -95,7 +95,8 @@ def _refuse_layers(model: Any, state: State) -> None:
     from hf_posenc.model.positions import LAYER
 
     older = "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters
-    if older or cache_name(model) == CACHES[0]:  # since 5.24 layers write to the pages, not attention
+    newer = cache_name(model) == CACHES[0]  # since 5.24 layers write to the pages, not attention
+    if older or newer:
         raise PosencError(
             f"Continuous batching of transformers {transformers.__version__} hands its pages to attention in another "
             f"form. Install transformers 5.19 to 5.23 for {state.config}, or use generate()."
