@@ -199,7 +199,7 @@ def test_the_lowest_perplexity_is_the_best_model(tmp_path: Path) -> None:
     name = "eval_tail_perplexity_64"
     options: Any = {"metric_for_best_model": name, "load_best_model_at_end": True}
     options |= {"save_strategy": "steps", "save_steps": 2}
-    with pytest.raises(PosencError, match="--greater_is_better false"):
+    with pytest.raises(PosencError, match="--greater-is-better false"):
         scored_trainer(patched_model(), tmp_path, make_scores(), **options)
     options["greater_is_better"] = False
     trainer = scored_trainer(patched_model(), tmp_path, make_scores(), **options)
