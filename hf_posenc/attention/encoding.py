@@ -408,6 +408,11 @@ class GrowingPlan(Plan):
         self._unmoved = encoding._with(unmoved=True)
         self._fixed: dict[int, BandPlan] = {}
 
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The ways to score pairs of a long text."""
+        return self.fixed(4 * self.original).branches
+
     def at(self, origin: Tensor) -> Plan:
         return self.fixed(int(origin))
 

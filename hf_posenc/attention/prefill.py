@@ -217,7 +217,7 @@ def _causal_parts(
     parts = []
     if shared > least:
         parts.append(Part(rows, (least, shared), query=query, key=key))
-    if stop > shared:
+    if stop > shared and stop > least:
         merge = bool(parts)
         parts.append(Part(rows, (shared, stop), query=query, key=key, causal=True, merge=merge))
     return parts

@@ -247,7 +247,8 @@ def joined(plans: Sequence[tuple[Place, Rectangles]], rows: int, keys: int) -> l
         if not calls:  # it defines all rows, those of no sequence too
             span = 0, rows
         segments = None
-        if span != first.rows:  # several, or one between rows of none
+        # Several, of which one may have no rows, or one between rows of none.
+        if len(parts_of_label) > 1 or span != first.rows:
             pairs = [
                 (_moved(part.rows, -span[0]), _moved(part.keys, -reach[0]))
                 for part in parts_of_label

@@ -22,7 +22,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.pytorch import CudaFlash, serves
 from hf_posenc.attention.parts import attend_parts
-from hf_posenc.attention.windowed import Place, Rectangles, joined
+from hf_posenc.attention.windowed import Place, Rectangles, causal, joined
 from hf_posenc.methods import RotaryBands, get_method
 from hf_posenc.methods.bands import Band, same
 from tests.attention.test_attention import FLASH, apply, assert_close, build
@@ -313,3 +313,11 @@ def test_backends_are_forced_and_struck_by_name(used: list[str]) -> None:
     finally:
         engine.restore()
     assert computed_by() == {"prefill"}
+
+
+def test_keys_of_a_sequence_without_queries_are_its_own() -> None:
+    """In a piece that ends between two sequences, the second has keys and no row."""
+    plans = [(Place(0, 0, 5, 5, None), causal(5, 0)), (Place(5, 5, 0, 3, None), causal(0, 3))]
+    (call,) = joined(plans, 5, 8)
+    assert call.segments is not None
+    assert (call.segments.queries, call.segments.keys) == ((0, 5, 5), (0, 5, 8))
