@@ -31,6 +31,8 @@ from hf_posenc.patch.request import MethodLike
 from hf_posenc.saving import from_pretrained
 from hf_posenc.seams.held import write as write_values
 
+_UNPATCHED = "There is no patch: this is the encoding of the model's own config."
+
 
 @dataclass(frozen=True)
 class Export:
@@ -161,7 +163,7 @@ def _native(source: Source, engine: Engine) -> Export:
                 config=json.loads(written.to_json_string(use_diff=own)),
                 flags=draft.flags,
                 overrides=overrides,
-                notes=draft.notes,
+                notes=draft.notes + (() if source.methods else (_UNPATCHED,)),
                 errors=errors,
                 divisors=draft.divisors,
             )

@@ -509,12 +509,15 @@ class TrainingFolder:
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         with configs_of_both_styles():
             trainer.train(resume_from_checkpoint=checkpoint)
+        step, first = trainer.state.global_step, self._arguments.process_index == 0
+        if first and self.checkpoint is not None and step == step_of(self.checkpoint):
+            sys.stderr.write(f"Nothing is left to train: step {step:,} was the last.\n")
         sharding = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if sharding is not None:  # checkpoints may be in shards, the result is whole
             sharding.set_state_dict_type("FULL_STATE_DICT")
         if self._interruption.received:
-            if self._arguments.process_index == 0:
-                done = f"step {trainer.state.global_step:,}, and saved: the same command resumes."
+            if first:
+                done = f"step {step:,}, and saved: the same command resumes."
                 sys.stderr.write(f"Stopped by a signal after {done}\n")
             leave_group()
             sys.exit(128 + self._interruption.received)

@@ -151,7 +151,7 @@ def print_cost(
     have = "" if free is None else f"; {free / GIB:,.1f} GiB are free on {arguments.device}"
     if arguments.process_index == 0:
         print(f"""\
-texts:  {counts.tokens + counts.unused:,} tokens, {steps * examples / counts.blocks:.2g} epochs
+texts:  {counts.tokens + counts.unused:,} tokens, {steps * examples / counts.blocks:,.2f} epochs
 steps:  {steps:,} of {examples * block:,} tokens ({examples:,} blocks): {steps * examples * block:,} tokens
 memory: about {step.total / GIB:.3g} GiB for each process ({", ".join(parts)}){have}
 time:   about {time}, without scores: {step.flops:.3g} operations a step, {source}

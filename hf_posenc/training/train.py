@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import accelerator, nn
 from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments, set_seed
 from transformers.integrations import integration_utils
 
@@ -51,6 +51,8 @@ class FinetuneArguments(RunArguments, TrainingArguments):
     """transformers' own options, with our defaults."""
 
     def __post_init__(self) -> None:
+        if self.bf16 and not accelerator.is_available():
+            self.use_cpu = True  # without it, transformers expects a GPU
         super().__post_init__()  # type: ignore[no-untyped-call]
         if self.max_steps == -1 and self.num_train_epochs == 0:
             raise PosencError("--num-train-epochs 0 gives no step: give more, or --max-steps.")
@@ -202,9 +204,7 @@ def finetune(parsed: Arguments) -> None:
         print_cost(model, lengths.block, blocks.counts, choice, arguments)
         return
     checks.check_dependencies(model, collator, largest=blocks.counts.largest)
-    teacher = None
-    if choice.distill == "short":
-        teacher = unpatched_teacher(model, choice.train)
+    teacher = unpatched_teacher(model, choice.train) if choice.distill == "short" else None
     if scores is not None and None not in (choice.patch, patch) and not sharded:
         scores.measure(unpatched_teacher(model, "encoding"))
         if not getattr(model, "is_quantized", False):

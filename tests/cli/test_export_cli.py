@@ -51,6 +51,8 @@ def test_a_folder_without_a_tokenizer_is_warned_of(model: Path, tmp_path: Path) 
         result = invoke("export", folder, "--to", engine, *given)
         assert result.exit_code == 0, result.output
         assert ("has no tokenizer files" in " ".join(result.stderr.split())) == warned
+        assert "There is no patch" not in result.stdout
+    assert "There is no patch" in invoke("export", model, "--to", "vllm", "--dry-run").stdout
 
 
 def test_the_default_folder_is_named_after_both(

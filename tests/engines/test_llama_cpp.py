@@ -69,7 +69,10 @@ class TestLlamaCpp:
         zoo.build("phi3", rope_parameters=rope, **lengths).save_pretrained(tmp_path)
         found = export(tmp_path, "llama.cpp")  # as the checkpoint has it
         assert found.form == "rope_parameters", found.reason
-        assert found.notes == (note.replace("64", "16"),)
+        assert found.notes[0] == note.replace("64", "16")
+        assert found.notes[1:] == (
+            "There is no patch: this is the encoding of the model's own config.",
+        )
 
     def test_the_ends_of_the_ramp_are_flags(self, llama: Path) -> None:
         found = export(llama, "llama.cpp", method="yarn", scale=4, beta_fast=8, beta_slow=2)

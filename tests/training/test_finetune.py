@@ -174,9 +174,13 @@ def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Pat
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: dict[str, Path]) -> None:
+def test_a_resumed_run_is_described_as_a_whole(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
+    assert "Nothing is left" not in capsys.readouterr().err
     log = TrainingLog.read(run(tmp_path, texts, "--no_score"))  # resumes after the last step
+    assert "Nothing is left to train: step 2 was the last." in capsys.readouterr().err
     last = log.log_history[-1]
     seconds = [entry["seconds"] for entry in first.log_history]
     assert seconds == sorted(seconds)
@@ -367,4 +371,6 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
 def test_a_model_that_is_named_gets_the_defaults_of_the_field() -> None:
     choice, _, arguments = parse_arguments(["--model", str(model_path()), "--use_cpu"])
     assert choice.patch is None
+    if not torch.accelerator.is_available():  # transformers alone refuses it without --use_cpu
+        assert parse_arguments(["--bf16"])[2].device.type == "cpu"
     assert (arguments.learning_rate, arguments.max_steps, arguments.adam_beta2) == (2e-5, 400, 0.95)
