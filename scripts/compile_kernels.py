@@ -80,13 +80,15 @@ def text(case: Case, *, training: bool = False) -> Callable[[], object]:
 
 
 def turned(case: Case) -> Callable[[], object]:
-    """Return a call of the operator that turns the queries of two bands."""
+    """Return a call of the operator that turns the queries of two bands, and keys."""
     case = replace(case, queries=case.length)
     call, encoding = case.made()
     rotation = encoding.rotation
     assert rotation is not None
     tables = rotation.tables(torch.stack((call.query_position,) * 2), case.dtype)
-    return lambda: parts.turned(rotation, call.query, tables)
+    of_keys = rotation.tables(call.key_position[None], case.dtype)
+    turns = (rotation, call.query, tables), (rotation, call.key, of_keys)
+    return lambda: parts.turned(turns)
 
 
 def merged(case: Case) -> Callable[[], object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from hf_posenc.attention.call import Call, RotatedKeys, by_origin
 from hf_posenc.attention.encoding import BandBranch, Encoding, MovingPlan
 from hf_posenc.attention.exact import score_bias
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
-from hf_posenc.attention.windowed import turned_key, turned_queries
+from hf_posenc.attention.windowed import branched
 
 QUERIES = 8
 """More queries than this are left to other paths."""
@@ -77,22 +78,16 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     m, n = call.query_position, call.key_position
     query = encoding.scaled(call.query, m)
     branches, origin = encoding.plan.branches, m.new_zeros(())
-    together = query.device.type != "cpu" and not torch.compiler.is_compiling()
-    if together:
-        queries = turned_queries(call, encoding, query, m)
+    two, count = len(branches) == 2, call.key.shape[2]
+    width = _width(call, _window(encoding) or 0) if two else 0
+    tail = n[:, n.shape[1] - width :]
+    if query.device.type != "cpu" and not torch.compiler.is_compiling():
+        queries, near_keys = branched(call, encoding, query, [(count - width, count)] * two)
     else:
         queries = [branch.query(query, m, origin) for branch in branches]
+        near_keys = [branches[0].key(call.key[:, :, count - width :], tail, origin)] if two else []
     near = None
-    if len(branches) == 2:
-        window = _window(encoding)
-        assert window is not None
-        width, count = _width(call, window), call.key.shape[2]
-        ends = count - width, count
-        tail = n[:, n.shape[1] - width :]
-        if together:
-            near_key = turned_key(call, branches[0], 0, encoding, ends)
-        else:
-            near_key = branches[0].key(call.key[:, :, ends[0] :], tail, origin)
+    for near_key in near_keys:
         inside = call.mask.decided(
             ("near", width, *encoding.outline),
             lambda: branches[0].contains(m[:, None, :, None], tail[:, None, None, :]),
@@ -104,17 +99,14 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     if encoding.bias is not None:
         own = score_bias(call, encoding, query)
         bias = own if bias is None else bias + own
-    out, weights = decode(
-        queries[-1],
-        call.key,
-        call.value,
-        call.scaling,
-        near=near,
-        bias=bias,
-        mask=visible,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    return _decoded(call, queries[-1], call.key, near=near, bias=bias, mask=visible)
+
+
+def _decoded(
+    call: Call, query: Tensor, key: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    options |= {"softcap": call.softcap, "sinks": call.sinks}
+    out, weights = decode(query, key, call.value, call.scaling, **options)
     return out, weights.to(call.query.dtype) if call.weights else None
 
 
@@ -193,17 +185,10 @@ def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     origins = call.mask.decided(("origins", id(encoding.method), encoding.original), read)
     keys = RotatedKeys() if call.rotated is None else call.rotated
     turned = functools.partial(_moved, call, plan, alike=len({*origins.tolist()}) == 1)
-    out, weights = decode(
-        by_origin(functools.partial(turned, of_keys=False), query, m, origins),
-        keys.rotated(call, functools.partial(turned, of_keys=True), origins),
-        call.value,
-        call.scaling,
-        bias=call.mask.added(0, query.shape[2]),
-        mask=call.mask.rows(0, query.shape[2]),
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
-    return out, weights.to(call.query.dtype) if call.weights else None
+    key = keys.rotated(call, functools.partial(turned, of_keys=True), origins)
+    query = by_origin(functools.partial(turned, of_keys=False), query, m, origins)
+    rows = query.shape[2]
+    return _decoded(call, query, key, bias=call.mask.added(0, rows), mask=call.mask.rows(0, rows))
 
 
 def _moved(

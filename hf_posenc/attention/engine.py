@@ -35,14 +35,13 @@ from hf_posenc.attention.fused.pytorch import CudaFlash, CudnnAttention
 from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
 from hf_posenc.attention.kernels import parts
-from hf_posenc.attention.rotation import Rotation
 from hf_posenc.attention.softmax import is_exporting, is_transformed
 from hf_posenc.errors import PosencError, one_line, unknown
 
 
 def windowed_backend(name: str, fused: Fused, *, kernel: bool = False, **options: Any) -> Backend:
     """Return a fused operator's backend; with `kernel`, kernels turn queries and keys and merge the parts."""
-    turns, turned = (parts.accepts, parts.turned) if kernel else (None, Rotation.turned)
+    turns, turned = (parts.accepts, parts.turned) if kernel else (None, windowed.turned)
     accepts = functools.partial(windowed.accepts, fused=fused, turns=turns)
     run = functools.partial(windowed.attend, fused=fused, turned=turned)
     return Backend(name, accepts, run, fused=True, **options)

@@ -112,7 +112,6 @@ def _block(
     call: Call, encoding: Encoding, shared: list[Tensor] | None, start: int, stop: int
 ) -> tuple[Tensor, Tensor | None]:
     m, n = call.query_position[:, start:stop], call.key_position
-    key = call.key
     query = encoding.scaled(call.query[:, :, start:stop], m)
     # One method object serves all layers.
     origin = call.mask.decided(
@@ -123,7 +122,7 @@ def _block(
     scores: Tensor | None = None
     covered: Tensor | None = None
     for index, branch in enumerate(encoding.plan.at(origin).branches):
-        turned = branch.key(key, n, origin) if shared is None else shared[index]
+        turned = branch.key(call.key, n, origin) if shared is None else shared[index]
         pair = branch.query(query, m, origin).to(call.dtype), turned.to(call.dtype)
         part = grouped_scores(*pair, call.scaling)
         inside = branch.contains(*pairs, origin)
@@ -198,7 +197,9 @@ def score_bias(
     constant = method.constant_from()
     if constant is None:
         # Of every query, read by the host once for all blocks and layers.
-        farthest = call.mask.decided("farthest", lambda: _farthest(call))
+        farthest: list[int] = call.mask.decided(
+            "farthest", lambda: (call.query_position - n.amin(-1, keepdim=True)).amax(0).tolist()
+        )
         span = max(0, *farthest[start:stop]) + 1
     else:
         span = constant + 1
@@ -211,22 +212,14 @@ def score_bias(
     unrotated = query.to(dtype)
     if rotation is not None:
         unrotated = rotation.turn(unrotated, -m, factor=1 / rotation.factor)
-    position_bias = method.position_bias(parameters)
-    if position_bias is not None:
+    if (position_bias := method.position_bias(parameters)) is not None:
         unrotated = unrotated + encoding.own(position_bias)[None, :, None].to(dtype)
     by_distance = unrotated @ relative.to(dtype).transpose(-1, -2) * scaling
     index = distance[:, None].expand(-1, encoding.heads, -1, -1)
     bias = by_distance.gather(-1, index.expand(len(query), -1, -1, -1))
-    content_bias = method.content_bias(parameters)
-    if content_bias is not None:
+    if (content_bias := method.content_bias(parameters)) is not None:
         u = encoding.own(content_bias)[None, :, None].to(dtype)
         u = u.expand(len(query), -1, query.shape[2], -1)
         u = u if rotation is None else rotation.turn(u, m, factor=rotation.factor)
         bias = bias + grouped_scores(u, call.key.to(dtype), scaling)
     return bias
-
-
-def _farthest(call: Call) -> list[int]:
-    distances = call.query_position - call.key_position.amin(-1, keepdim=True)
-    farthest: list[int] = distances.amax(0).tolist()
-    return farthest

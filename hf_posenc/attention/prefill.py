@@ -10,6 +10,7 @@ multiple of HK. `offset` counts the tokens in the cache: row i has position offs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,13 +21,11 @@ from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.encoding import BandPlan, Encoding
 from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.softmax import accumulation_dtype
-from hf_posenc.attention.toeplitz import provable_windows, toeplitz
+from hf_posenc.attention.toeplitz import DROPPED, provable_windows, toeplitz
 from hf_posenc.methods import DistanceBias
 
 ROWS = 64
 """Fewer queries than this are left to other paths."""
-DROPPED = 1e-8
-"""Share of the softmax that keys beyond a provable window may have, together, at most."""
 NEAR_ROWS = (64, 256)
 """Rows of one block of the near band, for narrow and for wide windows. In a block of C rows each computes C keys too
 many, but tall blocks are faster matrix products."""
@@ -91,10 +90,7 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
     first, last = plan.bands[0], plan.bands[-1]
     if plan.kernel == "chunks":
         assert first.chunk is not None
-        own, before, older = queries
-        return three_chunks(
-            (own, before, older), keys[0], value, first.chunk, scaling, offset=offset
-        )
+        return three_chunks(queries, keys[0], value, first.chunk, scaling, offset=offset)
     near, far = (queries[0], keys[0]), (queries[-1], keys[-1])
     if first.below is None:
         return causal(*near, value, scaling, offset=offset)
@@ -172,7 +168,7 @@ def two_bands(
 
 
 def three_chunks(
-    queries: tuple[Tensor, Tensor, Tensor],
+    queries: Sequence[Tensor],
     key: Tensor,
     value: Tensor,
     chunk: int,

@@ -22,6 +22,8 @@ STEP = 256
 """Rows of a call on the diagonal, or in a narrow window: half of a row's scores there are hidden."""
 LEAST = -1e30
 """Replaces a bias of -inf, with which a call could have rows without any visible key."""
+DROPPED = 1e-8
+"""Share of the softmax that keys beyond a provable window may have, together, at most."""
 ALIKE = 1.25
 """Neighbouring heads whose windows differ by at most this factor share their calls."""
 TILE_ROWS = 128

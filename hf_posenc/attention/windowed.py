@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, Run
-from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding, MovingPlan
+from hf_posenc.attention.encoding import BandBranch, BandPlan, Encoding, MovingPlan
 from hf_posenc.attention.fused import Fused, Segments
 from hf_posenc.attention.parts import Part, attend_parts
 from hf_posenc.attention.rotation import Rotation
@@ -24,8 +24,15 @@ Rectangles = Mapping[Label, Part]
 """The parts of one sequence, whose first cover all its rows; parts of equal labels are one call over all sequences."""
 
 
-Turned = Callable[[Rotation, Tensor, tuple[Tensor, Tensor]], Tensor]
-"""`Rotation.turned`, or a kernel that computes it."""
+Turn = tuple[Rotation, Tensor, tuple[Tensor, Tensor]]
+"""A tensor that a rotation turns by tables, as `Rotation.turned` takes them."""
+Turned = Callable[[Sequence[Turn]], list[Tensor]]
+"""`turned`, or a kernel that computes it."""
+
+
+def turned(turns: Sequence[Turn]) -> list[Tensor]:
+    """Turn each tensor by every entry of its tables; the results are (entries, *x.shape)."""
+    return [rotation.turned(x, tables) for rotation, x, tables in turns]
 
 
 def accepts(
@@ -56,7 +63,7 @@ def in_runs(call: Call, encoding: Encoding) -> bool:
 
 
 def attend(
-    call: Call, encoding: Encoding, fused: Fused, turned: Turned = Rotation.turned
+    call: Call, encoding: Encoding, fused: Fused, turned: Turned = turned
 ) -> tuple[Tensor, None]:
     """Compute attention over causal sequences; queries in none are padding and give zeros."""
     runs = call.runs()
@@ -73,62 +80,60 @@ def attend(
             batch * key_count,
         ),
     )
-    m = call.query_position
-    query = encoding.scaled(call.query, m)
-    queries = [_in_a_row(x) for x in turned_queries(call, encoding, query, m, turned)]
-    keys, moved = [], []
-    for index, branch in enumerate(encoding.plan.branches):
+    ends = []
+    for index in range(len(encoding.plan.branches)):
         read = [part.keys for part in parts if part.key == index]
         first = min((start for start, _ in read), default=0) if batch == 1 else 0
         stop = max((stop for _, stop in read), default=0) if batch == 1 else key_count
-        ends = first, stop
-        keys.append(_in_a_row(turned_key(call, branch, index, encoding, ends, turned)))
-        moved.append(first)
-    parts = [replace(part, first_key=moved[part.key]) for part in parts]
+        ends.append((first, stop))
+    parts = [replace(part, first_key=ends[part.key][0]) for part in parts]
+    query = encoding.scaled(call.query, call.query_position)
+    queries, keys = (map(_in_a_row, each) for each in branched(call, encoding, query, ends, turned))
     value = _in_a_row(call.value)
-    out = attend_parts(parts, queries, keys, value, call.scaling, fused=fused)
+    out = attend_parts(parts, [*queries], [*keys], value, call.scaling, fused=fused)
     return out.unflatten(2, (batch, rows))[0].transpose(0, 1), None
 
 
-def turned_queries(
-    call: Call, encoding: Encoding, query: Tensor, m: Tensor, turned: Turned = Rotation.turned
-) -> list[Tensor]:
-    """Return the queries of every branch; bands turn theirs together, by angles that all layers share."""
-    branches = encoding.plan.branches
-    turning = [b for b in branches if isinstance(b, BandBranch) and not b.keeps_query]
-    if not turning:
-        return [branch.query(query, m, m.new_zeros(())) for branch in branches]
-    rotation = turning[0].rotation
-    tables = call.mask.decided(
-        ("queries", rotation, query.dtype, *encoding.outline),
-        lambda: rotation.tables(
-            torch.stack([branch.query_turn(m) for branch in turning]), query.dtype
-        ),
-    )
-    each = iter(turned(rotation, query, tables))
-    return [next(each) if branch in turning else query for branch in branches]
-
-
-def turned_key(
+def branched(
     call: Call,
-    branch: Branch,
-    index: int,
     encoding: Encoding,
-    ends: tuple[int, int],
-    turned: Turned = Rotation.turned,
-) -> Tensor:
-    """Return the keys from a first one to an end as a branch reads them, turned by angles that all layers share."""
-    key, n = call.key[:, :, slice(*ends)], call.key_position[:, slice(*ends)]
-    if not isinstance(branch, BandBranch):
-        return branch.key(key, n, n.new_zeros(()))
-    if branch.shares_cache or not key.shape[2]:
-        return key
-    rotation, turn = branch.rotation.of_keys, branch.key_turn
-    tables = call.mask.decided(
-        ("keys", rotation, key.dtype, index, ends, *encoding.outline),
-        lambda: rotation.tables(turn(n)[None], key.dtype),
-    )
-    return turned(rotation, key, tables)[0]
+    query: Tensor,
+    ends: Sequence[tuple[int, int]],
+    turned: Turned = turned,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the queries of every branch, and the keys of the first ones from a first key to an end.
+
+    Those of bands are turned together, by angles that all layers share.
+    """
+    branches, m = encoding.plan.branches, call.query_position
+    turns = dict[int, Turn]()  # of keys by the index of their branch, of all queries at -1
+    turning = [b for b in branches if isinstance(b, BandBranch) and not b.keeps_query]
+    if turning:
+        rotation, outline = turning[0].rotation, encoding.outline
+        tables = call.mask.decided(
+            ("queries", rotation, query.dtype, *outline),
+            lambda: rotation.tables(torch.stack([b.query_turn(m) for b in turning]), query.dtype),
+        )
+        turns[-1] = rotation, query, tables
+    keys = list[Tensor]()
+    for index, (branch, (first, stop)) in enumerate(zip(branches, ends, strict=False)):
+        key, n = call.key[:, :, first:stop], call.key_position[:, first:stop]
+        if not isinstance(branch, BandBranch):
+            key = branch.key(key, n, n.new_zeros(()))
+        elif not branch.shares_cache and key.shape[2]:
+            rotation, turn = branch.rotation.of_keys, branch.key_turn
+            tables = call.mask.decided(
+                ("keys", rotation, query.dtype, index, first, stop, *encoding.outline),
+                lambda: rotation.tables(turn(n)[None], query.dtype),  # noqa: B023 (called at once)
+            )
+            turns[index] = rotation, key, tables
+        keys.append(key)
+    results = dict(zip(turns, turned([*turns.values()]), strict=True))
+    keys = [results[index][0] if index in results else key for index, key in enumerate(keys)]
+    if not turning:
+        return [branch.query(query, m, m.new_zeros(())) for branch in branches], keys
+    each = iter(results[-1])
+    return [next(each) if branch in turning else query for branch in branches], keys
 
 
 def _in_a_row(x: Tensor) -> Tensor:
@@ -291,9 +296,10 @@ def _by_bucket(
                         ("bucket", rotation, dtype, index, row, start, *same),
                         functools.partial(queries, moved, factor),
                     )
-                    own_query = turned(rotation, own_query, tables)[0]
+                    turn = rotation, own_query, tables
                     tables = rotation.tables(n[None, :, :seen], dtype, moved)
-                    own_key = turned(rotation.of_keys, own_key, tables)[0]
+                    turns = turn, (rotation.of_keys, own_key, tables)
+                    own_query, own_key = (x[0] for x in turned(turns))
                 whole = [Part((0, size), (0, seen), causal=True)]
                 tensors = (own_query,), (own_key,), value[:, :, :seen]
                 outs.append(attend_parts(whole, *tensors, call.scaling, fused=fused))

@@ -36,14 +36,11 @@ has the same place in every tile, so that tiles are added up as they are, and th
 once. All tables and trained methods of a distance alone are served, also those of users; FIRE, which reads the query's
 position too, is left to the general path.
 
-**Queries and keys of a whole text** are turned by one launch (`parts`) for PyTorch's flash attention, which takes
-them turned: cos and sin come from tables that all layers of a forward share. A kernel for both bands that turned keys
-itself would turn them again in every block of queries.
+**Queries and keys of a whole text** are turned by one launch (`parts`) for fused attentions, which take them turned:
+cos and sin come from tables that all layers of a forward share. A kernel for both bands that turned keys itself would
+turn them again in every block of queries.
 
-**How it is proven** without a GPU: `scripts/check_kernels.sh` runs the kernels in Triton's interpreter against float64
-and compiles them for three generations of GPUs, whose registers, spills and shared memory may only fall. What this
-cannot show is a miscompilation, a race, and any speed.
-`attention/engine.py` chooses among them.
+CONTRIBUTING.md says how they are proven without a GPU. `attention/engine.py` chooses among them.
 """
 
 from __future__ import annotations

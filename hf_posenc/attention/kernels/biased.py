@@ -24,11 +24,10 @@ from hf_posenc.attention.kernels import (
     trains_bias,
 )
 from hf_posenc.attention.kernels.biases import Operands, has_table, operands_of
+from hf_posenc.attention.toeplitz import DROPPED as DROPPED
 from hf_posenc.attention.toeplitz import LEAST
 from hf_posenc.methods import T5, ALiBi, DistanceBias, KerplePower
 
-DROPPED = 1e-8
-"""Share of the softmax that keys beyond a provable window may have, together, at most."""
 LAUNCHES = 2
 """Launches by one call of the operator: windows (of closed forms), and attention."""
 BACKWARD_LAUNCHES = 2

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call
+from hf_posenc.attention.decode import QUERIES as QUERIES
 from hf_posenc.attention.encoding import Encoding, Plan
 from hf_posenc.attention.kernels import (
     available,
@@ -25,8 +26,6 @@ from hf_posenc.attention.kernels import (
 from hf_posenc.attention.kernels.bands import UNTURNED, scheme_of
 from hf_posenc.attention.kernels.biases import Operands, operands_of
 
-QUERIES = 8
-"""More queries than this are left to other paths."""
 LAUNCHES = 2
 """Launches by one call of the operator: the shares, and their merge."""
 _ROWS = 64
@@ -132,8 +131,7 @@ def accepts(call: Call, encoding: Encoding) -> bool:
 
 
 def _bias(call: Call, encoding: Encoding) -> Operands | None:
-    query, key = call.query, call.key
-    return operands_of(encoding, query.shape[2], key.shape[2], query.device)
+    return operands_of(encoding, call.query.shape[2], call.key.shape[2], call.query.device)
 
 
 def prepared(plan: Plan) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,61 +11,66 @@ from torch import Tensor
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.kernels import available, padded, strided, unwatched
-from hf_posenc.attention.rotation import Rotation
+from hf_posenc.attention.windowed import Turn
 
 _ROWS = 32
 _HEADS = 8
 """Heads of one program, which reads cos and sin once for them."""
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
-    """Turn pairs of features, in one launch.
+def _turn(given: Sequence[Tensor], start: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Turn pairs of features of two tensors x, in one launch.
 
-    Shapes: x (turns, batch, heads, rows, features), float32 or halves, its features dense; cos and sin (turns, batch,
-    rows, pairs), float32. `start` and `interleaved` are those of `Layout`. The result has x's shape and dtype, and the
-    memory layout (turns, batch, rows, heads, features).
+    `given` are x, cos and sin twice: x (turns, batch, heads, rows, features), float32 or halves, features dense; cos
+    and sin (turns, batch, rows, pairs), float32. The second x may have other heads, rows, and turns, or no turn.
+    `start` and `interleaved` are those of `Layout`. A result has the shape and dtype of its x, and the memory layout
+    (turns, batch, rows, heads, features).
     """
     from hf_posenc.attention.kernels import parts_triton
 
-    turns, batch, heads, rows, features = x.shape
-    pairs, out = cos.shape[-1], _like(x)
-    with torch.cuda.device_of(x):
-        parts_triton.turn_pairs[(-(-rows // _ROWS), -(-heads // _HEADS), turns * batch)](
-            *strided(x), *strided(cos), *strided(sin), *strided(out), heads, rows, batch,
-            START=start, PAIRS=pairs, INTERLEAVED=interleaved, D=features, HALF=padded(pairs),
-            REST=padded(features - 2 * pairs), BM=_ROWS,
+    first, cos, _, second, *_ = given
+    outs: tuple[Tensor, Tensor] = _likes(given)
+    (turns, batch, heads, rows, features), pairs = first.shape, cos.shape[-1]
+    operands = [
+        each
+        for x, cos, sin, out in ((*given[:3], outs[0]), (*given[3:], outs[1]))
+        for each in (*strided(x), *strided(cos), *strided(sin), *strided(out), *x.shape[2:4])
+    ]
+    rows, heads = max(rows, second.shape[3]), max(heads, second.shape[2])
+    grid = -(-rows // _ROWS), -(-heads // _HEADS), (turns + len(second)) * batch
+    with torch.cuda.device_of(first):
+        parts_triton.turn_pairs[grid](
+            *operands, batch, turns * batch, START=start, PAIRS=pairs, INTERLEAVED=interleaved,
+            D=features, HALF=padded(pairs), REST=padded(features - 2 * pairs), BM=_ROWS,
         )  # fmt: skip
-    return out
+    return outs
 
 
 turn = torch.library.custom_op(
     "hf_posenc::turn",
     _turn,
     mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, int start, bool interleaved) -> Tensor",
+    schema="(Tensor[] given, int start, bool interleaved) -> (Tensor, Tensor)",
 )
 
 
 @turn.register_fake
-def _(x: Tensor, *arguments: Any) -> Tensor:
-    return _like(x)
+def _likes(given: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
+    pair = (x.transpose(2, 3) for x in (given[0], given[3]))
+    first, second = (x.new_empty(x.shape).transpose(2, 3) for x in pair)
+    return first, second
 
 
-def _like(x: Tensor) -> Tensor:
-    turns, batch, heads, rows, features = x.shape
-    return x.new_empty(turns, batch, rows, heads, features).transpose(2, 3)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    (_, *tables, _, cos, sin), *ctx.layout = inputs
+    ctx.save_for_backward(*tables, cos, sin)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, *ctx.layout = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _turned_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    back: Tensor = turn(grad, cos, -sin, *ctx.layout)
-    return back, None, None, None, None
+def _turned_back(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    cos, sin, *other = ctx.saved_tensors
+    first, second = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    backs = turn([first, cos, -sin, second, other[0], -other[1]], *ctx.layout)
+    return [backs[0], None, None, backs[1], None, None], None, None
 
 
 turn.register_autograd(_turned_back, setup_context=_keep)
@@ -73,23 +78,28 @@ turn.register_autograd(_turned_back, setup_context=_keep)
 
 def accepts(call: Call, encoding: Encoding) -> bool:
     """True if the operator turns what a call has to turn, which may be nothing."""
-    query, plan = call.query, encoding.plan
+    query, rotation = call.query, encoding.plan.rotation
     if not available(query.device) or query.dtype == torch.float64:
         return False
-    if plan.rotation is not None and plan.rotation.norm is not None:
+    if rotation is not None and (rotation.norm is not None or rotation.keys is not None):
         return False  # D R D^-1
     return all(x.stride(-1) == 1 and x.dtype == query.dtype for x in (query, call.key))
 
 
-def turned(rotation: Rotation, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x as `Rotation.turned`, by the operator."""
-    layout, axis = rotation.layout, -1 if rotation.layout.interleaved else -2
-    cos, sin = (table.select(axis, -1).squeeze(2) for table in tables)
-    turns, batch = len(cos), len(x)
-    cos, sin = (table.expand(-1, batch, -1, -1) for table in (cos, sin))
-    every = x.expand(turns, *x.shape)
-    compute: Callable[..., Tensor] = _turn if unwatched(x) else turn
-    return compute(every, cos, sin, layout.start, layout.interleaved)
+def turned(turns: Sequence[Turn]) -> list[Tensor]:
+    """Turn tensors of one layer as `windowed.turned`, two in a launch of the operator."""
+    outs = list[Tensor]()
+    for first in range(0, len(turns), 2):
+        given = list[Tensor]()
+        for rotation, x, tables in turns[first : first + 2]:
+            layout, axis = rotation.layout, -1 if rotation.layout.interleaved else -2
+            cos, sin = (table.select(axis, -1).squeeze(2) for table in tables)
+            given.append(x.expand(len(cos), *x.shape))
+            given += (table.expand(-1, len(x), -1, -1) for table in (cos, sin))
+        two = [*given, *(each[:0] for each in given)][:6]  # beside the last of an odd number, none
+        watched = not (unwatched(two[0]) and unwatched(two[3]))
+        outs += (turn if watched else _turn)(two, layout.start, layout.interleaved)
+    return outs[: len(turns)]
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, reverse: bool) -> None:
@@ -117,14 +127,7 @@ def _(*arguments: object) -> None:
     return None
 
 
-def merge(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    *,
-    reverse: bool = False,
-    last: bool = False,
-) -> None:
+def merge(*given: Tensor, reverse: bool = False, last: bool = False) -> None:
     """Merge by the operator, as `fused.merge`; the log-sum-exp is written in any case."""
-    (_merge if unwatched(out) else _merge_operator)(out, lse, part_out, part_lse, reverse)
+    compute: Callable[..., None] = _merge if unwatched(given[0]) else _merge_operator
+    compute(*given, reverse)

@@ -10,8 +10,8 @@ _EMPTY = tl.constexpr(EMPTY)
 
 
 @triton.jit
-def turn_pairs(
-    X, x_strides, COS, cos_strides, SIN, sin_strides, OUT, out_strides, heads, rows, batch,
+def _turn_rows(
+    X, x_strides, COS, cos_strides, SIN, sin_strides, OUT, out_strides, heads, rows, batch, program,
     START: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -20,8 +20,8 @@ def turn_pairs(
     X and OUT have the axes (turns, batch, heads, rows, features), COS and SIN (turns, batch, rows,
     pairs). HALF and REST are numbers of features as powers of two: of pairs, and of those that stay.
     """
-    turn = (tl.program_id(2) // batch).to(tl.int64)  # with strides, beyond int32 in a long text
-    b = (tl.program_id(2) % batch).to(tl.int64)
+    turn = (program // batch).to(tl.int64)  # with strides, beyond int32 in a long text
+    b = (program % batch).to(tl.int64)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     row = r[:, None].to(tl.int64)
     pair = tl.arange(0, HALF)[None, :]
@@ -53,6 +53,28 @@ def turn_pairs(
             rest = tl.where(rest < START, rest, rest + 2 * PAIRS)
             tl.store(to_head + rest, tl.load(from_head + rest, mask=stays), mask=stays)
         head += tl.num_programs(1)
+
+
+@triton.jit
+def turn_pairs(
+    X, x_strides, COS, cos_strides, SIN, sin_strides, OUT, out_strides, heads, rows,
+    Y, y_strides, COS_Y, cos_y_strides, SIN_Y, sin_y_strides, OUT_Y, out_y_strides, heads_y, rows_y,
+    batch, programs,
+    START: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Two tensors, the first one by so many programs of the last axis; shapes as in `_turn_rows`."""
+    program = tl.program_id(2)
+    if program < programs:
+        _turn_rows(
+            X, x_strides, COS, cos_strides, SIN, sin_strides, OUT, out_strides, heads, rows, batch,
+            program, START, PAIRS, INTERLEAVED, D, HALF, REST, BM,
+        )  # fmt: skip
+    else:
+        _turn_rows(
+            Y, y_strides, COS_Y, cos_y_strides, SIN_Y, sin_y_strides, OUT_Y, out_y_strides, heads_y,
+            rows_y, batch, program - programs, START, PAIRS, INTERLEAVED, D, HALF, REST, BM,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -306,18 +306,27 @@ def test_a_turn_and_its_gradient(layout: Layout, features: int, dtype: torch.dty
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 37, 9, features, generator=generator).to(DEVICE, dtype).transpose(1, 2)
     positions = torch.randint(-60, 60, (2, 2, 37), generator=generator).to(DEVICE)
-    tables = rotation.tables(positions, torch.float32)
-    given = x.clone().requires_grad_()
-    out = parts.turned(rotation, given, tables)
-    wide = x.double().requires_grad_()
-    expected = torch.stack([rotation.turn(wide, each) for each in positions])
-    assert out.dtype == dtype
-    assert out.transpose(2, 3).is_contiguous()
-    assert error(out.detach(), expected.detach().cpu()) < BOUND[dtype]
-    weights = torch.randn(expected.shape, generator=generator).to(DEVICE)
-    (gradient,) = torch.autograd.grad(out, given, weights.to(dtype))
-    (of_wide,) = torch.autograd.grad(expected, wide, weights.to(dtype).double())
-    assert error(gradient, of_wide.cpu()) < BOUND[dtype]
+    keys = torch.randn(2, 50, 3, features, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    places = torch.randint(-60, 60, (1, 1, 50), generator=generator).to(DEVICE)
+    for count in (1, 2, 3):  # in one launch, in one, in two
+        every = [(x, positions), (keys, places), (x, places[:, :, :37])][:count]
+        leaves = [each.clone().requires_grad_() for each, _ in every]
+        outs = parts.turned(
+            [
+                (rotation, leaf, rotation.tables(at, torch.float32))
+                for leaf, (_, at) in zip(leaves, every, strict=True)
+            ]
+        )
+        for out, leaf, (each, at) in zip(outs, leaves, every, strict=True):
+            wide = each.double().requires_grad_()
+            expected = torch.stack([rotation.turn(wide, one) for one in at])
+            assert out.dtype == dtype
+            assert out.transpose(2, 3).is_contiguous()
+            assert error(out.detach(), expected.detach().cpu()) < BOUND[dtype]
+            weights = torch.randn(expected.shape, generator=generator).to(DEVICE)
+            gradients = torch.autograd.grad(out, leaf, weights.to(dtype), retain_graph=True)
+            (of_wide,) = torch.autograd.grad(expected, wide, weights.to(dtype).double())
+            assert error(gradients[0], of_wide.cpu()) < BOUND[dtype]
 
 
 def apart(x: Tensor, axis: int) -> Tensor:
@@ -332,8 +341,11 @@ def apart(x: Tensor, axis: int) -> Tensor:
 def test_a_turn_of_memory_that_int32_does_not_count(axis: int) -> None:
     x = torch.randn(3, 1, 3, 5, 16, device=DEVICE).to(HALF)
     cos, sin = torch.randn(2, 3, 1, 5, 8, device=DEVICE)
-    out = parts.turn(apart(x, axis), cos, sin, 0, False)
-    assert torch.equal(out, parts.turn(x, cos, sin, 0, False))
+    far, near = ([each, cos, sin] for each in (apart(x, axis), x))
+    expected = parts.turn(near * 2, 0, False)
+    for given in (far + near, near + far):
+        for out, want in zip(parts.turn(given, 0, False), expected, strict=True):
+            assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -365,7 +377,7 @@ def test_a_turn_keeps_its_schema_and_its_fake() -> None:
     x = torch.randn(2, 1, 3, 5, 16, device=DEVICE, requires_grad=True)
     cos, sin = torch.randn(2, 2, 1, 5, 8, device=DEVICE)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(parts.turn, (x, cos, sin, 0, False), test_utils=checks)
+    torch.library.opcheck(parts.turn, ([x, cos, sin] * 2, 0, False), test_utils=checks)
 
 
 @pytest.mark.parametrize("case", [STEPS[9], STEPS[30], TEXTS[0], TEXTS[4]], ids=str)
