@@ -2,8 +2,6 @@
 
     python -m scripts.compare_finetuning --output docs/data/benchmarks/finetuning.json
     python -m scripts.compare_finetuning --output positions.json --group positions --steps 100 --seeds 42,43,44
-    python -m scripts.compare_finetuning --output short.json --group short --steps 60 --seeds 42,43
-    python -m scripts.compare_finetuning --output conversions.json --group conversions --steps 100 --seeds 42,43,44
 
 Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens
 are the same for all.
@@ -49,8 +47,6 @@ WAYS: dict[str, list[str]] = {
     "kerple_log, the encoding alone": ["--patch", "kerple_log", "--train", "encoding", "--target_length", "1024"],
     "kerple_log": ["--patch", "kerple_log", "--target_length", "1024"],
 }  # fmt: skip
-
-
 # Ways to reach 1,024 tokens; all but the first have blocks of 256.
 POSITIONS: dict[str, list[str]] = {
     "blocks of 1,024 tokens": [],
@@ -66,8 +62,10 @@ SHORT: dict[str, list[str]] = {
     "the same, distilled": [*_PI, "--block_length", "256", "--distill", "short"],
     "EndPrompt": [*_PI, "--positions", "endprompt"],
     "EndPrompt, distilled": [*_PI, "--positions", "endprompt", "--distill", "short"],
+    "EndPrompt, distilled from itself": [*_PI, "--positions", "endprompt", "--distill", "positions"],
     "PoSE": [*_PI, "--positions", "pose"],
     "PoSE, distilled": [*_PI, "--positions", "pose", "--distill", "short"],
+    "PoSE, distilled from itself": [*_PI, "--positions", "pose", "--distill", "positions"],
 }  # fmt: skip
 CONVERSIONS: dict[str, list[str]] = {
     "no rotation at all (DroPE)": ["--recipe", "drope"],
