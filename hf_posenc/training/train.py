@@ -105,6 +105,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 def finetune(parsed: Arguments) -> None:
     """Patch, train, score and save a model; with `--dry-run`, print the cost instead."""
     choice, data, arguments = parsed
+    arguments.disable_tqdm = arguments.disable_tqdm or not sys.stderr.isatty()  # lines alone
     processes.check_launch(arguments)  # fewer processes than requested, sharding that is not done
     if choice.model is None:
         loading.one_thread()
@@ -143,8 +144,7 @@ def finetune(parsed: Arguments) -> None:
         terminal_prompt=prompt,
     )
     # The Trainer's own pushes would overwrite the card, and save into the folder once more.
-    pushes, arguments.push_to_hub = arguments.push_to_hub, False
-    repository = "PATH"
+    pushes, arguments.push_to_hub, repository = arguments.push_to_hub, False, "PATH"
     if pushes and output is not None and arguments.process_index == 0:
         repository = result.create_repository(arguments)  # a wrong token fails before the training
 
@@ -178,7 +178,7 @@ def finetune(parsed: Arguments) -> None:
         source = Source(read_standard_library, STANDARD_LIBRARY)
     elif held_out:
         source = without(source, held_out)
-    if arguments.disable_tqdm or arguments.process_index or not sys.stderr.isatty():
+    if arguments.disable_tqdm or arguments.process_index:
         with suppress(ImportError):  # prepare_blocks names the extra to install
             importlib.import_module("datasets").disable_progress_bars()
     blocks = prepare_blocks(
@@ -232,7 +232,7 @@ def finetune(parsed: Arguments) -> None:
             processing_class=tokenizer,
             callbacks=[collator, callbacks.RunTime(), callbacks.StopOnNonFinite()],
         )
-        if sys.stderr.isatty() and not arguments.disable_tqdm:
+        if not arguments.disable_tqdm:
             trainer.remove_callback(ProgressCallback)
             trainer.add_callback(callbacks.LossBar())
         if scores is not None:

@@ -178,7 +178,10 @@ def test_a_resumed_run_is_described_as_a_whole(
     tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
-    assert "Nothing is left" not in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "Nothing is left" not in shown.err
+    assert "it/s" not in shown.err  # lines alone, without a terminal
+    assert shown.out.count("'loss'") == 2
     log = TrainingLog.read(run(tmp_path, texts, "--no_score"))  # resumes after the last step
     assert "Nothing is left to train: step 2 was the last." in capsys.readouterr().err
     last = log.log_history[-1]
