@@ -482,12 +482,8 @@ def search_figure(
     starts: Mapping[str, Sequence[float]],
     best: Sequence[float] | None,
     target: int,
-    scored: str = "tail",
 ) -> Figure:
-    """Draw the path of a search on the left; on the right the factors of the starts, by method, and of the best.
-
-    `scored` names the tokens that the perplexities are of.
-    """
+    """Draw the path of a search on the left; on the right the factors of the starts, by method, and of the best."""
     lowest: list[float] = []
     for value in perplexities:
         lowest.append(min(value, lowest[-1]) if lowest and not math.isnan(lowest[-1]) else value)
@@ -501,7 +497,7 @@ def search_figure(
         room = max(high - low, 0.02 * low)
         path.set_ylim(low - 0.3 * room, high + room)
         path.set_xlabel("evaluations")
-        path.set_ylabel(f"{scored} perplexity at {target:,} tokens")
+        path.set_ylabel(f"tail perplexity at {target:,} tokens")
         path.set_title("search documents", loc="left")
         colours = itertools.cycle((COLOURS[0], *COLOURS[2:]))
         for colour, (name, values) in zip(colours, starts.items(), strict=False):
