@@ -133,7 +133,7 @@ def recipes(
         ),
     ] = None,
 ) -> None:
-    """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
+    """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those of its model type."""
     from hf_posenc.adapters import available_recipes, get_recipe, native_models
 
     names, advice = available_recipes(), list[str]()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.engines.engine import empty_model
-from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import (
-    LengthDependent,
-    RotaryBands,
-    TableMethod,
-    Temperature,
-)
+from hf_posenc.errors import PosencError, UnsupportedModelError, UntrainedWarning
+from hf_posenc.methods import LengthDependent, RotaryBands, TableMethod, Temperature
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.discovery import layer_index, layers_of_type, rotary_tables
 from hf_posenc.model.parameters import trained_parameters
@@ -63,7 +59,9 @@ def served_layers(
             if not others:
                 raise PosencError(f"{patch} cannot be served by vLLM: the model has one layer.")
             method = {chosen: method[chosen], others[0]: _UNCHANGED}
-    patch_model(model, method, **request)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)  # its parameters are those of the folder
+        patch_model(model, method, **request)
     if trained is not None and (parameters := trained_parameters(model)):
         fill_from_checkpoint(parameters, trained, options)
     layers: dict[int, Layer] = {}

@@ -83,8 +83,8 @@ class STRING(RotaryBands):
 
     Args:
         shift: Offset S in tokens; a third of the original context by default.
-        window: Local window W, the least distance that a shifted pair gets; 128 by default, and
-            below S.
+        window: Local window W, the least distance that a shifted pair gets, at most S; by default 128,
+            or `S - 1` where that is less.
     """
 
     name = "string"

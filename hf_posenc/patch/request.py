@@ -121,12 +121,13 @@ def resolve_request(
         others = [other for other in methods if other is not built]
         called(built, "check_beside", built.check_beside, others)
     if native is None:
-        if compose and not any(part.seam == "rotary" for part in parts):
+        rotary = any(part.seam == "rotary" for part in parts)  # else replace= is of queries alone
+        if compose and not rotary:
             refuse_moving(tables, methods, asked=asked)
             if asked:
                 check_shared(tables, methods, layers)
-        dropped = dropped_of(tables, methods, original) if replace else {}
-        if replace and extended is not None and not dropped:
+        dropped = dropped_of(tables, methods, original) if replace and rotary else {}
+        if replace and rotary and extended is not None and not dropped:
             extended = own_reach(tables, original) or extended
     first, *others = methods
     own_scale = getattr(first, "scale", None)

@@ -120,6 +120,7 @@ def test_the_command_that_serves_a_saved_patch(
     result = invoke("export", "longer", "--to", "vllm")
     assert result.exit_code == status
     assert words in " ".join((result.stdout + result.stderr).split())
+    assert "untrained" not in result.stderr  # the folder has what was trained
     commands = [line for line in result.stdout.splitlines() if line.startswith("vllm serve")]
     assert commands == ([f"vllm serve longer{end}"] if status == 0 else [])
     assert "vllm" not in sys.modules

@@ -333,6 +333,15 @@ def test_the_report_of_layers_says_it_too() -> None:
     assert zoo.in_force(model).dropped == {"truncate": False}
 
 
+def test_a_factor_on_queries_drops_no_scaling() -> None:
+    model = zoo.build("ministral3")
+    (before,) = inspect_rope(model)
+    patch_model(model, "temperature", scale=2, replace=True)
+    (after,) = inspect_rope(model)
+    assert torch.equal(after.inv_freq, before.inv_freq)
+    assert not zoo.in_force(model).dropped
+
+
 def test_a_plain_checkpoint_has_nothing_to_drop() -> None:
     model = zoo.build("llama")
     patch_model(model, "yarn", scale=4, replace=True)

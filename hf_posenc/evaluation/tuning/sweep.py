@@ -425,7 +425,7 @@ class SweepResult(TuningResult):
     def undecided(self) -> list[Row]:
         """Return the methods of the last round that do not differ significantly from the winner, the nearest first."""
         racing = (row for row in self.rows if not (row.control or row.left or row.significant))
-        near = {row.label: row.ratio for row in racing if row.ratio is not None}
+        near = {row.label: row.ratio for row in racing if row.ratio and row.ratio_interval}
         return sorted(map(self.row, near), key=lambda row: near[row.label])
 
     def _values(self) -> dict[str, Any]:
@@ -472,7 +472,7 @@ class SweepResult(TuningResult):
         )
         if undecided := [row.label for row in self.undecided()]:
             yield f"Not significantly different from it on these documents: {', '.join(undecided)}."
-        elif len(self.rungs[0].entered) > 1:
+        elif len(self.rungs[0].entered) > 1 and best.interval is not None:
             yield "It is significantly different from every other method of the last round."
         yield from self._against(self.rows)
 

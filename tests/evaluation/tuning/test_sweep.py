@@ -276,6 +276,8 @@ def test_fewer_than_five_documents_get_no_word() -> None:
     words = {row.label: short.verdict(row).text for row in short.rows}
     assert words == {"none": f"{few}, control", "a": "best", "b": few, "c": few, "d": few}
     assert "There are too few documents to compare it with the unpatched model." in short.notes()
+    assert not short.undecided()
+    assert "significantly different" not in " ".join(short.notes())
 
 
 def test_the_page_compares_the_committed_winner_to_truncation() -> None:
