@@ -280,8 +280,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser("hf-posenc finetune", allow_abbrev=False)
     add_options(parser)
     known = parser._option_string_actions
-    others = [name for name in _training_arguments() if f"--{name}" not in known]
-    for name in others:
+    for name in [name for name in _training_arguments() if f"--{name}" not in known]:
         parser.add_argument(*spellings(name), nargs="*", help=argparse.SUPPRESS)
         parser.add_argument(*spellings(f"no_{name}"), action="store_true", help=argparse.SUPPRESS)
     values = parse(parser, words)
@@ -390,6 +389,7 @@ def _check(given: argparse.Namespace) -> None:
     """Refuse options that contradict each other, or that nothing would use."""
     kind, weight, unpatched = given.distill, given.distill_weight, (given.patch or "").strip()
     heavier, drawn = f"--distill-weight {weight or 0:g}", given.positions in DRAWN
+    moving = f"--curriculum {given.curriculum}" if given.curriculum else "--distill positions"
     lora = [
         f"{spellings(name)[-1]} {getattr(given, name)}"
         for name in ("lora_rank", "lora_alpha", "lora_dropout")
@@ -402,8 +402,8 @@ def _check(given: argparse.Namespace) -> None:
         (not kind and weight is not None, f"{heavier} is for --distill: leave it out"),
         (not 0 < (1 if weight is None else weight) < math.inf, f"{heavier}: a positive number is needed"),
         (kind and given.loss_chunk == 0, f"--distill {kind} is computed in chunks: leave --loss-chunk 0 out"),
-        (kind == "positions" and not drawn,
-         f"--distill positions: --positions {given.positions} draws none: use one of {', '.join(DRAWN)}"),
+        ((kind == "positions" or given.curriculum) and not drawn,
+         f"{moving}: --positions {given.positions} draws none: use one of {', '.join(DRAWN)}"),
         (kind == "short" and unpatched.lower() == UNPATCHED,
          "--distill short: without a patch, the model would be its own teacher"),
         (given.output_dir == "", "--output-dir is empty: give a folder"),

@@ -225,6 +225,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
+    "a curriculum of no draws": (("--curriculum", "1,2"), "--curriculum 1,2: --positions contiguous draws none"),
     "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
     "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
     "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
