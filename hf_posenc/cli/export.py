@@ -120,7 +120,7 @@ def _command(folder: str | Path, flags: tuple[str, ...]) -> str:
 
 
 def _show(exported: Export) -> None:
-    version = exported.version if exported.plugin is None else PLUGIN_VLLM
+    version = exported.version if exported.plugin is None else " or ".join(PLUGIN_VLLM)
     console.print_heading(f"{exported.engine} {version}", exported.path)
     if exported.plugin is not None:
         print_items(

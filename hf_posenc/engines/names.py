@@ -14,5 +14,5 @@ HOMES = {
 ENGINES = tuple(HOMES)
 WEIGHTS = ("link", "copy", "none")
 """Ways to treat the files beside the config: hard links (copies where the file system has none), copies, nothing."""
-PLUGIN_VLLM = "0.32"
-"""The version of vLLM that the plug-in (`hf_posenc/serve/`) was run with, which serves what vLLM itself cannot have."""
+PLUGIN_VLLM = ("0.32", "0.33")
+"""Versions of vLLM that the plug-in (`hf_posenc/serve/`) was run with, which serves what vLLM itself cannot have."""

@@ -237,7 +237,7 @@ class VLLM(Engine):
             return "the plug-in serves the folder of a model that was saved with its patch"
         name = (source.stored.architectures or [""])[0].removeprefix(PREFIX)
         if name not in known_names(self.name)["implemented"]:
-            return f"the plug-in needs an implementation of vLLM's own, and {PLUGIN_VLLM} has none of {name}"
+            return f"the plug-in needs an implementation of vLLM's own, and {PLUGIN_VLLM[0]} has none of {name}"
         try:
             _, reach = served_layers(source.config, source.request, source.path)
         except PosencError as error:

@@ -21,8 +21,8 @@ def register() -> None:
     from vllm import ModelRegistry, __version__
 
     reason = ""
-    if not __version__.startswith(f"{PLUGIN_VLLM}."):
-        reason = f"and the plug-in was run with {PLUGIN_VLLM}"
+    if not __version__.startswith(tuple(f"{version}." for version in PLUGIN_VLLM)):
+        reason = f"and the plug-in was run with {' and '.join(PLUGIN_VLLM)}"
     elif gone := moved(*READING):
         reason = f"which has no {', no '.join(gone)}"
     if reason:

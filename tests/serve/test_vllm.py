@@ -553,8 +553,8 @@ def test_a_version_that_has_moved_an_interface_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(interfaces.INTERFACES, name, "fatal_errors soft_errors")
     with pytest.warns(UserWarning, match=f"has no soft_errors of {name}"):
         serve.register()
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
-    with pytest.warns(UserWarning, match=f"vLLM 0.33.0 is installed, .* with {PLUGIN_VLLM}"):
+    monkeypatch.setattr("vllm.__version__", "0.31.0")
+    with pytest.warns(UserWarning, match=f"vLLM 0.31.0 is installed, .* with {PLUGIN_VLLM[0]} and"):
         serve.register()
 
 
