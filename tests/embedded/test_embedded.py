@@ -197,25 +197,6 @@ def test_tests_vendored_copies_and_generated_tables_are_left_out(
     assert chosen([source(tmp_path / "site", "pkg", files)], stdlib) == {"kept.py"}
 
 
-def test_a_limit_is_for_all_but_the_standard_library(stdlib: Source, tmp_path: Path) -> None:
-    files = {f"module_{name}.py": prose(name) for name in "abcdefgh"}
-    site = source(tmp_path / "site", "pkg", files)
-    limit = len(prose("a")) + 1
-    assert len(chosen([site], stdlib, limit)) == 2
-    whole = Source(STDLIB, "", "", site.root, site.files)
-    assert chosen([whole], stdlib, limit) == files.keys()
-
-
-def test_the_selection_is_independent_of_the_order(stdlib: Source, tmp_path: Path) -> None:
-    site = source(tmp_path / "s", "pkg", {f"module_{name}.py": prose(name) for name in "abcdefgh"})
-    turned = Source(site.name, "", "", site.root, site.files[::-1])
-    limit = 3 * len(prose("a"))
-    assert (
-        select([site], bytes_per_source=limit, stdlib=stdlib.root).files
-        == select([turned], bytes_per_source=limit, stdlib=stdlib.root).files
-    )
-
-
 @pytest.mark.slow
 def test_the_environment_names_the_standard_library_first_and_only_permissive_packages() -> None:
     sources = list(train_tiny_llama.environment(exclude=["numpy"]))
@@ -243,11 +224,6 @@ def test_a_batch_is_a_function_of_its_step_and_an_epoch_reads_each_block_once() 
     assert (batches[5] == again[5]).all()
     assert (batches[0] != batches[steps]).any()
     assert (batches[0] != Batches(tokens, context=10, size=7, seed=4)[0]).any()
-
-
-def test_a_corpus_too_small_for_a_batch_is_an_error() -> None:
-    with pytest.raises(PosencError, match="too few for one batch"):
-        Batches(torch.arange(50).numpy().astype("uint16"), context=10, size=7, seed=3)
 
 
 @pytest.fixture
