@@ -23,7 +23,6 @@ from transformers import (
 from hf_posenc import embedded
 from hf_posenc.embedded import HELD_OUT, held_out_documents, held_out_files, model_path
 from hf_posenc.embedded.corpus import STDLIB, Source, select
-from hf_posenc.errors import PosencError
 from scripts import train_tiny_llama
 from scripts.train_tiny_llama import END_OF_TEXT, Batches, model_card
 
