@@ -22,13 +22,15 @@ from hf_posenc.seams.probes import absolute, relative
 from tests.seams.test_hidden import ROWS, around, multiplied
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late, quick
-from tests.support.zoo import logits, refused, snapshot, tokens
+from tests.support.zoo import CACHE, logits, refused, snapshot, tokens
 
 # Kinds and places of the sources by model type, as its modelling code has them; the certificate must be rounding.
 COMPLETE = {
     "llama": {kinds.ROTARY: "model.rotary_emb"},
     "gpt_oss": {kinds.ROTARY: "model.rotary_emb", kinds.SINKS: "model.layers.*.self_attn.sinks"},
-    "gptj": {kinds.ROTARY_TABLE: "transformer.h.*.attn.embed_positions"},
+    "gptj": {
+        kinds.ROTARY_TABLE: f"transformer.{'rotary_emb' if CACHE == 'cache' else 'h.*.attn'}.embed_positions"
+    },
     "gpt2": {kinds.LEARNED: "transformer.wpe.weight"},
     "opt": {kinds.LEARNED: "model.decoder.embed_positions.weight"},
     "bert": {kinds.LEARNED: "bert.embeddings.position_embeddings.weight"},
