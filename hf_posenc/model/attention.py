@@ -431,11 +431,9 @@ def scaled_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
-    result: tuple[Tensor, Tensor | None]
     if kwargs.get("write_index") is not None:
         kwargs |= {"scaling": scaling, "dropout": dropout}
-        result = _packed(module, forward, query, key, value, kwargs)
-        return result
+        return _packed(module, forward, query, key, value, kwargs)  # type: ignore[no-any-return]
     if layer is not None and layer.patched:
         layer.check_heads(query.shape[1])
         positions = _query_position(module, forward, kwargs, query)
@@ -454,7 +452,7 @@ def scaled_attention(
     else:
         function = ALL_ATTENTION_FUNCTIONS[native]
     caller = _Named(module, native) if "flash" in native else module
-    result = function(
+    result: tuple[Tensor, Tensor | None] = function(
         caller, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
     return result

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import ConvNextConfig, ConvNextModel, PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_patch, inspect_positions, patch_model
 from hf_posenc.patch.patching import native_seams
@@ -320,3 +320,11 @@ def test_a_factor_on_the_queries_is_named_by_its_law(model_type: str, law: str) 
     assert factor.facts == law
     assert all(place.endswith("self_attn") for place in factor.places)
     assert model.config._attn_implementation == implementation
+
+
+def test_a_model_that_reads_no_tokens_is_refused() -> None:
+    model = ConvNextModel(ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
+    with pytest.raises(UnsupportedModelError, match="ConvNextModel reads no tokens"):
+        inspect_positions(model)
+    with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
+        patch_model(model, "yarn", scale=2)

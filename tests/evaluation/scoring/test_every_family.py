@@ -105,7 +105,7 @@ class Wrapped(nn.Module):
         output = self.model(**zoo._required_inputs(self.config, input_ids), **given)
         if getattr(output, "logits", None) is not None:
             return output
-        cached = {CACHE: output[CACHE]}
+        cached = {CACHE: getattr(output, CACHE)}
         return CausalLMOutputWithPast(logits=self.head(output.last_hidden_state), **cached)
 
 
