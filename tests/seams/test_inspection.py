@@ -326,5 +326,3 @@ def test_a_model_that_reads_no_tokens_is_refused() -> None:
     model = ConvNextModel(ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
     with pytest.raises(UnsupportedModelError, match="ConvNextModel reads no tokens"):
         inspect_positions(model)
-    with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
-        patch_model(model, "yarn", scale=2)
