@@ -18,9 +18,11 @@ ADAPTER = ArchAdapter(
         "glm4_moe_lite",
         "glm_moe_dsa",
         "hy_v4",
+        "hy_v4_vl_text",
         "longcat_flash",
         "minicpm3",
         "mistral4",
+        "sarvam_mla",
         "youtu",
     ),
     beside={"deepseek_v4": ("relative encoding in code of its own",)},  # of the keys that it pools

@@ -7,6 +7,7 @@ from hf_posenc.adapters import ArchAdapter
 ADAPTER = ArchAdapter(
     family="exaone",
     model_types=(
+        "exaone",
         "exaone4",
         "exaone_moe",
     ),

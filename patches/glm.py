@@ -13,5 +13,6 @@ ADAPTER = ArchAdapter(
         "glm4v_moe_text",
         "glm4v_text",
         "glm_ocr_text",
+        "sarvam_moe",
     ),
 )

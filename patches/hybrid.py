@@ -9,6 +9,7 @@ ADAPTER = ArchAdapter(
     model_types=(
         "bamba",
         "jetmoe",
+        "lara_mini",
         "lfm2",
         "lfm2_moe",
         "lfm3",

@@ -9,6 +9,7 @@ ADAPTER = ArchAdapter(
     model_types=(
         "afmoe",
         "apertus",
+        "apertus1p5_text",
         "arcee",
         "beam",
         "bitnet",
@@ -17,6 +18,7 @@ ADAPTER = ArchAdapter(
         "dbrx",
         "diffllama",
         "doge",
+        "dory",
         "dots1",
         "dots3_note_text",
         "flint",

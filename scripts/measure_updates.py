@@ -42,6 +42,7 @@ from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.model.forward import cache_name, cache_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
@@ -150,8 +151,8 @@ def _losses(model: Any, ids: Tensor, at_once: int) -> Tensor:
     cache, logits = None, []
     prompt = [ids[:at_once]] if at_once else []
     for part in (*prompt, *ids[at_once:].split(STEP)):
-        output = model(input_ids=part[None], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=part[None], **{str(cache_name(model)): cache}, use_cache=True)
+        cache = cache_of(output)
         logits.append(output.logits[0])
     return F.cross_entropy(torch.cat(logits)[:-1], ids[1:], reduction="none").double()
 

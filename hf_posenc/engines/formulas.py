@@ -1,6 +1,6 @@
 """The engines' tables in float64, written from their sources and not from `hf_posenc.methods`.
 
-They are common to transformers 4.57.1 and 5.23.0 (`modeling_rope_utils.py`), vLLM 0.33.0 and SGLang 0.5.23
+They are common to transformers 4.57.1 and 5.24.0 (`modeling_rope_utils.py`), vLLM 0.33.0 and SGLang 0.5.23
 (`layers/rotary_embedding/`), which differ in the keys of a config that they read and in their meaning.
 """
 

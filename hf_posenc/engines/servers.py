@@ -62,7 +62,7 @@ class Transformers5(Engine):
     """transformers 5: the form that `save_pretrained` wrote, which was proven when the model was patched."""
 
     name = "transformers5"
-    version = "5.23.0"
+    version = "5.24.0"
 
     def drafts(self, source: Source) -> Iterator[Draft]:
         patch = source.patch

@@ -253,10 +253,8 @@ def posenc_attention(
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
     kwargs |= {"scaling": scaling, "dropout": dropout}
-    result: tuple[Tensor, Tensor | None]
-    if kwargs.get("cache") is not None:
-        result = _packed(module, forward, query, key, value, kwargs)
-        return result
+    if kwargs.get("write_index") is not None:
+        return _packed(module, forward, query, key, value, kwargs)  # type: ignore[no-any-return]
     # Another model with the same config, one in pieces, a local layer of an encoder.
     if layer is None or layer.untouched:
         return _unpatched(module, query, key, value, attention_mask, **kwargs)
@@ -331,7 +329,8 @@ def _packed(
 ) -> tuple[Tensor, None]:
     """Compute attention where continuous batching has packed the new tokens of several requests into one row.
 
-    transformers' cache writes their keys into its pages, and gathers all keys of each request in order.
+    transformers' cache writes their keys into its pages, and gathers all keys of each request in order. Since 5.24 the
+    layer has called it, before that it is an argument.
     """
     layer: Layer | None = module.__dict__.get(LAYER)
     encoding, turn = _PLAIN, None
@@ -339,9 +338,12 @@ def _packed(
         layer.check_heads(query.shape[1])
         encoding, turn = layer.encoding_of(module), layer.turn
     positions = _query_position(module, forward, kwargs, query)
-    options, cache, index = _options(module, query, kwargs), kwargs["cache"], module.layer_idx
-    key, value = cache.update(key, value, index, kwargs)  # leaves this layer's numbers in kwargs
-    window = getattr(cache.layer_to_allocator[index], "sliding_window", None)
+    options, config, index = _options(module, query, kwargs), module.config, module.layer_idx
+    if kwargs.get("cache") is not None:
+        key, value = kwargs["cache"].update(key, value, index, kwargs)
+    kinds = getattr(config, "layer_types", None)  # from which the cache takes the window
+    local = kinds is None or kinds[index] == "sliding_attention"
+    window = getattr(config, "sliding_window", None) if local else None
     ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     requests = shared(ends[1], "requests", lambda: _requests(*ends, positions.long(), window))
     out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])  # padding stays zero
@@ -429,11 +431,9 @@ def scaled_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     forward: Forward = kwargs.pop(KEYWORD, None) or _running()
     layer: Layer | None = module.__dict__.get(LAYER)
-    result: tuple[Tensor, Tensor | None]
-    if kwargs.get("cache") is not None:
+    if kwargs.get("write_index") is not None:
         kwargs |= {"scaling": scaling, "dropout": dropout}
-        result = _packed(module, forward, query, key, value, kwargs)
-        return result
+        return _packed(module, forward, query, key, value, kwargs)  # type: ignore[no-any-return]
     if layer is not None and layer.patched:
         layer.check_heads(query.shape[1])
         positions = _query_position(module, forward, kwargs, query)
@@ -452,7 +452,7 @@ def scaled_attention(
     else:
         function = ALL_ATTENTION_FUNCTIONS[native]
     caller = _Named(module, native) if "flash" in native else module
-    result = function(
+    result: tuple[Tensor, Tensor | None] = function(
         caller, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
     return result

@@ -46,9 +46,9 @@ def cache_of(given: Any) -> Any:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """Return the name by which a module's forward takes a cache; `None` if it takes none."""
-    parameters = inspect.signature(module.forward).parameters
-    return next((name for name in CACHES if name in parameters), None)
+    """Return the name by which a module's forward, or that of its class, takes a cache; `None` if it takes none."""
+    own, usual = (inspect.signature(f).parameters for f in (module.forward, type(module).forward))
+    return next((name for name in CACHES if name in own or name in usual), None)
 
 
 def text_of(args: Any, kwargs: Any) -> Tensor | None:

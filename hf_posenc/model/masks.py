@@ -111,8 +111,9 @@ class LazyMask(Mask):
         parts = _enclosed(self.arguments["mask_function"], "mask_functions")
         if parts is None or len(parts) != 2:
             return None
-        by_document = _enclosed(parts[0], "packed_sequence_mask") is not None
-        if not by_document or _enclosed(parts[1], "mask_function") is not causal_mask_function:
+        documents = [_enclosed(each, "packed_sequence_mask") is not None for each in parts]
+        inside = parts[documents[0]]  # last before transformers 5.24, first since
+        if not any(documents) or _enclosed(inside, "mask_function") is not causal_mask_function:
             return None
         return None if self._offset else _documents(positions.expand(batch, -1))
 

@@ -6,7 +6,6 @@ pages (`model.attention`); the manager refuses its name, which it reads once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.state import State, state_of
@@ -91,28 +90,37 @@ def _refuse_layers(model: Any, state: State) -> None:
 
     from hf_posenc.model.attention import named, recording
     from hf_posenc.model.calibration import run, trial_tokens
-    from hf_posenc.model.forward import CACHES, cache_name
     from hf_posenc.model.positions import LAYER
 
-    older = "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters
-    newer = cache_name(model) == CACHES[0]  # since 5.24 layers write to the pages, not attention
-    if older or newer:
+    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
         raise PosencError(
             f"Continuous batching of transformers {transformers.__version__} hands its pages to attention in another "
-            f"form. Install transformers 5.19 to 5.23 for {state.config}, or use generate()."
+            f"form. Install transformers 5.19 to 5.24 for {state.config}, or use generate()."
         )
-    inputs = {"input_ids": trial_tokens(model), "cache": torch.zeros(())}
-    # Under this name only masks of a layer's own are numbers. The errors are of models that take no such argument, or
-    # have attention of their own.
-    refused = contextlib.suppress(TypeError, PosencError)
-    configs = model.config, model.config.get_text_config()
-    with named(configs, ENGINE), trial(model), recording() as calls, refused:
-        run(model, inputs)
+
+    pages: Any = object.__new__(PagedAttentionCache)  # which keep nothing
+
+    def update(key: Any, value: Any, layer: int, kwargs: dict[str, Any]) -> Any:
+        kwargs["cache"] = pages  # as a layer gets them as an argument before 5.24
+        return key, value
+
+    pages.update, ids = update, trial_tokens(model)
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    inputs = {"input_ids": ids, "position_ids": places, "write_index": places}
+    configs, failed = (model.config, model.config.get_text_config()), ""
+    try:  # Under this name only masks of a layer's own are numbers.
+        with named(configs, ENGINE), trial(model), recording() as calls:
+            run(functools.partial(model, cache=pages), inputs)
+    except (TypeError, AttributeError, PosencError) as error:
+        # A model takes no such arguments, asks pages for what other caches have, or has attention of its own.
+        failed = f" ({one_line(error)})"
     for name, module in model.named_modules():
         own = calls.get(module, ())
-        read = len(own) == 1 and "cache" in own[0].kwargs and not own[0].adds
+        given = {"cache", "write_index"}
+        read = len(own) == 1 and given <= own[0].kwargs.keys() and not own[0].adds
         if LAYER in vars(module) and not read:
             raise UnsupportedModelError(
                 f"Continuous batching cannot compute {state.config} in {type(model).__name__}: {name} has attention of "
-                "its own, several calls of it, or a mask of its own. Use generate()."
+                f"its own, several calls of it, or a mask of its own, or calls its cache without pages{failed}. "
+                "Use generate()."
             )

@@ -69,7 +69,11 @@ def ordinary_tokens(model: Any, count: int, seed: int = 0) -> Tensor:
                 special.add(value)
     size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if not isinstance(size, int):
-        size = int(model.get_input_embeddings().num_embeddings)
+        with contextlib.suppress(NotImplementedError):
+            size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if not isinstance(size, int):
+        name = type(model).__name__
+        raise UnsupportedModelError(f"{name} reads no tokens. hf_posenc patches positions of text.")
     usable = sorted({*range(min(size, 4 * (count + len(special)) + 100))} - special)
     return torch.tensor([random.Random(seed).sample(usable, count)], device=_device(model))
 

@@ -130,7 +130,7 @@ def _ends_epoch(state: TrainerState) -> bool:
 class ExactResume(TrainerCallback):
     """Gives an interrupted run the log of an uninterrupted one.
 
-    Read in transformers 5.15 to 5.23 (`trainer.py`), and measured: the Trainer
+    Read in transformers 5.15 to 5.24 (`trainer.py`), and measured: the Trainer
 
     - discards the losses since its last log, so that with `logging_steps` above 1 the next average differs;
     - trains one step too many when it resumes from the checkpoint of its last step;
@@ -196,7 +196,7 @@ def configs_of_both_styles() -> contextlib.AbstractContextManager[None]:
 
     The Trainer reads only the version from a checkpoint's config, but through `PreTrainedConfig`. That class interprets
     `rope_scaling` of type yarn, longrope or llama3 as its own and requires a context length that it does not have: an
-    AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
+    AttributeError, in transformers 5.24, on every patched model that 4.57 can read too.
     """
 
     def version_of(path: str) -> SimpleNamespace:

@@ -24,6 +24,7 @@ from tests.support.attention_llama import CASES, FORMS, ORIGINAL, Case, randomis
 from tests.support.attention_ways import WAYS, in_steps
 from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
+from tests.support.zoo import CACHE
 
 PATHS = {"exact": (1 << 30, 1 << 18, None), "kernels": (1, 1, None)}
 """Least number of queries for the kernels, most pairs for a written mask, and the backend that is forced."""
@@ -313,8 +314,8 @@ def test_masks_of_four_dimensions() -> None:
     for written in (mask[None, None], additive[None, None]):
         got = zoo.logits(model, ids, attention_mask=written)
         assert_close(got[:, 6:], zoo.logits(model, ids[:, 6:]))
-    model(input_ids=ids[:, :20], attention_mask=mask[None, None, :20, :20], past_key_values=cache)
-    step = {"attention_mask": mask[None, None, 20:21, :21], "past_key_values": cache}
+    model(input_ids=ids[:, :20], attention_mask=mask[None, None, :20, :20], **{CACHE: cache})
+    step = {"attention_mask": mask[None, None, 20:21, :21], CACHE: cache}
     with pytest.raises(PosencError, match=r"4-D attention_mask .* Pass position_ids"):
         model(input_ids=ids[:, 20:21], **step)
 
@@ -374,9 +375,9 @@ def test_nothing_of_a_forward_stays(
     written = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
     before = len(calls._shared)
     for mask in (None, padding, written, torch.zeros(written.shape).masked_fill(~written, -1e30)):
-        cache = callee(input_ids=ids, attention_mask=mask).past_key_values
+        cache = callee(input_ids=ids, attention_mask=mask)[CACHE]
         if mask is None:
-            callee(input_ids=ids[:, :1], past_key_values=cache)
+            callee(input_ids=ids[:, :1], **{CACHE: cache})
     monkeypatch.setattr(masks, "DENSE", 0)
     callee(input_ids=ids, attention_mask=padding, use_cache=False)
     del mask, written  # which the model passes on

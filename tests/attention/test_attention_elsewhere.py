@@ -24,6 +24,7 @@ from tests.support.attention_llama import CASES
 from tests.support.elsewhere import Distant, Elsewhere, move
 from tests.support.emulated import EmulatedFlash
 from tests.support.selection import late
+from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 IDS = zoo.tokens(45)
@@ -51,9 +52,9 @@ def moved(model: PreTrainedModel) -> Any:
 def waits_of(model: PreTrainedModel) -> tuple[Counter[str], Counter[str]]:
     """The waits of a text and of a step after it, both not the first; the logits are compared with the CPU's."""
     here: Any = model
-    cache = here(input_ids=IDS[:, :-1], use_cache=True).past_key_values
+    cache = here(input_ids=IDS[:, :-1], use_cache=True)[CACHE]
     expected = [here(input_ids=IDS, use_cache=False).logits]
-    expected.append(here(input_ids=IDS[:, -1:], past_key_values=cache).logits)
+    expected.append(here(input_ids=IDS[:, -1:], **{CACHE: cache}).logits)
     there = moved(model)
     with Elsewhere() as device:
         ids = Distant(IDS)
@@ -61,10 +62,10 @@ def waits_of(model: PreTrainedModel) -> tuple[Counter[str], Counter[str]]:
         device.waits.clear()
         got = [there(input_ids=ids, use_cache=False).logits]
         whole = device.waits.copy()
-        cache = there(input_ids=ids[:, :-2], use_cache=True).past_key_values
-        there(input_ids=ids[:, -2:-1], past_key_values=cache)
+        cache = there(input_ids=ids[:, :-2], use_cache=True)[CACHE]
+        there(input_ids=ids[:, -2:-1], **{CACHE: cache})
         device.waits.clear()
-        got.append(there(input_ids=ids[:, -1:], past_key_values=cache).logits)
+        got.append(there(input_ids=ids[:, -1:], **{CACHE: cache}).logits)
     for one, other in zip(got, expected, strict=True):
         assert isinstance(one, Distant)
         assert relative_error(one.numbers, other) < 1e-5

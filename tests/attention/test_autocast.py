@@ -32,6 +32,7 @@ from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise
 from tests.support.emulated import EmulatedFlash
 from tests.support.selection import covering, late, quick
+from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 IDS = zoo.tokens(80, batch=2, seed=3)
@@ -100,7 +101,7 @@ def steps(
     for index, piece in enumerate(IDS.split(PIECES, 1)):
         late = index >= len(PIECES) // 2 and after != "same"
         with region(after if late else dtype):  # type: ignore[arg-type]
-            parts.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+            parts.append(model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits)
     return torch.cat(parts, 1)
 
 

@@ -19,15 +19,10 @@ from tests.support.attention_llama import ORIGINAL, Case, reference
 from tests.support.attention_ways import left_masked, left_padded, right_padded
 from tests.support.families import build_text_model
 from tests.support.selection import late
+from tests.support.zoo import CACHE
 
 IDS = zoo.tokens(50)
-KNOBS: dict[str, Any] = {
-    "growth": 0.01,
-    "shift": -0.5,
-    "capacity": 50.0,
-    "head": 6,
-    "tail": 4,
-}
+KNOBS: dict[str, Any] = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4}
 CASE = Case("lampe", KNOBS)
 
 
@@ -56,7 +51,7 @@ def test_a_cached_step_reads_the_length_of_its_request() -> None:
     model = patched(build(num_hidden_layers=1))
     prompt = model(input_ids=IDS[:, :40], use_cache=True)
     assert_close(prompt.logits, reference(model, CASE, IDS[:, :40]))
-    step = model(input_ids=IDS[:, 40:41], past_key_values=prompt.past_key_values, use_cache=True)
+    step = model(input_ids=IDS[:, 40:41], **{CACHE: prompt[CACHE]}, use_cache=True)
     case = replace(CASE, options={**KNOBS, "text": 56})
     assert_close(step.logits, reference(model, case, IDS[:, :41])[:, 40:])
 

@@ -464,7 +464,9 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
 
 
 OTHER_TOWERS = {
-    "inkling2": "image",  # a bias in the text decoder, and RoPE in its vision tower
+    **dict.fromkeys(
+        ("inkling2", "inkling2_loop"), "image"
+    ),  # a bias in the text decoder, and RoPE in its vision tower
     "pixtral": "image",
     "dinov3_vit": "image",
     "parakeet_encoder": "audio",

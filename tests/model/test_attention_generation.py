@@ -18,6 +18,7 @@ from tests.attention.test_attention import patched as shared
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
 from tests.support.selection import covering, quick
+from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -186,11 +187,11 @@ def test_a_compiled_forward_of_a_padded_batch(layer: PreTrainedModel, name: str)
 def decoded(model: PreTrainedModel, step: Any, ids: Tensor) -> Tensor:
     """A prefill of 20 tokens by the model, then single steps by `step`, into a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 3)
-    parts = [model(input_ids=ids[:, :20], past_key_values=cache).logits]
+    parts = [model(input_ids=ids[:, :20], **{CACHE: cache}).logits]
     for i in range(20, ids.shape[1]):
         where = torch.tensor([[i]])
         token = ids[:, i : i + 1]
-        parts.append(step(input_ids=token, position_ids=where, past_key_values=cache).logits)
+        parts.append(step(input_ids=token, position_ids=where, **{CACHE: cache}).logits)
     return torch.cat(parts, 1).double()
 
 
@@ -356,18 +357,18 @@ def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> Non
     patch_model(model, "rerope", window=16)
     ids, mask = zoo.tokens(22, batch=2), torch.ones(2, 22, dtype=torch.long)
     cache = DynamicCache(config=model.config)
-    model(ids[:, :20], past_key_values=cache)
+    model(ids[:, :20], **{CACHE: cache})
     for place in (19, 4):
         step = torch.full((2, 1), place)
         with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
-            model(ids[:, 20:21], past_key_values=copy.deepcopy(cache), position_ids=step)
+            model(ids[:, 20:21], **{CACHE: copy.deepcopy(cache)}, position_ids=step)
     cache.crop(-5)
-    model(ids[:, 15:16], past_key_values=cache, position_ids=torch.full((2, 1), 15))
+    model(ids[:, 15:16], **{CACHE: cache}, position_ids=torch.full((2, 1), 15))
     mask[1, 17:20] = 0
     cache = DynamicCache(config=model.config)
-    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    model(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache})
     places = torch.tensor([[20, 21], [17, 18]])
-    got = model(ids[:, 20:], attention_mask=mask, position_ids=places, past_key_values=cache)
+    got = model(ids[:, 20:], attention_mask=mask, position_ids=places, **{CACHE: cache})
     alone = torch.cat((ids[1:, :17], ids[1:, 20:]), 1)
     want = model(alone, use_cache=False).logits[0, -2:]
     torch.testing.assert_close(got.logits[1], want, rtol=1e-5, atol=1e-5)
@@ -382,7 +383,7 @@ def test_positions_that_repeat_behind_cached_tokens_are_refused(model: PreTraine
     seen[4:, 20:24] = False
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         places = torch.arange(20, 24).repeat(2)[None]
         with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
-            model(branches, past_key_values=cache, attention_mask=mask, position_ids=places)
+            model(branches, **{CACHE: cache}, attention_mask=mask, position_ids=places)

@@ -22,6 +22,7 @@ from tests.support.attention_native import GROUP, KEEPING, RULES, WINDOW, Rule, 
 from tests.support.families import build_text_model, text_types
 from tests.support.references import diffusion_ntk
 from tests.support.selection import covering, late
+from tests.support.zoo import CACHE
 from tests.support.zoo_registry import quiet
 
 LENGTH, SLOWNESS = 40, 4.0
@@ -316,7 +317,7 @@ def in_steps(model: PreTrainedModel, ids: Tensor, sizes: list[int], **given: Any
     parts, cache, states, start = [], None, None, 0
     for size in sizes:
         text = whole["decoder_input_ids"][:, start : start + size]
-        more: dict[str, Any] = {"decoder_input_ids": text, "past_key_values": cache}
+        more: dict[str, Any] = {"decoder_input_ids": text, CACHE: cache}
         if mask is not None:
             more["decoder_attention_mask"] = mask[:, : start + size]
         if states is not None:
@@ -324,7 +325,7 @@ def in_steps(model: PreTrainedModel, ids: Tensor, sizes: list[int], **given: Any
             more["encoder_outputs"] = known
         with quiet():
             out: Any = model(**{**encoded, **more}, use_cache=True)
-        cache, states, start = out.past_key_values, out.encoder_last_hidden_state, start + size
+        cache, states, start = out[CACHE], out.encoder_last_hidden_state, start + size
         parts.append(out.logits.double())
     return torch.cat(parts, 1)
 

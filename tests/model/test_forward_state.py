@@ -20,6 +20,7 @@ from hf_posenc.model import masks
 from hf_posenc.model.forward import running
 from tests.support import zoo
 from tests.support.ways_to_run import Kind, at_once
+from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -320,7 +321,7 @@ def test_a_direction_set_after_the_patch_is_refused(kind: str, causal: bool, nam
 
 @torch.no_grad()
 def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
-    return model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+    return model(input_ids=ids, **{CACHE: cache}, use_cache=True)[CACHE]
 
 
 COMPUTED = pytest.mark.parametrize("name", ["rerope", "dynamic_ntk", "alibi", "yarn", "yarn+log_n"])
@@ -377,11 +378,11 @@ def test_a_cropped_cache_has_the_length_of_its_request_or_is_refused() -> None:
     """As in assisted decoding, whose drafts are cropped, past several buckets; and cropped into the prompt."""
     model, ids = requested(), zoo.tokens(60)
     cache = filled(model, ids[:, :20])
-    want = model(input_ids=ids[:, 20:24], past_key_values=copy.deepcopy(cache)).logits
+    want = model(input_ids=ids[:, 20:24], **{CACHE: copy.deepcopy(cache)}).logits
     drafts = filled(model, ids[:, 20:24].flip(1), copy.deepcopy(cache))
     drafts = filled(model, ids[:, 24:50], drafts)
     drafts.crop(-30)
-    got = model(input_ids=ids[:, 20:24], past_key_values=drafts).logits
+    got = model(input_ids=ids[:, 20:24], **{CACHE: drafts}).logits
     assert zoo.relative_difference(got.double(), want.double()) < 1e-6
     drafts.crop(-9)
     with pytest.raises(PosencError, match="cropped into the text"):
@@ -394,22 +395,22 @@ def test_rows_of_a_request_are_repeated_or_chosen_where_they_have_one_length() -
     cache = filled(model, ids[:, :20])
     cache.batch_repeat_interleave(2)
     more = ids[:, 20:].repeat_interleave(2, 0)
-    got = model(input_ids=more, past_key_values=cache).logits
-    want = model(input_ids=ids[:, 20:], past_key_values=filled(model, ids[:, :20])).logits
+    got = model(input_ids=more, **{CACHE: cache}).logits
+    want = model(input_ids=ids[:, 20:], **{CACHE: filled(model, ids[:, :20])}).logits
     assert zoo.relative_difference(got[::2].double(), want.double()) < 1e-6
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     first = model(
         input_ids=ids[:, :20],
         attention_mask=mask[:, :20],
-        past_key_values=DynamicCache(config=model.config),
-    ).past_key_values
+        **{CACHE: DynamicCache(config=model.config)},
+    )[CACHE]
     first.batch_repeat_interleave(2)
     with pytest.raises(PosencError, match="has other rows since"):
         model(
             input_ids=more[:, :1],
             attention_mask=mask[:, :21].repeat_interleave(2, 0),
-            past_key_values=first,
+            **{CACHE: first},
         )
 
 
@@ -436,7 +437,7 @@ def test_the_keys_of_a_patch_are_its_own_wherever_they_are(name: str) -> None:
 
     hook = model.lm_head.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model(input_ids=ids[:, :20], past_key_values=cache)
+        model(input_ids=ids[:, :20], **{CACHE: cache})
     hook.remove()
     joined: Any = copy.deepcopy(cache)
     for layer in joined.layers:
@@ -444,7 +445,7 @@ def test_the_keys_of_a_patch_are_its_own_wherever_they_are(name: str) -> None:
     want = model(input_ids=ids).logits[:, 20:]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = model(input_ids=ids[:, 20:].tile(2, 1), past_key_values=joined).logits
+        got = model(input_ids=ids[:, 20:].tile(2, 1), **{CACHE: joined}).logits
     assert zoo.relative_difference(got[1:].double(), want.double()) < 1e-5
 
 
@@ -453,12 +454,12 @@ def test_a_cache_of_both_texts_is_built_again_from_its_parts() -> None:
     model = built("t5", "t5", {"scale": 2})
     ids = zoo.tokens(16)
     given = {"input_ids": ids, "decoder_input_ids": ids[:, :9]}
-    cache = model(**given, use_cache=True).past_key_values
+    cache = model(**given, use_cache=True)[CACHE]
     again = type(cache)(cache.self_attention_cache, cache.cross_attention_cache)
     want = model(input_ids=ids, decoder_input_ids=ids[:, :10]).logits[:, 9:]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = model(input_ids=ids, decoder_input_ids=ids[:, 9:10], past_key_values=again).logits
+        got = model(input_ids=ids, decoder_input_ids=ids[:, 9:10], **{CACHE: again}).logits
     assert zoo.relative_difference(got.double(), want.double()) < 1e-5
 
 

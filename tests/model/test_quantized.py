@@ -27,6 +27,7 @@ from hf_posenc.verification import verify_export
 from tests.support import zoo
 from tests.support.selection import covering, quick
 from tests.support.ways_to_run import offloaded, on_disk, sharded
+from tests.support.zoo import CACHE
 
 METHODS: dict[str, dict[str, Any]] = {"yarn": {"scale": 4}, "rerope": {"window": 16}, "fire": {}}
 IDS = zoo.tokens(40)
@@ -203,8 +204,8 @@ def logits(model: Any, ids: Tensor = IDS, **arguments: Any) -> Tensor:
 def off_by_steps(model: Any) -> float:
     """How far the logits of cached steps are from those of one forward, relative to the largest."""
     whole, parts = logits(model), []
-    cache = model(input_ids=IDS[:, :36], use_cache=True).past_key_values
-    parts = [logits(model, IDS[:, n : n + 1], past_key_values=cache) for n in range(36, 40)]
+    cache = model(input_ids=IDS[:, :36], use_cache=True)[CACHE]
+    parts = [logits(model, IDS[:, n : n + 1], **{CACHE: cache}) for n in range(36, 40)]
     return float((torch.cat(parts, 1) - whole[:, 36:]).abs().max() / whole.abs().max())
 
 

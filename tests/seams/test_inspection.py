@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import ConvNextConfig, ConvNextModel, PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_patch, inspect_positions, patch_model
 from hf_posenc.patch.patching import native_seams
@@ -22,13 +22,15 @@ from hf_posenc.seams.probes import absolute, relative
 from tests.seams.test_hidden import ROWS, around, multiplied
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late, quick
-from tests.support.zoo import logits, refused, snapshot, tokens
+from tests.support.zoo import CACHE, logits, refused, snapshot, tokens
 
 # Kinds and places of the sources by model type, as its modelling code has them; the certificate must be rounding.
 COMPLETE = {
     "llama": {kinds.ROTARY: "model.rotary_emb"},
     "gpt_oss": {kinds.ROTARY: "model.rotary_emb", kinds.SINKS: "model.layers.*.self_attn.sinks"},
-    "gptj": {kinds.ROTARY_TABLE: "transformer.h.*.attn.embed_positions"},
+    "gptj": {
+        kinds.ROTARY_TABLE: f"transformer.{'rotary_emb' if CACHE == 'cache' else 'h.*.attn'}.embed_positions"
+    },
     "gpt2": {kinds.LEARNED: "transformer.wpe.weight"},
     "opt": {kinds.LEARNED: "model.decoder.embed_positions.weight"},
     "bert": {kinds.LEARNED: "bert.embeddings.position_embeddings.weight"},
@@ -318,3 +320,9 @@ def test_a_factor_on_the_queries_is_named_by_its_law(model_type: str, law: str) 
     assert factor.facts == law
     assert all(place.endswith("self_attn") for place in factor.places)
     assert model.config._attn_implementation == implementation
+
+
+def test_a_model_that_reads_no_tokens_is_refused() -> None:
+    model = ConvNextModel(ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
+    with pytest.raises(UnsupportedModelError, match="ConvNextModel reads no tokens"):
+        inspect_positions(model)

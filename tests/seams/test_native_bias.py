@@ -33,7 +33,7 @@ from tests.support.alibi_models import BUILDERS, build_alibi_model, reference_lo
 from tests.support.attention_ways import WAYS, Way, in_steps, packed
 from tests.support.families import build_text_model
 from tests.support.selection import covering, late
-from tests.support.zoo import _ready, in_force, logits, relative_difference, tokens
+from tests.support.zoo import CACHE, _ready, in_force, logits, relative_difference, tokens
 
 EXACT = 3e-6  # of float32
 TABLES = ("t5", "mt5", "umt5", "switch_transformers", "longt5", "pop2piano")
@@ -358,9 +358,9 @@ def test_a_decoder_in_steps_reads_the_rows_of_one_forward(mode: str) -> None:
         cache, parts = None, []
         for start, end in ((0, 40), (40, 41), (41, 60)):
             out = model(
-                encoder_outputs=encoded, decoder_input_ids=ids[:, start:end], past_key_values=cache
+                encoder_outputs=encoded, decoder_input_ids=ids[:, start:end], **{CACHE: cache}
             )
-            cache = out.past_key_values
+            cache = out[CACHE]
             parts.append(out.logits)
     assert relative_difference(torch.cat(parts, 1), whole) < EXACT
 

@@ -549,7 +549,7 @@ def _with_attention(monkeypatch: pytest.MonkeyPatch, model: nn.Module, change: A
     kind: Any = type(attention_modules(model)[0])
 
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
-        scores = torch.matmul(query, key.transpose(-1, -2)) / self.scale_attn + mask
+        scores = torch.matmul(query, key.transpose(-1, -2)) / query.shape[-1] ** 0.5 + mask
         weights = change(scores)
         return torch.matmul(weights, value), weights
 
@@ -557,7 +557,7 @@ def _with_attention(monkeypatch: pytest.MonkeyPatch, model: nn.Module, change: A
 
 
 def test_weights_that_are_changed_are_those_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = patch(zoo.build("gptj"), "alibi"), zoo.tokens(LENGTH)
+    model, ids = patch(zoo.build("gpt_neox_japanese"), "alibi"), zoo.tokens(LENGTH)
     full = zoo.logits(model, ids)
     _with_attention(monkeypatch, model, lambda scores: scores.softmax(-1).square().sqrt())
     assert zoo.relative_difference(zoo.logits(model, ids), full) < 1e-5
@@ -565,10 +565,12 @@ def test_weights_that_are_changed_are_those_of_the_method(monkeypatch: pytest.Mo
 
 def test_scores_that_are_changed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """At patch time; and in the forward, where only that meets them."""
-    model, ids = zoo.build("gptj"), zoo.tokens(LENGTH)
+    model, ids = zoo.build("gpt_neox_japanese"), zoo.tokens(LENGTH)
     patch(model, "alibi")
     _with_attention(monkeypatch, model, lambda scores: (scores.tanh() * 2).softmax(-1))
-    with pytest.raises(PosencError, match=r"GPTJAttention applies tanh to its attention scores"):
+    with pytest.raises(
+        PosencError, match=r"GPTNeoXJapaneseAttention applies tanh to its attention scores"
+    ):
         zoo.logits(model, ids)
     unpatch_model(model)
     before = zoo.logits(model, ids)
@@ -579,14 +581,16 @@ def test_scores_that_are_changed_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_attention_that_is_not_found_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward in which no product of queries and keys is seen, by a module that was tried."""
-    model, ids = patch(zoo.build("gptj"), "alibi"), zoo.tokens(LENGTH)
+    model, ids = patch(zoo.build("gpt_neox_japanese"), "alibi"), zoo.tokens(LENGTH)
     kind: Any = type(attention_modules(model)[0])
 
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
         return nn.functional.scaled_dot_product_attention(query, key, value, mask), None
 
     monkeypatch.setattr(kind, "_attn", attend)
-    with pytest.raises(PosencError, match="GPTJAttention applies operations that are unknown"):
+    with pytest.raises(
+        PosencError, match="GPTNeoXJapaneseAttention applies operations that are unknown"
+    ):
         zoo.logits(model, ids)
 
 

@@ -34,6 +34,7 @@ from tests.support import zoo
 from tests.support.attention_ways import in_steps
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import late
+from tests.support.zoo import CACHE
 
 LEARNED_METHODS = tuple(
     m.name for m in METHODS if issubclass(m, TableMethod) and m is not Sinusoidal
@@ -260,9 +261,9 @@ def test_by_request_refuses_what_has_no_single_table() -> None:
     patch_model(model, "interpolate", scale=4, update="request")
     ids = ids_of(model, LENGTH + 4)
     with torch.no_grad():
-        cache = model(ids[:, :LENGTH], use_cache=True).past_key_values
+        cache = model(ids[:, :LENGTH], use_cache=True)[CACHE]
         with pytest.raises(PosencError, match="grows past 64 tokens"):
-            model(ids[:, LENGTH:], past_key_values=cache)
+            model(ids[:, LENGTH:], **{CACHE: cache})
         mask = torch.ones(2, LENGTH + 4, dtype=torch.long)
         mask[1, :9] = 0
         with pytest.raises(PosencError, match="texts on both sides of 64 tokens"):
@@ -271,7 +272,7 @@ def test_by_request_refuses_what_has_no_single_table() -> None:
             model(ids_of(model, 257))
         assert len(model.transformer.wpe.weight) == LENGTH  # nothing is left of a failed forward
         long = model(ids, use_cache=True)
-        step = model(ids[:, :1], past_key_values=long.past_key_values).logits
+        step = model(ids[:, :1], **{CACHE: long[CACHE]}).logits
     assert step.isfinite().all()
 
 

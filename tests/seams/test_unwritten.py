@@ -20,6 +20,7 @@ from hf_posenc.model.masks import HANDLE, described, scores_mask, seen_keys
 from tests.support import zoo
 from tests.support.alibi_models import build_alibi_model
 from tests.support.selection import late
+from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 LEAST = torch.finfo(torch.float32).min
@@ -162,10 +163,10 @@ def test_no_tensor_grows_faster_than_the_text(name: str, way: str) -> None:
             options["attention_mask"][:, :9] = 0
         with torch.set_grad_enabled(way == "trained"):
             if way == "cached" and name != "roformer":
-                options["past_key_values"] = model(ids[:, :20], use_cache=True).past_key_values
+                options[CACHE] = model(ids[:, :20], use_cache=True)[CACHE]
             largest: Any = Largest()
             with largest:
-                out = model(ids, use_cache="past_key_values" in options, **options)
+                out = model(ids, use_cache=CACHE in options, **options)
             if way == "trained":
                 with largest:
                     out.logits.sum().backward()

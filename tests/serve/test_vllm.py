@@ -244,10 +244,7 @@ def families() -> dict[str, tuple[PreTrainedModel, Any]]:
             Qwen3ForCausalLM(Qwen3Config(**sizes)),
             {(0,): YaRN(scale=4), (1,): ReRoPE(window=32)},
         ),
-        "one projection": (
-            Phi3ForCausalLM(Phi3Config(**halves, pad_token_id=0)),
-            DynamicYaRN(),
-        ),
+        "one projection": (Phi3ForCausalLM(Phi3Config(**halves, pad_token_id=0)), DynamicYaRN()),
     }
 
 
@@ -275,8 +272,7 @@ def test_many_requests_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["dynamic_yarn", "dynamic_yarn by request", "longrope by request", "lampe by request"],
+    "method", ["dynamic_yarn", "dynamic_yarn by request", "longrope by request", "lampe by request"]
 )
 def test_a_short_request_is_that_of_the_unpatched_model(method: str, tmp_path: Path) -> None:
     """To the bit, whatever else is in the batch."""
@@ -620,10 +616,7 @@ def test_a_prompt_in_pieces_is_refused(tmp_path: Path) -> None:
     by_request(tmp_path)
     given = dict.fromkeys(EngineCoreRequest.__struct_fields__[:9]) | {"arrival_time": 0.0}
     given |= {"request_id": "1", "prompt_token_ids": [1, 2], "resumable": True}
-    with (
-        served(tmp_path) as llm,
-        pytest.raises(hf_posenc.PosencError, match="comes in pieces"),
-    ):
+    with served(tmp_path) as llm, pytest.raises(hf_posenc.PosencError, match="comes in pieces"):
         llm.llm_engine.engine_core.add_request(EngineCoreRequest(**given))
 
 

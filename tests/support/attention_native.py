@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask
 
 from tests.support import attention_references as naive
 from tests.support import zoo
+from tests.support.zoo import CACHE
 from tests.support.zoo_registry import quiet
 
 NAME = "pair_by_pair"
@@ -135,7 +136,7 @@ def _ask_several_times(module: nn.Module, state: _State) -> None:
         for positions in (state.rule.near, state.rule.query, state.rule.key):
             state.recording = []
             embeddings = _rotary_at(rotary, rotary_args, rotary_kwargs, positions)
-            alone = {"past_key_values": None} if "past_key_values" in kwargs else {}
+            alone = {CACHE: None} if CACHE in kwargs else {}
             original(**{**kwargs, **alone, "position_embeddings": embeddings})
             state.bands.append(state.recording)
         state.recording = None

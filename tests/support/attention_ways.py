@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from tests.support import zoo
+from tests.support.zoo import CACHE
 
 Way = Callable[[PreTrainedModel, Tensor], Tensor]
 
@@ -22,7 +23,7 @@ def in_steps(
     for size in sizes:
         piece = slice(start, start + size)
         now = {k: v[:, : piece.stop] if "mask" in k else v[:, piece] for k, v in more.items()}
-        given = now if cache is None else {**now, "past_key_values": cache}
+        given = now if cache is None else {**now, CACHE: cache}
         part, cache = zoo.run(model, ids[:, piece], use_cache=True, **given)
         parts.append(part)
         start = piece.stop
@@ -93,10 +94,10 @@ def cropped(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """A draft of which the last tokens were wrong, as in assisted decoding."""
     cache, wrong = DynamicCache(config=model.config), ids.clone()
     wrong[:, 20:26] = 7
-    first = model(input_ids=wrong[:, :26], past_key_values=cache).logits[:, :20]
+    first = model(input_ids=wrong[:, :26], **{CACHE: cache}).logits[:, :20]
     cache.crop(-6)
-    rest = [model(input_ids=ids[:, 20:28], past_key_values=cache).logits]
-    rest.append(model(input_ids=ids[:, 28:], past_key_values=cache).logits)
+    rest = [model(input_ids=ids[:, 20:28], **{CACHE: cache}).logits]
+    rest.append(model(input_ids=ids[:, 28:], **{CACHE: cache}).logits)
     return torch.cat((first, *rest), 1).double()
 
 
@@ -117,7 +118,7 @@ def interleaved(model: PreTrainedModel, ids: Tensor) -> Tensor:
     for size in stepwise(ids.shape[1], 12, 7):
         piece = slice(start, start + size)
         outs = [
-            model(input_ids=text[:, piece], past_key_values=cache).logits
+            model(input_ids=text[:, piece], **{CACHE: cache}).logits
             for text, cache in zip(texts, caches, strict=True)
         ]
         parts.append(outs[0])
@@ -140,15 +141,15 @@ def chosen_rows(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """A batch whose rows change places and go, as in beam search and contrastive search."""
     rows, cache = zoo.tokens(ids.shape[1], batch=3, seed=5), DynamicCache(config=model.config)
     rows[2] = ids
-    parts = [model(input_ids=rows[:, :22], past_key_values=cache).logits[2:]]
-    parts.append(model(input_ids=rows[:, 22:23], past_key_values=cache).logits[2:])
+    parts = [model(input_ids=rows[:, :22], **{CACHE: cache}).logits[2:]]
+    parts.append(model(input_ids=rows[:, 22:23], **{CACHE: cache}).logits[2:])
     order: Any = torch.tensor([2, 0, 1])
     cache.reorder_cache(order)
     rows = rows[order]
-    parts.append(model(input_ids=rows[:, 23:24], past_key_values=cache).logits[:1])
+    parts.append(model(input_ids=rows[:, 23:24], **{CACHE: cache}).logits[:1])
     cache.batch_select_indices(torch.tensor([0]))
     for i in range(24, ids.shape[1]):
-        parts.append(model(input_ids=rows[:1, i : i + 1], past_key_values=cache).logits)
+        parts.append(model(input_ids=rows[:1, i : i + 1], **{CACHE: cache}).logits)
     return torch.cat(parts, 1).double()
 
 

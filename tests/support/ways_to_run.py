@@ -29,6 +29,7 @@ from hf_posenc import patch_model
 from hf_posenc.evaluation.grid import markdown_table
 from tests.support import zoo
 from tests.support.families import build_text_model
+from tests.support.zoo import CACHE
 
 # Kinds of patches
 
@@ -131,7 +132,7 @@ def steps(model: Any, kind: Kind, cache: Any = None) -> Tensor:
     ids, parts = texts(model, kind)["input_ids"], []
     with torch.no_grad():
         for piece in ids.split([kind.length - 7, 1, 1, 4, 1], 1):
-            parts.append(model(input_ids=piece, past_key_values=cache).logits.double())
+            parts.append(model(input_ids=piece, **{CACHE: cache}).logits.double())
     return torch.cat(parts, 1)
 
 

@@ -29,6 +29,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.models.auto import modeling_auto
 
 from hf_posenc import Patch, PosencError, available_methods, get_method, get_patch, patch_model
@@ -56,6 +57,11 @@ from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
 __all__ = ["NOT_BUILT", "ORIGINAL_LENGTH", "TABLE_TYPES"]
 __all__ += ["composite_types", "decoder_types", "seq2seq_types", "text_tower_types"]
 """Names of neighbouring modules that tests import from here."""
+
+CACHE = (
+    "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+)
+"""The argument and output that is the cache, which transformers 5.24 renamed."""
 
 _REPRESENTATIVE = (
     "llama",  # half-split
@@ -318,7 +324,7 @@ def run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> tuple[Tenso
         out = model(**kwargs)
     values = getattr(out, "logits", None)
     final: Tensor = out.last_hidden_state if values is None else values
-    return final.double(), getattr(out, "past_key_values", None)
+    return final.double(), getattr(out, CACHE, None)
 
 
 def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:

@@ -132,6 +132,7 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 120}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "hunyuan_vl_text": {"rope_parameters": {**_rope(1e4), "mrope_section": [2, 2, 2, 2]}},
+    "hy_v4_vl_text": {"rope_parameters": {**_rope(1e4), "mrope_section": [2, 1, 1]}},
     # A causal decoder only when told so.
     "roformer": {"is_decoder": True},
     # Sub-configurations that are plain dicts.
@@ -185,6 +186,11 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},  # its class forgets what its layers read
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16},
     "mimi": {"upsample_groups": 4},
+    "wavtokenizer_encoder": {"codebook_dim": 64, "codebook_size": 8},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 8},
+    "apertus1p5": {"image_token_offset": 100, "audio_token_offset": 108},
+    # One of the layers that are run twice reads the whole text.
+    "dory": {"layer_types": _BOTH, "n_input_layers": 1, "n_output_layers": 1},
     # head_dim is the rotary width here; the query width is v_head_dim plus it.
     "longcat_flash": {"head_dim": 8},
     "minicpm3": {"num_key_value_heads": 4},

@@ -23,6 +23,7 @@ from scripts.benchmark_memory import CHUNKS, SUBJECTS, VOCABULARY, WHOLE, title
 from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo
 from tests.support.selection import covering, late, quick
+from tests.support.zoo import CACHE
 
 TEXTS = ("gemma3_text", "gemma4_text", "llama4_text")
 WITH_HEAD = [t for t in zoo.representative() if not t.endswith("_text") or t in TEXTS]
@@ -244,7 +245,7 @@ def test_a_forward_without_labels_is_the_models_own() -> None:
     handle = chunk_loss(model, CHUNK)
     output = model(ids)
     assert torch.equal(output.logits, expected.logits)
-    assert output.past_key_values.get_seq_length() == LENGTH
+    assert output[CACHE].get_seq_length() == LENGTH
     generated = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
     losses = TokenScorer(model, ids[0], chunk=8)(ids[0])
     handle.remove()

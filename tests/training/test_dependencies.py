@@ -208,7 +208,7 @@ def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["recurrent_gemma", "lfm2", "falcon", *late(["jamba", "gpt_oss"])]
+    "model_type", ["recurrent_gemma", "lfm2", "bloom", *late(["jamba", "gpt_oss"])]
 )
 def test_packing_is_refused_where_documents_see_each_other(model_type: str) -> None:
     """Layers with a state or a convolution, and models that do not hand their positions on to the mask."""

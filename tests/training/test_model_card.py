@@ -286,7 +286,7 @@ def test_a_config_that_an_engine_does_not_read_is_exported(made: Made, tmp_path:
     assert "| transformers4 (4.57.1) | yes, weights and config as they are |" in whole
     without = write_card(folder, log, table, exports).read_text()
     assert "| transformers4 (4.57.1) | yes: `hf-posenc export PATH --to transformers4` |" in without
-    assert "| transformers5 (5.23.0) | yes, weights and config as they are |" in without
+    assert "| transformers5 (5.24.0) | yes, weights and config as they are |" in without
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -296,7 +296,7 @@ def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None
     assert "Only hf_posenc loads it." in text
     assert 'from_pretrained("PATH")' in text
     assert "AutoModel" not in text
-    assert "| transformers5 (5.23.0) | no: rerope changes attention" in text
+    assert "| transformers5 (5.24.0) | no: rerope changes attention" in text
     assert "library_name: hf_posenc" in text
 
 

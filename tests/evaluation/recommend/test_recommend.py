@@ -46,6 +46,7 @@ from tests.support import zoo
 from tests.support.commands import invoke
 from tests.support.selection import quick
 from tests.support.tiny_text import tiny_checkpoint
+from tests.support.zoo import CACHE
 
 TRAINED = 64  # what zoo's models name
 FACTOR = 8
@@ -427,7 +428,7 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
     )
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        cache = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+        cache = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True)[CACHE]
     kept = sum(
         tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values)
     )

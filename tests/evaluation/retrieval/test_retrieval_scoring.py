@@ -25,6 +25,7 @@ from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
+from tests.support.zoo import CACHE
 
 LENGTH = 600
 
@@ -124,12 +125,12 @@ def test_a_cache_that_is_wrong_is_noticed_and_a_reading_leaves_no_trace(
     def wrong(*args: Any, **options: Any) -> Any:
         nonlocal read
         output = forward(*args, **options)
-        if options.get("past_key_values") is not None:
+        if options.get(CACHE) is not None:
             read += 1
             if wrong_logits:
                 output.logits = output.logits * 1.02
             else:
-                output.past_key_values.layers[0].values *= 1.05
+                output[CACHE].layers[0].values *= 1.05
         return output
 
     model.forward = wrong
@@ -187,7 +188,7 @@ def test_a_cache_that_differs_behind_the_text_is_noticed() -> None:
 
         def off(*args: Any, **options: Any) -> Any:
             output = forward(*args, **options)
-            if options.get("past_key_values") is not None and options["input_ids"].shape[1] > 20:
+            if options.get(CACHE) is not None and options["input_ids"].shape[1] > 20:
                 output.logits = output.logits * 1.02
             return output
 

@@ -17,6 +17,7 @@ from tests.support import zoo
 from tests.support.families import build_text_model
 from tests.support.selection import quick
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.zoo import CACHE
 
 TEXTS = [prose(400, index) for index in range(2)]
 
@@ -127,6 +128,6 @@ def test_a_forward_through_a_cache_counts_what_is_in_it() -> None:
     model = zoo.build("gptj").eval()
     hf_posenc.patch_model(model, "yarn", scale=2)
     with torch.no_grad():
-        cache = model(input_ids=torch.full((1, 120), 5), use_cache=True).past_key_values
+        cache = model(input_ids=torch.full((1, 120), 5), use_cache=True)[CACHE]
         with pytest.raises(PosencError, match="130 tokens"):
-            model(input_ids=torch.full((1, 10), 5), past_key_values=cache)
+            model(input_ids=torch.full((1, 10), 5), **{CACHE: cache})

@@ -29,6 +29,7 @@ from tests.support import zoo
 from tests.support.perplexities import measured
 from tests.support.selection import covering, late, quick
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -118,10 +119,10 @@ def attention_of(model: Any) -> Any:
 def forgetful(forward: Any, after: int) -> Any:
     """Lose the past in a text longer than `after`: positions and cache restart."""
 
-    def run(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() >= after:
-            past_key_values = None
-        return forward(*args, past_key_values=past_key_values, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(CACHE) is not None and kwargs[CACHE].get_seq_length() >= after:
+            kwargs[CACHE] = None
+        return forward(*args, **kwargs)
 
     return run
 
@@ -129,7 +130,7 @@ def forgetful(forward: Any, after: int) -> Any:
 def cacheless(forward: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **{**kwargs, "use_cache": False})
-        output.past_key_values = None
+        output[CACHE] = None
         return output
 
     return run
