@@ -155,26 +155,6 @@ def test_a_file_with_lines_of_a_held_out_one_is_left_out(stdlib: Source, tmp_pat
     assert chosen([source(tmp_path / "site", "pkg", files)], stdlib) == {"quotes.py"}
 
 
-def test_exact_and_near_duplicates_are_left_out(stdlib: Source, tmp_path: Path) -> None:
-    first = source(tmp_path / "a", "first", {"original.py": prose("original")})
-    second = source(
-        tmp_path / "b",
-        "second",
-        {
-            "copy.py": prose("original"),
-            "near.py": mixed("near", "original", 0.7),
-            "kin.py": mixed("kin", "original", 0.3),
-        },
-    )
-    corpus = select([first, second], bytes_per_source=10**9, stdlib=stdlib.root)
-    assert [path for *_, path, _ in corpus.files] == ["original.py", "kin.py"]
-    assert corpus.left_out["duplicate"] == 2
-    assert [(row["name"], row["files"]) for row in corpus.composition] == [
-        ("first", 1),
-        ("second", 1),
-    ]
-
-
 @pytest.mark.parametrize(
     ("path", "text"),
     [
@@ -194,18 +174,6 @@ def test_tests_vendored_copies_and_generated_tables_are_left_out(
 ) -> None:
     files = {path: text, "kept.py": prose("kept")}
     assert chosen([source(tmp_path / "site", "pkg", files)], stdlib) == {"kept.py"}
-
-
-@pytest.mark.slow
-def test_the_environment_names_the_standard_library_first_and_only_permissive_packages() -> None:
-    sources = list(train_tiny_llama.environment(exclude=["numpy"]))
-    assert sources[0].name == STDLIB
-    assert "typing.py" in sources[0].files
-    names = [item.name for item in sources[1:]]
-    assert names == sorted(names)
-    assert "torch" in names
-    assert "numpy" not in names
-    assert not [item.licence for item in sources if "GPL" in item.licence or "MPL" in item.licence]
 
 
 # --- training ---------------------------------------------------------------------------------------
