@@ -16,12 +16,7 @@ from hf_posenc.cli.app import completion
 from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
 from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.loading import (
-    embedded_model,
-    live_model,
-    load_config,
-    parse_patch,
-)
+from hf_posenc.evaluation.loading import embedded_model, live_model, load_config, parse_patch
 from hf_posenc.evaluation.options import Checked, CheckpointOptions, parse_dtype, plain_option
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, Method, available_methods, get_method

@@ -15,11 +15,7 @@ from hf_posenc.adapters import available_recipes, get_recipe
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.files import disk_errors
 from hf_posenc.methods import available_methods
-from hf_posenc.model.parameters import (
-    PARAMETER_FILE,
-    trained_parameters,
-    write_parameters,
-)
+from hf_posenc.model.parameters import PARAMETER_FILE, trained_parameters, write_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig

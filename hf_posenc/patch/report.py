@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import RepositionedTable, SinCosTable, foreign_frequencies, tables_of
-from hf_posenc.model.rotary import (
-    PosencRotary,
-    RepositionedRotary,
-    native_rotary,
-)
+from hf_posenc.model.rotary import PosencRotary, RepositionedRotary, native_rotary
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.config import PatchConfig, short
 from hf_posenc.patch.state import state_of
