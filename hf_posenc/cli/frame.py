@@ -419,8 +419,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
     from hf_posenc.evaluation.scoring.estimate import estimated
     from hf_posenc.model.weights import free_memory
 
-    jobs = cast("list[Any]", run.items)
-    by_method = itertools.groupby(jobs, key=lambda item: item.label)
+    by_method = itertools.groupby(cast("list[Any]", run.items), key=lambda item: item.label)
     rows = [{"method": label} | _cost(run, list(items)) for label, items in by_method]
     forwards, tokens, flops = (
         sum(row[name] for row in rows) for name in ("forwards", "tokens", "flops")

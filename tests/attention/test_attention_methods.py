@@ -13,14 +13,7 @@ import torch
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LogN, get_method
 from tests.support import attention_references as naive
-from tests.support.attention_methods import (
-    BANDS,
-    BIASES,
-    OTHERS,
-    SEAMS,
-    assert_same,
-    bands,
-)
+from tests.support.attention_methods import BANDS, BIASES, OTHERS, SEAMS, assert_same, bands
 from tests.support.pictures import assert_same_picture
 
 

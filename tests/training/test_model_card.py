@@ -303,7 +303,8 @@ def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None
 def test_a_model_without_a_rotary_table_has_a_card_too(made: Made, tmp_path: Path) -> None:
     patch_model(zoo.build("gpt2"), "interpolate", scale=2).save_pretrained(tmp_path)
     text = write_card(tmp_path, made[1]).read_text()
-    assert "AutoModelForCausalLM.from_pretrained" in text and "| engine |" not in text
+    assert "AutoModelForCausalLM.from_pretrained" in text
+    assert "| engine |" not in text
 
 
 @pytest.mark.usefixtures("no_plots")
