@@ -8,12 +8,7 @@ from typing import Any
 
 from hf_posenc.engines.engine import empty_model
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import (
-    LengthDependent,
-    RotaryBands,
-    TableMethod,
-    Temperature,
-)
+from hf_posenc.methods import LengthDependent, RotaryBands, TableMethod, Temperature
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.discovery import layer_index, layers_of_type, rotary_tables
 from hf_posenc.model.parameters import trained_parameters

@@ -21,13 +21,7 @@ from tests.support.families import build_text_model
 from tests.support.selection import late
 
 IDS = zoo.tokens(50)
-KNOBS: dict[str, Any] = {
-    "growth": 0.01,
-    "shift": -0.5,
-    "capacity": 50.0,
-    "head": 6,
-    "tail": 4,
-}
+KNOBS: dict[str, Any] = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4}
 CASE = Case("lampe", KNOBS)
 
 
