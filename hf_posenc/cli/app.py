@@ -276,10 +276,19 @@ class Finetune(TyperCommand):
 
 # The root.
 
-# Options by the names that they have in Python or in other programs.
+# Options, and commands, by the names that they have in Python, in other commands or in other programs.
 _NAMES_ELSEWHERE = {
     **dict.fromkeys(("--method", "--methods"), "--patch"),
-    **dict.fromkeys(("--length", "--context-length", "--max-length"), "--lengths"),
+    **dict.fromkeys(("--length", "--context-length", "--max-length", "--seq-len"), "--lengths"),
+    "--text": "--haystack",
+    "--model": "model",  # an argument
+}
+_COMMANDS_ELSEWHERE = {
+    **dict.fromkeys(("ppl", "eval", "evaluate"), "It is called perplexity here."),
+    **dict.fromkeys(("passkey", "needle", "niah"), "It is called retrieval here."),
+    "train": "It is called finetune here.",
+    "patch": "A method is given as --patch METHOD, or to patch_model.",
+    "serve": "vLLM serves a patched model: hf-posenc export FOLDER --to vllm prints how.",
 }
 
 
@@ -350,13 +359,18 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     elsewhere = {name: here for name, here in _NAMES_ELSEWHERE.items() if here in options}
     names = [name for name in (*options, *elsewhere) if name.startswith("--")]
     close = difflib.get_close_matches(given, names, n=1) if hasattr(error, "possibilities") else ()
-    if given in elsewhere:
+    if elsewhere.get(given) == "model":
+        message = f"No such option: --model. It stands without a name here: {path} MODEL."
+    elif given in elsewhere:
         message = f"No such option: {given}. It is called {elsewhere[given]} here."
     elif close:
         message = f"No such option: {given}. Did you mean {elsewhere.get(close[0], close[0])}?"
-    if "'serve'" in message:
-        message = "vLLM serves a patched model: hf-posenc export FOLDER --to vllm prints how."
-    print_error(f"{message} Try: {path} --help")
+    if message.startswith("No such command"):
+        word = ctx.meta[ARGUMENTS][0]
+        methods = importlib.import_module("hf_posenc.methods").available_methods()
+        if hint := _COMMANDS_ELSEWHERE.get("patch" if word in methods else word):
+            message = f"No such command '{word}'. {hint}"
+    print_error(f"{message}{'' if message[-1] in '.?' else '.'} Try: {path} --help")
 
 
 COMMANDS = {

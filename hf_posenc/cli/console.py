@@ -28,7 +28,7 @@ class TerminalOptions:
 
     Attributes:
         json: Print the result as JSON, and nothing else on stdout.
-        quiet: Print no progress, notes or warnings.
+        quiet: Print the result alone: no progress, warnings or names of written files.
         verbose: Print transformers' messages and tracebacks too.
     """
 

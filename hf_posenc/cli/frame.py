@@ -419,8 +419,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
     from hf_posenc.evaluation.scoring.estimate import estimated
     from hf_posenc.model.weights import free_memory
 
-    jobs = cast("list[Any]", run.items)
-    by_method = itertools.groupby(jobs, key=lambda item: item.label)
+    by_method = itertools.groupby(cast("list[Any]", run.items), key=lambda item: item.label)
     rows = [{"method": label} | _cost(run, list(items)) for label, items in by_method]
     forwards, tokens, flops = (
         sum(row[name] for row in rows) for name in ("forwards", "tokens", "flops")
@@ -436,9 +435,9 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
     grid.column("forwards", numeric=True, footer=f"{forwards:,}")
     grid.column("tokens", numeric=True, footer=f"{tokens:,}")
     grid.column("FLOPs", numeric=True, footer=f"{flops:.3g}")
-    grid.column("GiB at the peak", numeric=True, footer=f"{peak / GIB:,.2f}")
-    grid.column("of it logits", numeric=True)
-    grid.column("attention by")
+    grid.column("GiB at\nthe peak", numeric=True, footer=f"{peak / GIB:,.2f}")
+    grid.column("of it\nlogits", numeric=True)
+    grid.column("attention\nby")
     for row in rows:
         counts = (f"{row['forwards']:,}", f"{row['tokens']:,}", f"{row['flops']:.3g}")
         memory = (f"{row[name] / GIB:,.2f}" for name in ("peak_bytes", "logit_bytes"))

@@ -16,12 +16,7 @@ from hf_posenc.cli.app import completion
 from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
 from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.loading import (
-    embedded_model,
-    live_model,
-    load_config,
-    parse_patch,
-)
+from hf_posenc.evaluation.loading import embedded_model, live_model, load_config, parse_patch
 from hf_posenc.evaluation.options import Checked, CheckpointOptions, parse_dtype, plain_option
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, Method, available_methods, get_method
@@ -152,7 +147,7 @@ def recipes(
         types = {config.model_type, config.get_text_config(decoder=True).model_type}
         names = tuple(n for n in names if types & {*get_recipe(n)["recipe"]["model_types"]})
         advice = _advice_on(config, scaling_of(config)) or [
-            "No recipe is meant for this checkpoint as it is."
+            f"No recipe is meant for this checkpoint as it is{'; these are of its type' * bool(names)}."
         ]
     values: dict[str, Any] = {name: get_recipe(name) for name in names}
     if print_json(values | ({"advice": advice} if advice else {})):
@@ -168,8 +163,7 @@ def recipe_table(names: Iterable[str]) -> Grid:
     from hf_posenc.adapters import get_recipe
     from hf_posenc.evaluation.grid import Grid
 
-    heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
-    grid = Grid.of("", *heads)
+    grid = Grid.of("", "recipe", "method", "scale", "original", "model types", "checkpoint")
     for name in names:
         values = get_recipe(name)
         about = values.get("recipe", {})

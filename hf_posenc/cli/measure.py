@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli.console import (
-    print_error,
-    print_items,
-    print_json,
-    print_note,
-    print_warning,
-)
+from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
 from hf_posenc.cli.frame import (
     Frame,
     check_checkpoint,

@@ -309,5 +309,4 @@ def prepare(
             prefill=settings.prefill,
             metadata=metadata,
         )
-    about = {"suite": options.suite, "remarks": tuple(remarks)}
-    return BenchJob(run, parts, speed, about)
+    return BenchJob(run, parts, speed, {"suite": options.suite, "remarks": tuple(remarks)})

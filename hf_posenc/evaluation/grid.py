@@ -419,6 +419,14 @@ class Result(abc.ABC):
         values = self.to_dict()
         return (values.get("perplexity") or values).get("model") or {}
 
+    def __str__(self) -> str:
+        """Return the tables as a terminal shows them, and what was found."""
+        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
+        with console.capture() as printed:
+            for item in (*self.tables(), *self.findings()):
+                console.print(item, markup=False)
+        return printed.get()
+
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)
 

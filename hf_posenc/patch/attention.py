@@ -66,12 +66,7 @@ from hf_posenc.model.positions import (
     refuse_padding,
     watch_caches,
 )
-from hf_posenc.model.rotary import (
-    ENGINE,
-    PosencRotary,
-    RepositionedRotary,
-    native_rotary,
-)
+from hf_posenc.model.rotary import ENGINE, PosencRotary, RepositionedRotary, native_rotary
 from hf_posenc.model.sampled import Sample, without_weights
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import owner_of, trial

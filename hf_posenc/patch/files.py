@@ -149,7 +149,7 @@ def read_patch(source: str | Path) -> PatchConfig:
         except PosencError as error:
             raise PosencError(f"{path}: {error}") from error
     name = str(source)
-    if name not in available_recipes() and (path.suffix or path.name != name):
+    if name not in available_recipes() and (path.suffix == ".json" or path.name != name):
         raise PosencError(
             f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name. A model that was "
             "saved with its patch is loaded by from_pretrained."

@@ -420,7 +420,9 @@ def unpatch_model(model: ModelT) -> ModelT:
     """
     state = state_of(model)
     if state is None:
-        raise PosencError("This model is not patched; there is nothing to undo.")
+        saved = vars(getattr(unwrap(model), "config", model)).get(export.BLOCK)
+        way = " A saved patch can be undone after hf_posenc.from_pretrained." if saved else ""
+        raise PosencError(f"This model is not patched; there is nothing to undo.{way}")
     _undo(unwrap(model), state)
     return model
 

@@ -288,6 +288,11 @@ def _check_native(layers: Layers, *, compose: bool) -> None:
 
 def named(method: Any) -> list[Method | type[Method]]:
     """Return the methods that a request names, as objects or classes; refuse whatever is no method."""
+    if isinstance(method, Mapping) and {"rope_type", "type", "factor"} & {*method}:
+        raise PosencError(
+            "A dictionary gives methods to layers, and this is a rope_scaling: write "
+            "patch_model(model, 'yarn', scale=4), with its type and its factor."
+        )
     if isinstance(method, Mapping):
         return [part for value in method.values() if value is not None for part in named(value)]
     given = list(method) if isinstance(method, list | tuple) else [method]

@@ -329,6 +329,8 @@ def resume_point(
             f"{folder} holds {others[-1].name}, and no {SETTINGS} identifies its run. Choose another --output-dir "
             "(--resume-from-checkpoint can name a checkpoint in this one), or remove them with --fresh."
         )
+    if before is None and not others and any((folder / name).exists() for name in CONFIGS):
+        raise PosencError(f"{folder} holds a model that no run wrote: choose another --output-dir.")
     clear_partial(folder)
     changed = differences(before["settings"], settings) if before else ["its settings are unknown"]
     complete = complete_checkpoints(folder)

@@ -149,10 +149,11 @@ def print_cost(
     parts = (f"{name} {value / GIB:.2g}" for name, value in vars(step).items() if name != "flops")
     free = free_memory(arguments.device)
     have = "" if free is None else f"; {free / GIB:,.1f} GiB are free on {arguments.device}"
+    blocks = f"{examples:,} block{'s' * (examples != 1)}"
     if arguments.process_index == 0:
         print(f"""\
 texts:  {counts.tokens + counts.unused:,} tokens, {steps * examples / counts.blocks:,.2f} epochs
-steps:  {steps:,} of {examples * block:,} tokens ({examples:,} blocks): {steps * examples * block:,} tokens
+steps:  {steps:,} of {examples * block:,} tokens ({blocks}): {steps * examples * block:,} tokens
 memory: about {step.total / GIB:.3g} GiB for each process ({", ".join(parts)}){have}
 time:   about {time}, without scores: {step.flops:.3g} operations a step, {source}
 The memory is by a formula, 0.85 to 2.1 times the tensors of a step. Nothing was trained or written.""")

@@ -50,9 +50,9 @@ _ELSEWHERE = {
     **dict.fromkeys(("length", "max_length", "context_length", "max_seq_length"), "target_length"),
     "batch_size": "per_device_train_batch_size",
     "epochs": "num_train_epochs",
+    "lora": "train",
     "lr": "learning_rate",
     "output": "output_dir",
-    "steps": "max_steps",
 }
 
 

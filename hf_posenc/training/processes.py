@@ -345,5 +345,4 @@ def _copied_to(arguments: TrainingArguments) -> torch.dtype | None:
         halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
         enabled = (halves[name] for name in halves if config.get(name, {}).get("enabled") is True)
         return next(enabled, None)
-    mixed = arguments.bf16 or arguments.fp16
-    return torch.float32 if mixed and _loads_once(arguments) else None
+    return torch.float32 if (arguments.bf16 or arguments.fp16) and _loads_once(arguments) else None

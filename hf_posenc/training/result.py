@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_posenc.engines import ENGINES, Export, export_source
 from hf_posenc.engines.engine import open_source
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
@@ -93,9 +93,8 @@ class TrainingLog:
 
     @property
     def methods(self) -> list[str]:
-        if self.patch is None:
-            return []
-        return [self.patch["method"], *(other["method"] for other in self.patch.get("others", ()))]
+        parts = self.patch and (self.patch, *self.patch.get("others", ()))
+        return [part["method"] for part in parts or ()]
 
     @classmethod
     def of(
@@ -136,8 +135,7 @@ class TrainingLog:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; a number that is not finite becomes `None`."""
-        values = {"kind": "training", "format": 1, **dataclasses.asdict(self)}
-        return dict(finite(values))
+        return dict(finite({"kind": "training", "format": 1, **dataclasses.asdict(self)}))
 
     @classmethod
     def read(cls, directory: Path) -> TrainingLog:
@@ -242,15 +240,17 @@ def write_card(
     """
     directory = Path(directory)
     if exports is None:
-        source = open_source(directory)
-        exports = [export_source(source, engine) for engine in ENGINES]
+        exports = []
+        with contextlib.suppress(UnsupportedModelError):  # no rotary table, no export
+            source = open_source(directory)
+            exports = [export_source(source, engine) for engine in ENGINES]
     write_atomically(directory / LOG, to_json(log.to_dict()))
     if scores is not None:
         published(scores).write_json(directory / SCORES)
     saved = directory / "config.json"
     config = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
     adapter = log.train == "lora"
-    plain = not adapter and any(each.possible for each in exports if each.engine == _PLAIN)
+    plain = not adapter and "withheld" not in config.get("hf_posenc", {})
     metadata = ModelCardData(
         base_model=log.base if "/" in log.base else None,  # a name on the hub
         library_name="transformers" if plain else "hf_posenc",

@@ -276,9 +276,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     """
     patch = get_patch(model)
     keep = "Leave --patch out to train it further as it is"
-    saved = (
-        "" if patch is None else f"this model was saved with {str(patch).splitlines()[0]}. {keep}"
-    )
+    saved = f"this model was saved with {str(patch).splitlines()[0]}. {keep}"
     if text is None and patch is None:
         raise PosencError(
             "The model carries no patch: give --patch, e.g. yarn:scale=4, or --patch none to train it as it is."

@@ -134,6 +134,10 @@ WRONG = [
     ("report nowhere", "There is no folder nowhere."),
     ("methods yarn", "unexpected extra argument"),
     ("models llama", "unexpected extra argument"),
+    ("perplexity --model mine", "It stands without a name here: hf-posenc perplexity MODEL. Try:"),
+    ("retrieval --text a.txt", "No such option: --text. It is called --haystack here. Try:"),
+    ("train", "No such command 'train'. It is called finetune here. Try:"),
+    ("yarn", "No such command 'yarn'. A method is given as --patch METHOD, or to patch_model."),
     ("recipees", "No such command 'recipees'. Did you mean 'recipes'?"),
 ]
 

@@ -71,9 +71,9 @@ REFUSED: list[tuple[str, str]] = [
     ("perplexity {model} --text {texts} --output=", f"error: The value --output {EMPTY}"),
     (f"{AT_32} --chunk=1 --chunk 2", "error: --chunk is given twice, and takes one value: give it"),
     (f"{AT_32} --patch", "requires an argument. Try: hf-posenc perplexity --help"),
-    ("serve {model}", "error: vLLM serves a patched model: hf-posenc export FOLDER --to vllm"),
+    ("serve {model}", "'serve'. vLLM serves a patched model: hf-posenc export FOLDER --to vllm"),
     ("perplexity MODEL", "error: There is no model folder MODEL. Give a folder that"),
-    ("--banana", "error: No such option: --banana Try: hf-posenc --help"),
+    ("--banana", "error: No such option: --banana. Try: hf-posenc --help"),
     # documents
     (f"{AT_32} --split train", "error: --split train is for a --dataset, and nothing"),
     (f"{AT_32} --column body", "--column body is for rows (a --dataset, JSON lines or"),

@@ -249,6 +249,7 @@ def test_a_scaled_checkpoint_keeps_its_scaling_in_the_other_layers(tmp_path: Pat
     ("request_", "message"),
     [
         ({0: YaRN(scale=4), range(2): NoPE()}, r"Layer 0 is in two keys.*0 and range\(0, 2\)"),
+        ({"rope_type": "yarn", "factor": 4.0}, "this is a rope_scaling: write patch_model"),
         ({0: None}, "Every layer of the dictionary has the method None"),
         ({9: NoPE()}, "this model has 2 layers, numbered from 0 to 1"),
         ({"sliding": NoPE()}, "has no sliding layers. Its layers are full_attention"),

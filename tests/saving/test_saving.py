@@ -393,6 +393,8 @@ class TestKeyStyles:
     def test_both_are_written(self, model: PreTrainedModel, tmp_path: Path) -> None:
         patch_model(model, "yarn", scale=4)
         config = saved(model, tmp_path)
+        with pytest.raises(PosencError, match=r"undone after hf_posenc\.from_pretrained"):
+            unpatch_model(plain(tmp_path))
         assert config["rope_parameters"]["rope_type"] == "yarn"
         assert config["rope_scaling"] == config["rope_parameters"]
         assert config["rope_theta"] == 10_000.0
@@ -499,7 +501,7 @@ class TestPatchFiles:
 
     def test_names_of_nothing(self, model: PreTrainedModel, tmp_path: Path) -> None:
         with pytest.raises(PosencError, match="Unknown recipe"):
-            load_patch(model, "llama-3-yran")
+            load_patch(model, "llama-3.1-yran")
         with pytest.raises(PosencError, match="There is no file"):
             load_patch(model, tmp_path / "missing.json")
         with pytest.raises(PosencError, match="nothing to save"):

@@ -136,6 +136,12 @@ def test_other_settings_may_begin_where_nothing_was_saved_yet(tmp_path: Path) ->
         resume_point(tmp_path, LR)
 
 
+def test_a_model_that_no_run_wrote_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PosencError, match="holds a model that no run wrote"):
+        resume_point(tmp_path, LR, fresh=True)
+
+
 def test_checkpoints_of_an_unknown_run_are_neither_continued_nor_removed(tmp_path: Path) -> None:
     foreign = make(tmp_path, 3, complete=False)  # as the plain Trainer leaves them
     for explicit in (None, foreign):

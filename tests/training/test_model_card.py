@@ -300,6 +300,13 @@ def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None
     assert "library_name: hf_posenc" in text
 
 
+def test_a_model_without_a_rotary_table_has_a_card_too(made: Made, tmp_path: Path) -> None:
+    patch_model(zoo.build("gpt2"), "interpolate", scale=2).save_pretrained(tmp_path)
+    text = write_card(tmp_path, made[1]).read_text()
+    assert "AutoModelForCausalLM.from_pretrained" in text
+    assert "| engine |" not in text
+
+
 @pytest.mark.usefixtures("no_plots")
 def test_an_adapter_says_what_it_is(tmp_path: Path) -> None:
     log, table = fine_tuned(tmp_path, "yarn", "lora", scale=2)

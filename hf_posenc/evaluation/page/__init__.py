@@ -105,7 +105,8 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
         text = file.read_bytes()
         data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise PosencError(f"cannot be read ({' '.join(str(error).split())})") from error
+        why = str(error) if isinstance(error, OSError) else "no JSON, or damaged"
+        raise PosencError(f"cannot be read ({why})") from error
     kind = str(data.get("kind")) if isinstance(data, dict) else ""
     if kind not in KINDS:
         raise PosencError("not a result of hf-posenc")
@@ -423,8 +424,7 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 def _shortened(value: str, mark: str = "") -> Field:
     """A hash by its first digits, anything else whole."""
-    text = f"{value[:HASH]}…" if _HASH.fullmatch(value) else value
-    return Field(text, mark, hint=value)
+    return Field(f"{value[:HASH]}…" if _HASH.fullmatch(value) else value, mark, hint=value)
 
 
 def _documents(source: Source) -> Grid:

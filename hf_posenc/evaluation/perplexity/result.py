@@ -283,7 +283,8 @@ class PerplexityResult(MethodsResult[Cell]):
         """Compare the best method to the control, at the longest length."""
         length, documents = self.settings.lengths[-1], len(self.documents)
         control, rivals = self.control()
-        where = f"{protocol}, {length:,} tokens, {control} as the control, {documents} documents"
+        where = f"{protocol}, {length:,} tokens, {control} as the control, "
+        where += f"{documents} document{'s' * (documents != 1)}"
         compared = {
             label: cell
             for label in rivals

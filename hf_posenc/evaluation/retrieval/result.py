@@ -395,8 +395,7 @@ class RetrievalResult(MethodsResult[Cell]):
         cell = self.cell(method, task, length)
         if cell is None:
             return failure_field(self.failure(method, task, length))
-        top = best > (0, 0) and cell.quality == best
-        return _shown(cell, "best" if top else "")
+        return _shown(cell, "best" if best > (0, 0) and cell.quality == best else "")
 
     def notes(self) -> Iterator[str]:
         settings = self.settings

@@ -542,8 +542,7 @@ class TokenScorer:
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
         """Return the losses of a text run in these pieces, shape (n - 1,)."""
         window = ids.unsqueeze(0).to(input_device(self.model))
-        chunks = self._replay(window, 0, len(ids) - 1, pieces)
-        return _nats(chunks, ids[None], 1)[0]
+        return _nats(self._replay(window, 0, len(ids) - 1, pieces), ids[None], 1)[0]
 
     def _step(self, windows: Tensor) -> int:
         return max(1, self.chunk // len(windows))

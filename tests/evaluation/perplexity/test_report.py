@@ -156,6 +156,7 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "r.json").read_bytes()
     assert shown(again) == shown(result)
     assert "<pre>" in again._repr_html_()
+    assert "tokens scored" in str(again)
 
 
 @pytest.mark.parametrize(
