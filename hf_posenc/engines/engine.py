@@ -19,13 +19,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.gguf_file import ROPE_TENSORS as GGUF_TENSORS
 from hf_posenc.methods import Method, RopeScaling, seam_of
 from hf_posenc.model.context import length_of, readings
-from hf_posenc.model.discovery import (
-    NoRotaryError,
-    RotaryTable,
-    SinCosTable,
-    adapter_of,
-    tables_of,
-)
+from hf_posenc.model.discovery import NoRotaryError, RotaryTable, SinCosTable, adapter_of, tables_of
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import PatchedTable, config_parts, lengths_of, rope_forms

@@ -4,13 +4,7 @@ import triton
 import triton.language as tl
 
 from hf_posenc.attention.kernels.bands import FIELDS as _FIELDS
-from hf_posenc.attention.kernels.common_triton import (
-    LOG2E,
-    bias,
-    bias_parameters,
-    capped,
-    cos_sin,
-)
+from hf_posenc.attention.kernels.common_triton import LOG2E, bias, bias_parameters, capped, cos_sin
 
 FIELDS = tl.constexpr(_FIELDS)
 

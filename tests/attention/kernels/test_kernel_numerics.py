@@ -311,12 +311,9 @@ def test_a_turn_and_its_gradient(layout: Layout, features: int, dtype: torch.dty
     for count in (1, 2, 3):  # in one launch, in one, in two
         every = [(x, positions), (keys, places), (x, places[:, :, :37])][:count]
         leaves = [each.clone().requires_grad_() for each, _ in every]
-        outs = parts.turned(
-            [
-                (rotation, leaf, rotation.tables(at, torch.float32))
-                for leaf, (_, at) in zip(leaves, every, strict=True)
-            ]
-        )
+        pairs = zip(leaves, every, strict=True)
+        turns = ((leaf, rotation.tables(at, torch.float32)) for leaf, (_, at) in pairs)
+        outs = parts.turned([(rotation, *turn) for turn in turns])
         for out, leaf, (each, at) in zip(outs, leaves, every, strict=True):
             wide = each.double().requires_grad_()
             expected = torch.stack([rotation.turn(wide, one) for one in at])
