@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> None:
     try:
         finetune(parse_arguments(words))
     except KeyboardInterrupt:
-        sys.stderr.write("The same command resumes from the last checkpoint; SIGTERM saves one.\n")
+        sys.stderr.write("The same command resumes from a saved checkpoint; SIGTERM saves one.\n")
         raise
 
 
