@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,8 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 def finetune(parsed: Arguments) -> None:
     """Patch, train, score and save a model; with `--dry-run`, print the cost instead."""
     choice, data, arguments = parsed
-    arguments.disable_tqdm = arguments.disable_tqdm or not sys.stderr.isatty()  # lines alone
+    if not (arguments.process_index or sys.stderr.isatty()):
+        arguments.disable_tqdm = True  # lines alone; set on all, each machine would print them
     processes.check_launch(arguments)  # fewer processes than requested, sharding that is not done
     if choice.model is None:
         loading.one_thread()
@@ -260,8 +260,7 @@ def finetune(parsed: Arguments) -> None:
             },
             command=command_line(arguments),
         )
-        write = partial(result.write_result, name=repository)
-        folder.save(lambda path: write(path, trainer, log, table))
+        folder.save(lambda path: result.write_result(path, trainer, log, table, name=repository))
     if arguments.process_index == 0:
         result.print_report(table, output)
         result.print_next(output, data.score_text or held_out, spans)
