@@ -16,6 +16,7 @@ from typing import Any
 from torch import accelerator, nn
 from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments, set_seed
 from transformers.integrations import integration_utils
+from transformers.utils.import_utils import is_torch_xla_available
 
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.evaluation import loading
@@ -50,7 +51,7 @@ class FinetuneArguments(RunArguments, TrainingArguments):
     """transformers' own options, with our defaults."""
 
     def __post_init__(self) -> None:
-        if self.bf16 and not accelerator.is_available():
+        if self.bf16 and not (accelerator.is_available() or is_torch_xla_available()):
             self.use_cpu = True  # without it, transformers expects a GPU
         super().__post_init__()  # type: ignore[no-untyped-call]
         if self.max_steps == -1 and self.num_train_epochs == 0:

@@ -317,8 +317,7 @@ def test_a_turn_and_its_gradient(layout: Layout, features: int, dtype: torch.dty
         for out, leaf, (each, at) in zip(outs, leaves, every, strict=True):
             wide = each.double().requires_grad_()
             expected = torch.stack([rotation.turn(wide, one) for one in at])
-            assert out.dtype == dtype
-            assert out.transpose(2, 3).is_contiguous()
+            assert (out.dtype, out.transpose(2, 3).is_contiguous()) == (dtype, True)
             assert error(out.detach(), expected.detach().cpu()) < BOUND[dtype]
             weights = torch.randn(expected.shape, generator=generator).to(DEVICE)
             gradients = torch.autograd.grad(out, leaf, weights.to(dtype), retain_graph=True)
@@ -341,8 +340,7 @@ def test_a_turn_of_memory_that_int32_does_not_count(axis: int) -> None:
     far, near = ([each, cos, sin] for each in (apart(x, axis), x))
     expected = parts.turn(near * 2, 0, False)
     for given in (far + near, near + far):
-        for out, want in zip(parts.turn(given, 0, False), expected, strict=True):
-            assert torch.equal(out, want)
+        assert all(map(torch.equal, parts.turn(given, 0, False), expected))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
