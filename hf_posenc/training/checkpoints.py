@@ -125,9 +125,8 @@ def clear_partial(folder: Path | str) -> list[Path]:
 def discard(checkpoint: Path) -> None:
     """Remove a checkpoint, its manifest first: after a kill, the rest counts as partial."""
     with disk_errors(f"{checkpoint} cannot be removed"):
-        if (checkpoint / MANIFEST).exists():
-            (checkpoint / MANIFEST).unlink()
-            _sync(checkpoint)
+        (checkpoint / MANIFEST).unlink(missing_ok=True)
+        _sync(checkpoint)
         shutil.rmtree(checkpoint)
 
 
@@ -577,17 +576,18 @@ class TrainingFolder:
         """Replace the error of a failed save by one line; other errors are unchanged."""
         complete = complete_checkpoints(self.path)
         partial = [path for path in checkpoints(self.path) if path not in complete]
-        if not partial:
+        if not partial and not isinstance(error, CheckpointException):
             if reason_of(error) == LOST_PEER:  # the other process reported the actual error
                 raise PosencError(f"{LOST_PEER.capitalize()}: see its message.") from error
             return
+        name = partial[-1].name if partial else "The checkpoint"  # removed by the first process
         free = shutil.disk_usage(self.path).free
         kept = f"{complete[-1].name} is complete" if complete else "there is no earlier one"
         if self._arguments.should_save:
             with contextlib.suppress(PosencError):  # else the next start removes it
                 clear_partial(self.path)
         raise PosencError(
-            f"{partial[-1].name} could not be saved: {reason_of(error)} ({free / 2**20:,.1f} MiB were free). "
+            f"{name} could not be saved: {reason_of(error)} ({free / 2**20:,.1f} MiB were free). "
             f"{kept[0].upper()}{kept[1:]}: make room and run the same command again."
         ) from error
 

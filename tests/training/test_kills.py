@@ -111,7 +111,7 @@ def test_killed_inside_a_save(
 SHARDED: dict[str, Any] = {"processes": 2, "kind": "sharded full"}
 """FSDP2, whose processes write a checkpoint together."""
 FULL = (
-    "^ERROR checkpoint-6 could not be saved: .*No space left on device.*"
+    "^ERROR (checkpoint-6|The checkpoint) could not be saved: .*No space left on device.*"
     "Checkpoint-3 is complete: make room and run the same command again"
 )
 
