@@ -3,9 +3,9 @@
     python -m scripts.compile_kernels            # exits 1 if a number rose: registers, stack or shared memory
     python -m scripts.compile_kernels --write    # after an improvement, or for a kernel that is new
 
-Run it from the checkout with the Triton that the file names (scripts/check_kernels.sh has it). The
-operators are called as a model calls them; only the launch is replaced by a compilation for another device, so that
-the specialization is the real one. A stack above zero means that registers are spilled to memory.
+Run it from the checkout with the Triton that the file names (scripts/check_kernels.sh has it). The operators are called
+as a model calls them; only the launch is replaced by a compilation for another device, so that the specialization is
+the real one. A stack above zero means that registers are spilled to memory.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from hf_posenc.attention.kernels import biased, decode, parts
 from hf_posenc.attention.kernels.biases import operands_of
+from hf_posenc.attention.parts import Part
 from hf_posenc.attention.rotation import Layout
 from tests.support.kernel_cases import Case
 
@@ -91,12 +92,12 @@ def turned(case: Case) -> Callable[[], object]:
     return lambda: parts.turned(turns)
 
 
-def merged(case: Case) -> Callable[[], object]:
-    """Return a call of the operator that merges two parts of a softmax."""
-    case = replace(case, queries=case.length)
-    query = case.call(case.encoding()).query
+def merged(case: Case, merge: bool = True) -> Callable[[], object]:
+    """Return a call of the operator that merges two parts of a softmax, into a third or alone."""
+    query = replace(case, queries=case.length).call(case.encoding()).query
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return lambda: parts.merge(query, lse, query, lse, reverse=True)
+    part = Part((0, case.length), (0, 0), merge=merge, mirrored=True)
+    return lambda: parts.merge(query, lse, [(part, query, lse)] * 2)
 
 
 LLAMA = Case(
@@ -110,13 +111,11 @@ LLAMA = Case(
     dtype=torch.bfloat16,
     original=512,
 )
-PAIRS = Layout(0, 64, interleaved=True)
+PAIRS, WIDE = Layout(0, 64, interleaved=True), Layout(0, 256, interleaved=False)
 CALLS: dict[str, Callable[[], object]] = {
     "rerope": step(LLAMA),
     "rerope, float32": step(replace(LLAMA, dtype=torch.float32)),
-    "rerope, head_dim 256": step(
-        replace(LLAMA, head_dim=256, value_dim=256, layout=Layout(0, 256, interleaved=False))
-    ),
+    "rerope, head_dim 256": step(replace(LLAMA, head_dim=256, value_dim=256, layout=WIDE)),
     "self_extend, half of 128 features in pairs, 4 queries": step(
         replace(LLAMA, method="self_extend", layout=PAIRS, queries=4)
     ),
@@ -132,6 +131,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "training, t5, float32": text(replace(LLAMA, method="t5", dtype=torch.float32), training=True),
     "a text, rerope": turned(LLAMA),
     "two bands": merged(LLAMA),
+    "rows of no part before": merged(LLAMA, merge=False),
     "a text, half of 128 features in pairs": turned(replace(LLAMA, layout=PAIRS)),
     "a text, rerope, float32": turned(replace(LLAMA, dtype=torch.float32)),
 }
@@ -146,6 +146,7 @@ DIFFERENT = (
     "a text, rerope",
     "a text, half of 128 features in pairs",
     "two bands",
+    "rows of no part before",
 )
 """Calls that together take every branch that all of them take."""
 
@@ -200,13 +201,12 @@ def main() -> int:
         compiled(DIFFERENT, (90,))
         print(f"Every kernel compiles on Triton {triton.__version__}.")
         return 0
-    write = given.write
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if not write and recorded.get("triton") != triton.__version__:
+    if not given.write and recorded.get("triton") != triton.__version__:
         print(f"{RECORD.name} is of Triton {recorded.get('triton')}, not {triton.__version__}.")
         return 1
     found = compiled()
-    if write:
+    if given.write:
         text = json.dumps({"triton": triton.__version__, "kernels": found}, indent=1)
         # One line for each device.
         RECORD.write_text(re.sub(r"\{\s+(\"registers[^}]*?)\s+\}", _one_line, text) + "\n")

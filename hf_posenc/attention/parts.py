@@ -170,13 +170,6 @@ def attend_parts(
     return out if size == features else out[..., :features]
 
 
-def _merges_again(part: Part, later: Sequence[Part], fused: Fused) -> bool:
-    """True if a later part has rows of this one; the many parts of a CPU are not compared."""
-    if not fused.windows:
-        return bool(later)
-    return any(other.rows[0] < part.rows[1] and part.rows[0] < other.rows[1] for other in later)
-
-
 class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -195,9 +188,8 @@ class _Parts(torch.autograd.Function):
         out = value.new_empty(batch, length, heads, features).transpose(1, 2)
         lse_dtype = accumulation_dtype(value.dtype)
         lse = value.new_empty(batch, length, heads, dtype=lse_dtype).transpose(1, 2)
-        needed = any(ctx.needs_input_grad)
-        states = []
-        for index, part in enumerate(parts):
+        states, apart = [], []
+        for part in parts:
             part_out, part_lse, state = fused.forward(
                 part.ordered(part.of_rows(queries[part.query])),
                 part.ordered_keys(part.of_keys(keys[part.key], group, part.first_key)),
@@ -208,15 +200,21 @@ class _Parts(torch.autograd.Function):
             whole = part.rows == (0, length) and part.heads is None
             if whole and not part.merge and not part.reverse:
                 out, lse = part.in_a_row(part_out), part.in_a_row(part_lse)
-                continue
-            out_rows, lse_rows = part.of_rows(out), part.of_rows(lse)
-            if part.merge:
-                last = not (needed or _merges_again(part, parts[index + 1 :], fused))
-                given = out_rows, lse_rows, part_out, part_lse
-                fused.merge(*given, reverse=part.reverse or part.mirrored, last=last)
+            elif fused.merge is not None:
+                apart.append((part, part_out, part_lse))
             else:
-                out_rows.copy_(part.ordered(part_out))
-                lse_rows.copy_(part.ordered(part_lse))
+                out_rows, lse_rows = part.of_rows(out), part.of_rows(lse)
+                part_out, part_lse = part.ordered(part_out), part.ordered(part_lse)
+                if part.merge:
+                    share = torch.empty_like(part_lse, dtype=out.dtype)
+                    torch.sigmoid(part_lse - lse_rows, out=share)
+                    out_rows.lerp_(part_out, share.unsqueeze(-1))
+                    torch.logaddexp(part_lse, lse_rows, out=lse_rows)
+                else:
+                    out_rows.copy_(part_out)
+                    lse_rows.copy_(part_lse)
+        if fused.merge is not None:
+            fused.merge(out, lse, apart)
         ctx.save_for_backward(*tensors, table, out, lse)
         ctx.parts, ctx.count, ctx.scaling, ctx.gradients = parts, count, scaling, gradients
         ctx.fused, ctx.states = fused, states

@@ -42,6 +42,7 @@ from hf_posenc.methods import (
 from hf_posenc.model.parameters import trained_parameters
 from tests.support.families import build_text_model
 from tests.support.killing import in_two_processes
+from tests.support.tiny_text import sizes
 
 HEADS, LENGTH, RATE = 6, 24, 0.5
 
@@ -260,18 +261,8 @@ def model() -> PreTrainedModel:
 
 def built() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=HEADS * 4,  # that of the heads of one process too
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=12,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config)
+    own = sizes(96, 12, width=HEADS * 4, layers=2, heads=(HEADS, 2))  # the width of one process too
+    return LlamaForCausalLM(LlamaConfig(**own, head_dim=8, initializer_range=0.2))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from hf_posenc.training.parameters import choose_parameters
 from tests.support import attention_references as naive
 from tests.support import zoo
 from tests.support.selection import quick
+from tests.support.tiny_text import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -39,15 +40,7 @@ def reader() -> PreTrainedModel:
     Queries are the same at every token and keys are zero, so that without an encoding every token before weighs the
     same. The head sees nothing of the token itself but what attention wrote.
     """
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=FEATURES,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-    )
+    config = LlamaConfig(**sizes(WORDS, LENGTH, width=FEATURES, layers=1, heads=(2, 2)))
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     attention, word = model.model.layers[0].self_attn, torch.arange(WORDS)

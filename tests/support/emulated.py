@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention import engine
-from hf_posenc.attention.fused import Attended, Gradients, Merge, Saved, Shape, merge
+from hf_posenc.attention.fused import Attended, Gradients, Merge, Saved, Shape
 from hf_posenc.attention.fused.pytorch import CudaFlash, CudnnAttention
 from hf_posenc.attention.kernels import parts
 from hf_posenc.attention.softmax import accumulation_dtype
@@ -46,7 +46,7 @@ class EmulatedCudnn(CudnnAttention):
     squares: int | None = 3
     least = 2
 
-    def __init__(self, merge: Merge = merge) -> None:
+    def __init__(self, merge: Merge | None = None) -> None:
         super().__init__(EmulatedFlash(merge), "emulated cudnn")
 
     def square(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:

@@ -26,6 +26,7 @@ from hf_posenc.training.processes import partition_weights
 from tests.support.file_operations import Moment, count_operations
 from tests.support.fsdp_on_cpu import allow
 from tests.support.processes import start
+from tests.support.tiny_text import sizes
 
 REFUSED = 3
 """Exit status of a process that ended with one line."""
@@ -83,16 +84,7 @@ def train(
     It is `distilled` by itself, with a terminal prompt, or by the unpatched model, with PoSE.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=48,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        attention_dropout=0.2,
-    )
+    config = LlamaConfig(**sizes(48, 16, width=16, layers=2, heads=(2, 1)), attention_dropout=0.2)
     patched: Any = patch_model(LlamaForCausalLM(config), "yarn", scale=2)
     sharded, chosen = kind.startswith("sharded"), cast(Any, kind.removeprefix("sharded "))
     if sharded:

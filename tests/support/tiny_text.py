@@ -28,6 +28,21 @@ def byte_tokenizer(*, bos: bool = False) -> Any:
     return fast(tokenizer_object=backend, bos_token="<s>")
 
 
+def sizes(
+    vocabulary: int, length: int, *, width: int, layers: int, heads: tuple[int, int]
+) -> dict[str, Any]:
+    """Return the fields of a small Llama's config; `heads` are those of queries and of keys."""
+    return {
+        "vocab_size": vocabulary,
+        "max_position_embeddings": length,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+    }
+
+
 def tiny_checkpoint(
     folder: Path, model_type: str = "llama", *, tokenizer: bool = True, **overrides: Any
 ) -> Path:

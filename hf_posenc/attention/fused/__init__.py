@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Merge = Callable[..., None]
-"""`merge`, or a kernel that computes it."""
+Merge = Callable[[Tensor, Tensor, Sequence[tuple[Any, Tensor, Tensor]]], None]
+"""From the output (1, H, R, D) and its log-sum-exp (1, H, R), and parts of them with their own, to the whole's, in
+place. Those of new rows come first; if there are any, they cover all rows."""
 Attended = tuple[Tensor, Tensor, Any]
 """The output, its log-sum-exp, and what the backward needs beside them."""
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -129,33 +130,12 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def merge(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    *,
-    reverse: bool = False,
-    last: bool = False,
-) -> None:
-    """Add a part of a softmax to what `out`, (B, H, R, D), and its log-sum-exp `lse`, (B, H, R), hold, in place.
-
-    With `reverse`, the part's rows are in reverse order. After the `last` part nothing reads `lse`, which may stay.
-    """
-    if reverse:
-        part_out, part_lse = part_out.flip(2), part_lse.flip(2)
-    share = torch.empty_like(part_lse, dtype=out.dtype)
-    torch.sigmoid(part_lse - lse, out=share)
-    out.lerp_(part_out, share.unsqueeze(-1))
-    if not last:
-        lse.copy_(torch.logaddexp(part_lse, lse))
-
-
 class Fused:
     """A fused attention; queries (B, H, R, D), keys and values (B, HK, N, D) of any strides, H a multiple of HK."""
 
     name: str
-    merge: Merge = staticmethod(merge)
+    merge: Merge | None = None
+    """A kernel that merges all parts; without one, each is merged when it is computed."""
     windows = False
     """True if it has windows and segments and aligns causal calls to the bottom right: the last row sees the last key.
     It then takes no masks. Else causal calls are aligned to the top left, and masks are taken."""

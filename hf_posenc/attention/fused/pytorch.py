@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused import EMPTY, Attended, Fused, Gradients, Merge, Saved, Shape, merge
+from hf_posenc.attention.fused import EMPTY, Attended, Fused, Gradients, Merge, Saved, Shape
 
 ATEN = torch.ops.aten
 
@@ -66,7 +66,7 @@ class CudaFlash(Fused):
     largest = 256
     """The most features of a head."""
 
-    def __init__(self, merge: Merge = merge) -> None:
+    def __init__(self, merge: Merge | None = None) -> None:
         self.merge = merge
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:

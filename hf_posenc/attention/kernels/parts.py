@@ -1,4 +1,4 @@
-"""Around a fused operator, in one launch each: queries and keys turned, and two parts of a softmax merged."""
+"""Around a fused operator, in one launch each: queries and keys turned, and parts of a softmax merged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.kernels import available, padded, strided, unwatched
+from hf_posenc.attention.parts import Part
 from hf_posenc.attention.windowed import Turn
 
 _ROWS = 32
 _HEADS = 8
 """Heads of one program, which reads cos and sin once for them."""
+_PARTS = 4
+"""Parts of one launch, which is compiled for their number."""
 
 
 def _turn(given: Sequence[Tensor], start: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -102,15 +105,25 @@ def turned(turns: Sequence[Turn]) -> list[Tensor]:
     return outs[: len(turns)]
 
 
-def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, reverse: bool) -> None:
-    """Merge outputs (B, H, R, D), whose features are dense, and log-sum-exps (B, H, R), float32."""
+def _merge(out: Tensor, lse: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
+    """Merge parts of a softmax into `out`, (1, H, R, D), and its log-sum-exp `lse`, (1, H, R), in place.
+
+    `parts` are outputs (chunks, H, rows, D) and log-sum-exps in turn, features dense, and `places` five numbers for
+    each, as the kernel has them. Each row of `out` that is in no part keeps its value, unless the first `places` is 1.
+    """
     from hf_posenc.attention.kernels import parts_triton
 
-    batch, heads, rows, features = out.shape
+    fresh, *places = places
+    given = [
+        each
+        for index, (x, y) in enumerate(zip(parts[::2], parts[1::2], strict=True))
+        for each in (x, *x.stride()[:3], y, *y.stride(), *places[5 * index : 5 * index + 5])
+    ]
+    _, heads, rows, features = out.shape
     with torch.cuda.device_of(out):
-        parts_triton.merge_rows[(-(-rows // _ROWS), batch * heads)](
-            *strided(out), *strided(lse), *strided(part_out), *strided(part_lse), heads, rows,
-            REVERSE=reverse, D=features, PADDED=padded(features), BM=_ROWS,
+        parts_triton.merge_parts[(-(-rows // _ROWS), heads)](
+            *strided(out), *strided(lse), tuple(given), rows,
+            COUNT=len(parts) // 2, FRESH=bool(fresh), D=features, PADDED=padded(features), BM=_ROWS,
         )  # fmt: skip
 
 
@@ -118,16 +131,17 @@ _merge_operator = torch.library.custom_op(
     "hf_posenc::merge",
     _merge,
     mutates_args=("out", "lse"),
-    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, bool reverse) -> ()",
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor[] parts, int[] places) -> ()",
 )
 
 
-@_merge_operator.register_fake
-def _(*arguments: object) -> None:
-    return None
-
-
-def merge(*given: Tensor, reverse: bool = False, last: bool = False) -> None:
-    """Merge by the operator, as `fused.merge`; the log-sum-exp is written in any case."""
-    compute: Callable[..., None] = _merge if unwatched(given[0]) else _merge_operator
-    compute(*given, reverse)
+def merge(out: Tensor, lse: Tensor, parts: Sequence[tuple[Part, Tensor, Tensor]]) -> None:
+    """Merge parts, of which those that come first are of new rows, four in a launch; see `fused.Merge`."""
+    compute: Callable[..., None] = _merge if unwatched(out) else _merge_operator
+    for first in range(0, len(parts), _PARTS):
+        tensors, places = list[Tensor](), [int(not parts[first][0].merge)]
+        for part, *pair in parts[first : first + _PARTS]:
+            count, reverse = part.length[0], part.reverse or part.mirrored
+            tensors += pair
+            places += part.rows[0], count, part.chunk or count, pair[0].shape[2], int(reverse)
+        compute(out, lse, tensors, places)

@@ -1,4 +1,4 @@
-"""Around a fused operator, one pass each: queries or keys turned by tables, and two parts of a softmax merged."""
+"""Around a fused operator, one pass each: queries or keys turned by tables, and parts of a softmax merged."""
 
 import triton
 import triton.language as tl
@@ -87,30 +87,49 @@ def _lse_of(LSE, strides, batch, head, row, mask):
 
 
 @triton.jit
-def merge_rows(
-    OUT, out_strides, LSE, lse_strides, PART, part_strides, PART_LSE, part_lse_strides, heads, rows,
-    REVERSE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr,
+def merge_parts(
+    OUT, out_strides, LSE, lse_strides, PARTS, rows,
+    COUNT: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head; OUT and LSE are overwritten."""
+    """A block of rows of one head; OUT and LSE are overwritten, and are a part themselves unless FRESH.
+
+    PARTS has for each part: outputs (chunks, heads, rows, D), three strides, log-sum-exps, three strides, the first row
+    in OUT and the number there, how many of those are a chunk, its own rows of a chunk, and 1 where they are reversed.
+    """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
-    head = tl.program_id(1) % heads
-    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1)
     valid = r < rows
-    from_row = r
-    if REVERSE:
-        from_row = rows - 1 - r
-    lse = _lse_of(LSE, lse_strides, batch, head, r, valid)
-    other = _lse_of(PART_LSE, part_lse_strides, batch, head, from_row, valid)
-    top = tl.maximum(lse, other)
-    weight = tl.exp(lse - top)
-    weight_other = tl.exp(other - top)
-    total = weight + weight_other
-    out = rows_of(OUT, out_strides, batch, head, r, valid, D, PADDED).to(tl.float32)
-    part = rows_of(PART, part_strides, batch, head, from_row, valid, D, PADDED).to(tl.float32)
-    merged = (out * weight[:, None] + part * weight_other[:, None]) / total[:, None]
+    if FRESH:
+        out = tl.zeros((BM, PADDED), tl.float32)
+        top = tl.full((BM,), _EMPTY, tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+    else:
+        out = rows_of(OUT, out_strides, 0, head, r, valid, D, PADDED).to(tl.float32)
+        top = _lse_of(LSE, lse_strides, 0, head, r, valid)
+        total = tl.full((BM,), 1.0, tl.float32)
+    for i in tl.static_range(COUNT):
+        strides = (PARTS[13 * i + 1], PARTS[13 * i + 2], PARTS[13 * i + 3])
+        of_lse = (PARTS[13 * i + 5], PARTS[13 * i + 6], PARTS[13 * i + 7])
+        place = r - PARTS[13 * i + 8]
+        inside = (place >= 0) & (place < PARTS[13 * i + 9])
+        chunk = place // PARTS[13 * i + 10]
+        row = place - chunk * PARTS[13 * i + 10]
+        last = PARTS[13 * i + 11] - 1
+        inside = inside & (row <= last)
+        row = tl.where(PARTS[13 * i + 12] == 1, last - row, row)
+        chunk = chunk.to(tl.int64)
+        lse = _lse_of(PARTS[13 * i + 4], of_lse, chunk, head, row, inside)
+        lse = tl.where(inside, lse, float("-inf"))
+        both = tl.maximum(top, lse)
+        share = tl.exp(top - both)
+        own = tl.exp(lse - both)
+        part = rows_of(PARTS[13 * i], strides, chunk[:, None], head, row, inside, D, PADDED)
+        out = out * share[:, None] + part.to(tl.float32) * own[:, None]
+        total = total * share + own
+        top = both
+    out = out / total[:, None]
     feature = tl.arange(0, PADDED)[None, :]
-    at = OUT + batch * out_strides[0] + head.to(tl.int64) * out_strides[1] + feature
-    at += r[:, None].to(tl.int64) * out_strides[2]
-    tl.store(at, merged.to(OUT.dtype.element_ty), mask=valid[:, None] & (feature < D))
-    at = LSE + batch * lse_strides[0] + head.to(tl.int64) * lse_strides[1]
+    at = OUT + head.to(tl.int64) * out_strides[1] + r[:, None].to(tl.int64) * out_strides[2]
+    tl.store(at + feature, out.to(OUT.dtype.element_ty), mask=valid[:, None] & (feature < D))
+    at = LSE + head.to(tl.int64) * lse_strides[1]
     tl.store(at + r.to(tl.int64) * lse_strides[2], top + tl.log(total), mask=valid)

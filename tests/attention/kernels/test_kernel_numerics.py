@@ -29,12 +29,14 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused import EMPTY
 from hf_posenc.attention.kernels import biased, decode, parts, strided
 from hf_posenc.attention.kernels.biases import operands_of
+from hf_posenc.attention.parts import Part
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.methods import DistanceBias
 from hf_posenc.methods.bias import Weights, per_head
 from tests.support import attention_references as naive
 from tests.support import kernel_cases
+from tests.support.emulated import EmulatedFlash
 from tests.support.kernel_cases import (
     BOUND,
     DEVICE,
@@ -406,23 +408,53 @@ def test_operators_keep_their_schema_and_their_fakes(case: Case) -> None:
 def test_a_merge(dtype: torch.dtype, reverse: bool) -> None:
     """Two parts of one softmax; a row has no keys in the one, the other, or both, as any operator marks that."""
     torch.manual_seed(0)
-    out, part = (torch.randn(2, 37, 3, 24).to(DEVICE, dtype).transpose(1, 2) for _ in range(2))
-    lse, part_lse = (torch.randn(2, 37, 3).to(DEVICE).transpose(1, 2) for _ in range(2))
+    out, part = (torch.randn(1, 37, 3, 24).to(DEVICE, dtype).transpose(1, 2) for _ in range(2))
+    lse, part_lse = (torch.randn(1, 37, 3).to(DEVICE).transpose(1, 2) for _ in range(2))
     lse[:, :, 1], part_lse[:, :, 2] = EMPTY, math.inf
     lse[:, :, 3], part_lse[:, :, 4] = -math.inf, EMPTY
     lse[:, :, 5], part_lse[:, :, 5] = math.inf, -math.inf
     out[:, :, 5], part[:, :, 5] = 0, 0
-    if reverse:
-        part, part_lse = part.flip(2), part_lse.flip(2)
     pair = [(out, lse), (part, part_lse)]
     if reverse:
-        pair[1] = part.flip(2), part_lse.flip(2)
+        part, part_lse = part.flip(2), part_lse.flip(2)
     each = [(x.double(), torch.where(y.abs() < 1e29, y.double(), EMPTY)) for x, y in pair]
     weights = torch.stack([y for _, y in each]).softmax(0)
     expected = sum(x * w[..., None] for (x, _), w in zip(each, weights, strict=True))
     total = torch.stack([y for _, y in each]).logsumexp(0)
-    parts.merge(out, lse, part, part_lse, reverse=reverse)
+    form = Part((0, 37), (0, 37), merge=True, mirrored=reverse)
+    parts.merge(out, lse, [(form, part, part_lse)])
     assert error(out, expected) < BOUND[dtype]
     seen = total > -1e29
     torch.testing.assert_close(lse[seen].double(), total[seen], rtol=0, atol=1e-5)
     assert (lse[~seen] < -1e29).all()
+
+
+@pytest.mark.parametrize("backend", ["emulated cudnn, triton", f"{EmulatedFlash.name}, triton"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rerope", {"window": 16}, queries=64, length=64),
+        Case("string", {"shift": 20, "window": 16}, queries=70, layout=PAIRS),
+        Case("lm_infinite", {"window": 12, "sinks": 3}, queries=50, length=61),
+        Case("attention_sinks", {"window": 16}, queries=70, padding=(0, 5), dtype=BF16),
+        Case("dual_chunk", LONG_CHUNKS, queries=130, length=130),
+    ],
+    ids=str,
+)
+def test_bands_by_their_parts(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned and merged by kernels, around an emulated operator."""
+    monkeypatch.setattr(parts, "available", lambda device: True)
+    in_runs(case, monkeypatch)
+    call, encoding = case.made()
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    for x in tensors.values():
+        x.requires_grad_(True)
+    with engine.forced(backend):
+        assert engine.choose(call, encoding).name == backend
+        out, _ = engine.attend(call, encoding)
+    assert error(out, reference(case, call, encoding)) < BOUND[case.dtype]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
+    found = torch.autograd.grad(out, [*tensors.values()], weights)
+    expected = reference_gradients(case, call, encoding, weights)
+    for name, gradient in zip(tensors, found, strict=True):
+        assert error(gradient, expected[name]) < 2 * BOUND[case.dtype], name

@@ -35,6 +35,7 @@ from hf_posenc.files import to_json
 from hf_posenc.methods import get_method
 from scripts import benchmark_gpu, gpu_table
 from scripts.peers import PEERS
+from tests.support.tiny_text import sizes
 
 CPU = torch.device("cpu")
 LENGTHS = (16, 32)
@@ -57,22 +58,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
-def sizes(**more: Any) -> LlamaConfig:
-    return LlamaConfig(
-        **more,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-    )
+def config(**more: Any) -> LlamaConfig:
+    return LlamaConfig(**sizes(64, 16, width=32, layers=1, heads=(4, 2)), **more)
 
 
 def work(**options: Any) -> GpuRun:
     given = {"suite": "gpu", "methods": METHODS, "lengths": LENGTHS, "rounds": 1, **options}
-    return GpuRun(BenchOptions(**given), sizes(), device="cpu", peers=PEERS)
+    return GpuRun(BenchOptions(**given), config(), device="cpu", peers=PEERS)
 
 
 def measured(run: GpuRun, folder: Path | None = None) -> GpuResult:
@@ -93,7 +85,7 @@ def row(result: GpuResult, method: str, phase: str, length: int = LENGTHS[-1]) -
 def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..., Any]]:
     """The folder of a finished run of the command, and the command."""
     folder = tmp_path_factory.mktemp("gpu")
-    sizes().save_pretrained(folder / "sizes")
+    config().save_pretrained(folder / "sizes")
 
     def invoke(*arguments: object, output: Path = folder / "out") -> Any:
         given = ["bench", folder / "sizes", "--suite", "gpu", "--rounds", 1, "--output", output]
@@ -254,7 +246,7 @@ def test_what_was_run_in_pieces_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         return forward(self, input_ids, **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", hungry)
-    run = GpuRun(BenchOptions(lengths=(1024,)), sizes(attn_implementation="eager"), device="cpu")
+    run = GpuRun(BenchOptions(lengths=(1024,)), config(attn_implementation="eager"), device="cpu")
     row = run._forward(Candidate.parse("none"), 1024)
     assert row["backend"].endswith("prefill by 512 tokens")
 
@@ -338,6 +330,6 @@ def test_by_default_all_methods_of_the_engine_and_the_embedded_sizes() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     options = BenchOptions(suite="gpu", lengths=(512,), rounds=2)
-    result = measured(GpuRun(options, sizes(), device="cuda"), tmp_path)
+    result = measured(GpuRun(options, config(), device="cuda"), tmp_path)
     assert not list(result.problems())
     assert all(each.peak_bytes is not None for each in result.records if not each.failed)

@@ -45,7 +45,7 @@ from scripts.results import EVIDENCE, TRANSCRIBED, evidence, read
 from tests.support import zoo
 from tests.support.commands import invoke
 from tests.support.selection import quick
-from tests.support.tiny_text import tiny_checkpoint
+from tests.support.tiny_text import sizes, tiny_checkpoint
 from tests.support.zoo import CACHE
 
 TRAINED = 64  # what zoo's models name
@@ -343,8 +343,8 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
 @pytest.mark.parametrize(("theta", "above"), [(1e4, "least"), (1e7, "ntk")])
 def test_another_base(theta: float, above: str, only: Callable[..., None]) -> None:
     parameters = {"rope_type": "default", "rope_theta": theta}
-    sizes: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 2}
-    config = LlamaConfig(rope_parameters=parameters, **sizes)
+    more: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 2}
+    config = LlamaConfig(rope_parameters=parameters, **more)
     only("abf")
     found = by_name(recommend(on_meta(config), 8192))["abf"].options
     assert found is not None
@@ -416,16 +416,9 @@ def test_the_cache_of_windows_and_grouped_heads() -> None:
 @pytest.mark.parametrize("tokens", [10, 50])
 def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
     """Measure the cache of a model with both kinds of layers."""
-    config = MistralConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=16,
-        rope_parameters={"rope_type": scaling, "rope_theta": 1e4, "factor": 1.0},
-    )
+    rope = {"rope_type": scaling, "rope_theta": 1e4, "factor": 1.0}
+    own = sizes(99, 64, width=32, layers=3, heads=(4, 2))
+    config = MistralConfig(**own, sliding_window=16, rope_parameters=rope)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         cache = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True)[CACHE]

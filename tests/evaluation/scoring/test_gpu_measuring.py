@@ -17,6 +17,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.live_bytes import forward_cost
 from tests.support.perplexities import measured
+from tests.support.tiny_text import sizes
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 128_256
@@ -34,16 +35,8 @@ def clean() -> Iterator[None]:
 def wide(dtype: torch.dtype = torch.bfloat16) -> Any:
     """A small model with the vocabulary of Llama 3, whose whole logits at 32k tokens are 16 GiB in float32."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    model: Any = LlamaForCausalLM(config)
+    own = sizes(VOCABULARY, 4096, width=512, layers=2, heads=(8, 2))
+    model: Any = LlamaForCausalLM(LlamaConfig(**own))
     return model.to("cuda", dtype).eval()
 
 
