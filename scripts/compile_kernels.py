@@ -156,8 +156,7 @@ def needs(kernel: Any) -> Needs:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.check_output([CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[0]
     return {"registers": int(registers), "stack": int(stack), "shared": kernel.metadata.shared}
 

@@ -21,6 +21,7 @@ SHOWN = (TRUNCATION, "yarn", "dynamic_yarn", "self_extend", "rerope")
 CODE, BOOKS = (DATA / "evidence" / f"smollm2-{texts}-h100.json" for texts in ("code", "books"))
 SHORT, TAILS, LONGER = (REAL_MODEL / f"tail-{length}.json" for length in ("2k", "16k", "32k"))
 WHOLE, PASSKEY = REAL_MODEL / "longppl-16k.json", REAL_MODEL / "passkey.json"
+DYNAMIC = REAL_MODEL / "passkey-dynamic.json"
 
 
 def headline() -> str:
@@ -91,7 +92,7 @@ def _named(column: Any, scale: int = 2) -> dict[str, Any]:
 
 def _answered() -> dict[str, str]:
     """Return the passkeys that each method answers in the longest prompts."""
-    found = results.passkeys(PASSKEY)[1].itertuples()
+    found = pandas.concat([results.passkeys(file)[1] for file in (PASSKEY, DYNAMIC)]).itertuples()
     return _named({keys.Index: f"{keys.answered} of {keys.samples}" for keys in found})
 
 

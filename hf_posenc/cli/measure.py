@@ -325,7 +325,7 @@ def selftest(
         if result.device == "cpu":
             print_items("Host waits, graphs and memory are not measured on a CPU.")
         print_items(*(f"failed: {line}" for line in result.problems()), style="red", wrap=False)
-        print_items(f"{result.seconds:.0f} s", result.summary, wrap=False)
+        print_items(f"Took {result.seconds:.0f} s.", result.summary, wrap=False)
     if file is not None:
         print_note(f"Wrote {file}.")
     if not result.passed:

@@ -123,6 +123,7 @@ METHODS: tuple[type[Method], ...] = tuple(
 """All methods, in the order of the documentation."""
 
 _BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}
+_BY_NAME = {name.replace("_", ""): method for name, method in _BY_NAME.items()} | _BY_NAME
 _OWN: dict[str, type[Method]] = {}
 """Methods of the user's own by name and alias."""
 _GROUP = "hf_posenc.methods"
@@ -216,7 +217,7 @@ def get_method(name: str) -> type[Method]:
     """Return the class of the method of this name or alias; that of an installed package is imported and registered.
 
     Args:
-        name: The name; hyphens count as underscores.
+        name: The name; hyphens count as underscores, which may be left out.
 
     Raises:
         PosencError: No method has this name, or the package that has it cannot be imported.
