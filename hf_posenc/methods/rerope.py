@@ -116,7 +116,7 @@ class SelfExtend(_Slowed):
     """
 
     name = "self_extend"
-    aliases = ("selfextend", "longlm")
+    aliases = ("longlm",)
     summary = "positions past a window are counted in groups of tokens"
     source = "Jin et al. 2024, arXiv 2401.01325"
 

@@ -30,7 +30,6 @@ class LogN(Method):
     """
 
     name = "log_n"
-    aliases = ("logn",)
     summary = "the query times max(1, ln(m+1) / ln L)"
     source = "Su 2021, kexue.fm 8823"
     needs = "nothing"
