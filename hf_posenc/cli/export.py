@@ -13,7 +13,7 @@ import typer
 from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
 from hf_posenc.cli.frame import check_checkpoint
-from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, WEIGHTS
+from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, SERVED, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import has_tokenizer, parse_patch, quiet_transformers
 from hf_posenc.evaluation.options import Checked, output_option, plain_option
@@ -101,9 +101,9 @@ def export(options: ExportOptions) -> None:
     about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
-    if to == "vllm":
-        print_items("vLLM computes it by itself, without hf_posenc:")
-        print_items(_command(folder, exported.flags), wrap=False)
+    if to in SERVED:
+        print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc:")
+        print_items(_command(to, folder, exported.flags), wrap=False)
     if options.verify:
         about["verified"] = _verify(exported, folder, options.packages, patch)
     print_json(about)
@@ -115,8 +115,8 @@ def _about(exported: Export) -> dict[str, Any]:
     return values
 
 
-def _command(folder: str | Path, flags: tuple[str, ...]) -> str:
-    return shlex.join(("vllm", "serve", str(folder), *flags))
+def _command(engine: str, folder: str | Path, flags: tuple[str, ...]) -> str:
+    return f"{SERVED[engine]} {shlex.join((str(folder), *flags))}"
 
 
 def _show(exported: Export) -> None:
@@ -126,7 +126,7 @@ def _show(exported: Export) -> None:
         print_items(
             "vLLM cannot have it by itself. The plug-in of hf_posenc computes it there, from this folder as it is:"
         )
-        print_items(_command(exported.path, exported.plugin), wrap=False)
+        print_items(_command("vllm", exported.path, exported.plugin), wrap=False)
         if not exported.plugin:
             print_items("It takes any --max-model-len.", style="dim")
     if not exported.possible:

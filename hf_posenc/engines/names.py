@@ -16,3 +16,9 @@ WEIGHTS = ("link", "copy", "none")
 """Ways to treat the files beside the config: hard links (copies where the file system has none), copies, nothing."""
 PLUGIN_VLLM = ("0.32", "0.33")
 """Versions of vLLM that the plug-in (`hf_posenc/serve/`) was run with, which serves what vLLM itself cannot have."""
+SERVED = {
+    "vllm": "vllm serve",
+    "sglang": "python -m sglang.launch_server --model-path",
+    "mlx": "mlx_lm.server --model",
+}
+"""What serves a folder, whose name and flags follow."""

@@ -191,7 +191,6 @@ def auto_scale_note(candidates: Iterable[Any]) -> Iterator[str]:
 
 # Renderings.
 
-
 PROSE, PROSE_WIDTH = 40, 24
 """A field with more characters than the first is prose, and its column is at least as wide as the second."""
 

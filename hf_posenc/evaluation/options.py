@@ -294,8 +294,6 @@ SWEEP_METHODS = (
     *("pi", "ntk", "ntk_mixed", "ntk_by_parts", "yarn", "dynamic_ntk", "dynamic_yarn"),
     *("rerope", "self_extend"),
 )
-
-
 BOS_POLICIES = ("auto", "always", "never")
 
 # Options that several commands share.

@@ -142,9 +142,7 @@ class CudnnAttention(Fused):
     """
 
     windows = True
-    squares: int | None = (
-        1024  # narrower windows are left to flash attention, for which they are cheap
-    )
+    squares = 1024  # narrower windows are left to flash attention, for which they are cheap
     largest = 128
     """The most features of a head."""
     least = 64
