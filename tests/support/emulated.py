@@ -43,7 +43,7 @@ class EmulatedFlash(CudaFlash):
 class EmulatedCudnn(CudnnAttention):
     """`Fused` by an emulation of cuDNN, beside the emulated flash operator; windows are taken in squares from 3 on."""
 
-    squares: int | None = 3
+    squares = 3
     least = 2
 
     def __init__(self, merge: Merge | None = None) -> None:
