@@ -194,10 +194,10 @@ def main() -> int:
     """Compare with the record, or write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="record the numbers")
-    parser.add_argument("--only-compile", action="store_true", help="few, for 9.0, by any Triton")
+    parser.add_argument("--only-compile", action="store_true", help="few, by any Triton")
     given = parser.parse_args()
-    if given.only_compile:
-        compiled(DIFFERENT, (90,))
+    if given.only_compile:  # 3.4 fails in a pass of its own for 10.0: the backward under a bias
+        compiled(DIFFERENT, DEVICES if triton.__version__ >= "3.5" else DEVICES[:2])
         print(f"Every kernel compiles on Triton {triton.__version__}.")
         return 0
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}

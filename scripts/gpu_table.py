@@ -134,7 +134,7 @@ COLUMNS = {
     "cuda flash, triton": "PyTorch's flash",
     "triton biased": "Triton",
     "triton decode": "Triton",
-    "moving": "PyTorch",
+    **dict.fromkeys(("moving", "few", "exact"), "PyTorch"),
 }
 """The columns of `benchmark_gpu`'s backends."""
 KINDS = {
@@ -155,16 +155,16 @@ def _layers(values: dict[str, Any]) -> str:
     ]
     for phase in ("prefill", "training", "step"):
         for kind, title in KINDS.items():
-            rows = [row for row in values["rows"] if row["phase"] == phase and kind in row]
-            if rows:
+            if rows := [row for row in values["rows"] if row["phase"] == phase and kind in row]:
                 lines += [f"**{phase.capitalize()}.** {title}.", _ratios(rows, kind)]
     compared = [row for row in values["rows"] if row.get("error")]
-    worst = max(max(row["error"].values()) for row in compared)
+    worst = max((max(row["error"].values()) for row in compared), default=0.0)
     phases = ", ".join(dict.fromkeys(row["phase"] for row in compared))
-    lines.append(
+    outputs = (
         f"Outputs above ({phases}) differ from float64 by {worst:.1e} at most (root mean square of some rows, "
         "relative), as those of one attention in bfloat16."
     )
+    lines += [outputs] * bool(compared)
     return "\n\n".join(lines)
 
 

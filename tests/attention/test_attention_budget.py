@@ -28,7 +28,7 @@ from scripts.gpu_table import PHASES, backends
 from tests.support.elsewhere import VIEWS
 from tests.support.emulated import EmulatedFlash
 
-HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 640
+HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 650
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh"}
 ORIGINAL = 128
 SPEC = RopeSpec(FEATURES, 10_000.0, ORIGINAL)
@@ -46,11 +46,11 @@ PREFILL = {
 }
 """Launches of a layer in a prefill by flash attention: with kernels that turn and merge, and without."""
 CUDNN_PREFILL = {
-    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend"), 9),
-    **dict.fromkeys(("string", "attention_sinks", "lm_infinite"), 10),
+    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "string"), 9),
+    **dict.fromkeys(("attention_sinks", "lm_infinite"), 10),
     "sliding_window": 8,
 }
-"""The same with cuDNN and the kernels, for a length that is a multiple of the window, but for `string`."""
+"""The same with cuDNN and the kernels, for a text alone whose last chunk is shorter than the window."""
 STEP = {
     **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "lm_infinite"), 27),
     **dict.fromkeys(("string", "attention_sinks"), 24),
@@ -150,9 +150,9 @@ BANDS = [
 def test_bands(name: str, queries: int, backend: str, launches: int) -> None:
     meter = second_layer(name, queries, backend)
     assert not meter.waits, meter.waits
-    # Of the copies of cuDNN's emulation, one is cuDNN's too: that of the log-sum-exps of all chunks into one row.
-    copies = meter.launches["clone"] - 1 if backend == CUDNN else 0
-    assert meter.launches.total() - copies == launches, meter.launches
+    if backend == CUDNN:
+        del meter.launches["clone"]  # copies of the emulation
+    assert meter.launches.total() == launches, meter.launches
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -167,7 +167,7 @@ def test_bands_of_a_step(name: str) -> None:
 def test_chunks_of_a_prefill(backend: str) -> None:
     """A turn, one call for all chunks, one for those before them, and one for the older ones of each chunk.
 
-    A kernel turns all, and merges four parts at a time. Without one, a turn is three launches and a merge four: the
+    A kernel turns all, and merges five parts at a time. Without one, a turn is three launches and a merge four: the
     difference of two log-sum-exps, its sigmoid, the mean, and the new log-sum-exp. A call over several sequences is
     two: rows without keys get a finite log-sum-exp.
     """
@@ -175,7 +175,7 @@ def test_chunks_of_a_prefill(backend: str) -> None:
     assert not meter.waits, meter.waits
     older = -(-LENGTH // 96) - 2
     assert meter.launches["emulated_flash"] == 2 + older
-    turn, merges = (1, -(-(1 + older) // 4)) if backend == TURNED else (3, 4 * (1 + older))
+    turn, merges = (1, -(-(1 + older) // 5)) if backend == TURNED else (3, 4 * (1 + older))
     assert meter.launches.total() == turn + 4 + older + merges, meter.launches
 
 

@@ -203,12 +203,8 @@ def test_a_penalty_leaves_out_far_keys_without_a_visible_error(
     got = prefill.prefill(call, encoding)[0]
     torch.testing.assert_close(got, exact(call, encoding)[0], rtol=0, atol=1e-8)
     assert told[0] is not None
-    assert told[0].tolist() == [
-        98,
-        391,
-        400,
-        400,
-    ]  # of the slopes 2^-2, 2^-4, ...: ln(400 / 1e-8) = 24.4
+    # Of the slopes 2^-2, 2^-4, ...: ln(400 / 1e-8) = 24.4.
+    assert told[0].tolist() == [98, 391, 400, 400]
 
 
 @pytest.mark.parametrize("name", CASES)

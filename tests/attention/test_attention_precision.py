@@ -175,7 +175,7 @@ def test_float32_scores_need_no_more_memory(
 def test_products_that_the_device_returns_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As CUDA multiplies halves; the weights are rounded as fused attention rounds them."""
+    """As CUDA multiplies halves, in training too; the weights are rounded as fused attention rounds them."""
     product = torch.bmm
 
     def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -187,6 +187,7 @@ def test_products_that_the_device_returns_in_float32(
     try:
         for spread in (1, 4, 9):
             assert_precise(precise, inputs(1, 4096, spread, dtype))
+            test_gradients(general, 1.5, spread, dtype)
     finally:
         monkeypatch.undo()
         softmax._returns_float32.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from hf_posenc.attention.call import Call, CausalMask, Run
 from hf_posenc.attention.checks.comparison import encoding_of
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
-from hf_posenc.attention.fused.pytorch import CudaFlash, serves
+from hf_posenc.attention.fused.flash4 import Flash4
+from hf_posenc.attention.fused.pytorch import CudaFlash, CudnnAttention
 from hf_posenc.attention.parts import attend_parts
 from hf_posenc.attention.windowed import Place, Rectangles, causal, joined
 from hf_posenc.methods import RotaryBands, get_method
@@ -95,9 +97,7 @@ def test_causal(sequences: Sequences, gap: int) -> None:
     check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap)
 
 
-@example(
-    [(21, 0)], 0, 7, None
-)  # chunks of the window, then with a shorter last one and behind a cache
+@example([(21, 0)], 0, 7, None)  # chunks of the window; then a shorter last one, behind a cache
 @example([(40, 0)], 0, 7, None)
 @example([(40, 6)], 0, 7, 100)
 @example([(14, 30)], 0, 7, None)
@@ -175,9 +175,30 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
     assert [x.shape for x in grads] == [x.shape for x in (query, key, key)]
 
 
-def test_no_other_device_has_the_operator() -> None:
-    assert not serves(torch.device("cpu"), torch.bfloat16)
-    assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
+@pytest.mark.parametrize(
+    ("major", "served"), [(7, ""), (8, "f"), (9, "fc4"), (10, "fc4"), (12, "fc")]
+)
+def test_devices_that_an_operator_serves(
+    major: int, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA names them; nothing is computed."""
+    cuda, gpu, change = torch.backends.cuda, torch.device("cuda", major), monkeypatch.setattr
+    change(torch.version, "cuda", "13.0")
+    change(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    change(cuda, "is_flash_attention_available", lambda: True)
+    for owner, name in ((torch.cuda, "is_available"), (torch.backends.cudnn, "is_available")):
+        change(owner, name, lambda: True)
+    change(importlib.util, "find_spec", lambda name: name)  # of FlashAttention-4
+    every = {"f": CudaFlash(), "c": CudnnAttention(CudaFlash()), "4": Flash4()}
+
+    def found(*given: Any) -> str:
+        return "".join(name for name, fused in every.items() if fused.serves(*given))
+
+    assert found(gpu, torch.bfloat16, 128) == served
+    assert found(gpu, torch.float16, 256) == served[:1]
+    assert found(gpu, torch.float32, 64) == found(torch.device("cpu"), torch.bfloat16, 64) == ""
+    change(cuda, "cudnn_sdp_enabled", lambda: False)
+    assert found(gpu, torch.bfloat16, 64) == served.replace("c", "")
 
 
 class InWindow(CausalMask):
@@ -300,11 +321,7 @@ def test_backends_are_forced_and_struck_by_name(used: list[str]) -> None:
         assert_close(zoo.logits(model, ids), expected)
         return set(used)
 
-    for name in (
-        "prefill",
-        EmulatedFlash.name,
-        "exact",
-    ):  # the last one is not what the table chooses
+    for name in ("prefill", EmulatedFlash.name, "exact"):  # the last is not what the table chooses
         with engine.forced(name):
             assert computed_by() == {name}
     try:

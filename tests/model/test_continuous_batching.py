@@ -186,9 +186,7 @@ def test_requests_that_arrive_while_others_run() -> None:
             if waiting:
                 number, prompt = waiting.pop()
                 manager.add_request(prompt, str(number), max_new_tokens=NEW)
-                assert torch.equal(
-                    of(model)(torch.tensor(prompts[:1])), alone
-                )  # as ever, meanwhile
+                assert torch.equal(of(model)(torch.tensor(prompts[:1])), alone)  # as ever meanwhile
             if output.is_finished():
                 found[output.request_id] = output
     first, *later = (found[str(number)] for number in range(len(prompts)))

@@ -65,9 +65,7 @@ class TestWeights:
         loaded = from_pretrained(file)
         assert torch.equal(logits(loaded), logits(model))
         assert loaded.config._name_or_path == str(file)
-        assert torch.equal(
-            logits(from_pretrained(file.parent)), logits(model)
-        )  # the only one there
+        assert torch.equal(logits(from_pretrained(file.parent)), logits(model))  # the only one
 
     @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
     def test_quantized_weights(self, kind: str, tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ class EmulatedFlash(CudaFlash):
         return True
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
-        starts = shape.sequences(query, key).on(query.device)
-        return *_attend(query, key, value, *starts, shape.scaling, *shape.limits), None
+        segments, form = shape.sequences(query, key), (shape.scaling, *shape.limits)
+        assert len(segments.queries) == 2 or segments.longest[0] > 1  # else heads become rows
+        return *_attend(query, key, value, *segments.on(query.device), *form), None
 
     def attend_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         starts = shape.sequences(saved.query, saved.key).on(grad.device)
-        gradients: Gradients
-        gradients = _attend_backward(grad, *saved, *starts, shape.scaling, *shape.limits)
-        return gradients
+        every: Gradients = _attend_backward(grad, *saved, *starts, shape.scaling, *shape.limits)
+        return every
 
 
 class EmulatedCudnn(CudnnAttention):

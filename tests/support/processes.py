@@ -68,8 +68,6 @@ def _call(
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # the default, where nobody used this server
+    multiprocessing.set_start_method("fork", force=True)  # the default, if nobody used this server
     begun.set()
     function(*arguments)

@@ -213,9 +213,7 @@ def test_everything_is_put_back() -> None:
     handle.remove()
     assert list(model.named_modules()) == parts
     left = {name: set(vars(module)) for name, module in model.named_modules()}
-    assert left == before | {
-        "": before[""] | {"forward", "_chunked_loss"}
-    }  # which does nothing now
+    assert left == before | {"": before[""] | {"forward", "_chunked_loss"}}  # does nothing now
     assert [module.training for module in model.modules()] == modes
     assert model.loss_function is loss_function
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -17,7 +17,7 @@ from hf_posenc.attention.windowed import Turn
 _ROWS = 32
 _HEADS = 8
 """Heads of one program, which reads cos and sin once for them."""
-_PARTS = 4
+_PARTS = 5
 """Parts of one launch, which is compiled for their number."""
 
 
@@ -136,7 +136,7 @@ _merge_operator = torch.library.custom_op(
 
 
 def merge(out: Tensor, lse: Tensor, parts: Sequence[tuple[Part, Tensor, Tensor]]) -> None:
-    """Merge parts, of which those that come first are of new rows, four in a launch; see `fused.Merge`."""
+    """Merge parts, of which those that come first are of new rows, five in a launch; see `fused.Merge`."""
     compute: Callable[..., None] = _merge if unwatched(out) else _merge_operator
     for first in range(0, len(parts), _PARTS):
         tensors, places = list[Tensor](), [int(not parts[first][0].merge)]

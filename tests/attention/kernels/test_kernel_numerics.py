@@ -129,9 +129,7 @@ SHORT = {"buckets": 8, "max_distance": 20}
 TRAINED = [
     *(Case(name, queries=70) for name in ("alibi", "kerple_log", "kerple_power")),
     Case("sandwich", {"dim": 8}, queries=70),
-    Case(
-        "t5", {**SHORT, "max_distance": 40}, queries=70
-    ),  # none is beyond the distances told apart
+    Case("t5", {**SHORT, "max_distance": 40}, queries=70),  # all distances are told apart
     Case("t5", SHORT, queries=65, heads=6, head_dim=24),
     Case("t5", SHORT, queries=70, length=150, key_heads=1),
     Case("kerple_log", queries=20, length=133, key_heads=4),

@@ -155,9 +155,7 @@ def test_truncation_reads_the_last_trained_tokens_in_front_of_each_target() -> N
             model, document, "tail", most, tail, (0,)
         )[0]
         nats = reference(model, document, "prefix", most, tail, (0,))[0]
-        for stop in range(
-            64 + tail, length + 1, tail
-        ):  # the text in front of a target, cut to 64 tokens
+        for stop in range(64 + tail, length + 1, tail):  # text in front of a target, 64 tokens
             part = dataclasses.replace(document, ids=document.ids[: stop - 1])
             nats += reference(model, part, "tail", 64, tail, (0,))[0]
         expected["prefix", length, document.name] = nats
@@ -485,9 +483,7 @@ def test_an_evaluator_that_would_be_broken_is_refused() -> None:
     assert evaluator_for(256, "self@rerope", model).candidate.spec == "rerope"
     scaled: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     scaled["original_max_position_embeddings"] = 64
-    longer = zoo.build(
-        "llama", rope_parameters=scaled
-    )  # its config names 64, its scaling reaches 256
+    longer = zoo.build("llama", rope_parameters=scaled)  # config: 64, its scaling reaches 256
     assert evaluator_for(256, "self", longer).short == 64
     assert (
         evaluator_for(256, "other", model, lambda name: (longer, byte_tokenizer())).name == "other"
