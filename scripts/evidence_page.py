@@ -171,7 +171,7 @@ def answers(name: str, like: str = "") -> str:
             columns[f"{length:,}: {head}"] = pandas.Series([*texts], own.index, dtype=object)
     columns = {head: each for head, each in columns.items() if len(each)}
     prompts = cells.samples.max()
-    about = f"{prompts} prompts at {len({*(r.depth for r in result.records)})} depths"
+    about = f"{prompts} prompts at {len({r.depth for r in result.records} - {None})} depths"
     return f"{_about(name, result)} {about}.\n\n{table(columns, 'task', 'method')}"
 
 

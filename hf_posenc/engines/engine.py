@@ -145,7 +145,7 @@ class Engine:
 
 def entry_of(rope_parameters: Mapping[str, Any], label: str) -> Mapping[str, Any]:
     """Return one table's entry of `rope_parameters`, flat or nested by layer type."""
-    entry: Mapping[str, Any] = rope_parameters.get(label, rope_parameters)
+    entry: Mapping[str, Any] = rope_parameters.get(label) or rope_parameters
     return entry
 
 

@@ -74,10 +74,7 @@ class LlamaCpp(Engine):
             entry = entry_of(native, "full_attention")
             values = {**source.lengths(), "rope_parameters": native}
             notes = _without_converting(entry, source)
-            if (
-                entry.get("rope_type") == "longrope"
-                and entry["short_factor"] != entry["long_factor"]
-            ):
+            if entry.get("short_factor") != entry.get("long_factor"):
                 notes = (*notes, _switch_note(source))
             yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
             if _architecture(source) in known["without_scaling"]:
@@ -118,6 +115,8 @@ class LlamaCpp(Engine):
             return f"its convert_hf_to_gguf has no {name}"
         if setup.table.label == "sliding_attention":  # {arch}.rope.freq_base_swa, never scaled
             return Table(formulas.plain(float(rope["sliding_attention"]["rope_theta"]), dim))
+        if "rope_theta" not in entry_of(rope, "full_attention"):
+            return "it has no table for the layer types of this model"
         keys, tensors = converted(setup.config, dim, name)
         if divisors is not None:
             if architecture not in divisors.architectures:
@@ -139,7 +138,8 @@ def converted(config: Mapping[str, Any], dim: int, name: str) -> tuple[dict[str,
     """
     known, architecture = known_names("llama.cpp"), gguf_architectures().get(name)
     rope = entry_of(config["rope_parameters"], "full_attention")
-    keys: dict[str, Any] = {"context_length": config["max_position_embeddings"]}
+    longest = config.get("max_position_embeddings") or config["max_seq_len"]  # DBRX
+    keys: dict[str, Any] = {"context_length": longest}
     if name in known["without_base"]:
         return keys, {}
     keys["rope.freq_base"] = theta = float(rope["rope_theta"])
@@ -159,8 +159,7 @@ def converted(config: Mapping[str, Any], dim: int, name: str) -> tuple[dict[str,
     if kind == "longrope" and architecture in known["longrope"]:
         original = rope[_ORIGINAL]
         keys["rope.scaling.original_context_length"] = original
-        factor = formulas.longrope_factor(config["max_position_embeddings"], original)
-        keys["rope.scaling.attn_factor"] = factor
+        keys["rope.scaling.attn_factor"] = formulas.longrope_factor(longest, original)
         tensors = {GGUF_TENSORS[1]: rope["short_factor"], GGUF_TENSORS[2]: rope["long_factor"]}
     return keys, tensors
 
@@ -203,7 +202,7 @@ def runtime(
 
 def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the flags of the ramp's ends, which most architectures read from no key."""
-    if entry["rope_type"] != "yarn":
+    if entry.get("rope_type") != "yarn":
         return ()
     flags: list[str] = []
     for beta, default in _BETAS.items():
@@ -233,7 +232,7 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
     before = entry_of(source.text_config.rope_parameters, "full_attention")
     if source.patch is None or before.get("rope_type", "default") != "default":
         return ()
-    if entry["rope_type"] not in ("default", "linear", "yarn"):
+    if entry.get("rope_type") not in ("default", "linear", "yarn"):
         return ()
     line = " ".join(("-c", str(source.reach), *_table_flags(entry, float(before["rope_theta"]))))
     return (f"On a GGUF file of the same weights that was converted without the patch: {line}",)

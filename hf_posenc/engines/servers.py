@@ -183,7 +183,7 @@ class VLLM(Engine):
             )
         if kind == "dynamic":
             return Table(self._dynamic(theta, dim, float(rope["factor"])))
-        original = int(config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config[_LENGTH])
+        original = int(config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config.get(_LENGTH, 0))
         if kind == "yarn":
             return Table(formulas.yarn_of(rope, theta, dim, original), self._yarn_factor(rope))
         if kind != "longrope":

@@ -128,7 +128,7 @@ class RelativeKeys(_Bias):
         super().check_beside(others)
         if self.keep_rope and any(seam_of(other) not in self.beside_kept for other in others):
             raise PosencError(
-                f"{self.name} is defined beside the model's own rotation or none, not beside another method's."
+                f"{self.name}: with keep_rope=True it takes a static frequency method (yarn, ...) beside it alone."
             )
 
     def parameters_for(

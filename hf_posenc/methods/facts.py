@@ -45,24 +45,24 @@ def facts(method: type[Method]) -> dict[str, str]:
 
 def composes_with(method: type[Method]) -> str:
     """Return the methods that a list may have beside a method, in words."""
+    bands = method.seam != "attention" and "attention" in (*method.beside, *method.beside_kept)
     words = {
-        "rotary": "a frequency method",
+        "rotary": "a frequency method" if bands else "a static frequency method",
         "attention": "rotary bands, xpos, rope_bias" if method.seam == "query" else "rotary bands",
         "query": "log_n or temperature",
         "bias": "a bias" if method.seam == "query" else "a bias with keep_rope=True",
     }
     if method.seam == "rotary":
-        later = "filters after it"
         before = "a frequency method before it, other filters"
-        words["rotary"] = before if issubclass(method, TableFilter) else later
+        words["rotary"] = before if issubclass(method, TableFilter) else "filters after it"
     else:
         words.pop(method.seam, None)
-    kept = {*method.beside_kept} - {*method.beside}
     beside, rotating = (
         ", ".join(text for seam, text in words.items() if seam in seams)
-        for seams in (method.beside, kept)
+        for seams in (method.beside, {*method.beside_kept} - {*method.beside})
     )
-    return (f"{beside}; with keep_rope=True {rotating}" if rotating else beside) or "nothing"
+    alone = "" if {*method.beside} <= {*method.beside_kept} else " alone"
+    return (f"{beside}; with keep_rope=True {rotating}{alone}" if rotating else beside) or "nothing"
 
 
 def knob_rows(method: type[Method]) -> list[tuple[str, str, str]]:

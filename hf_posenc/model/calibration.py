@@ -185,7 +185,7 @@ def calibrate(
     """
     with alone(owner), recording() as native:
         run(owner, text)
-    with _everything_at_zero(wrappers), recording() as still:
+    with everything_at_zero(wrappers), recording() as still:
         run(owner, text)
     if not native:
         raise UnsupportedModelError(
@@ -377,7 +377,7 @@ def verify(
         if known and layer.rotation is not None:
             encoding = replace(encoding, cached_by=_UNROTATED)
         Layer(encoding, beside=layer.beside).attach(layer.module)
-    with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
+    with everything_at_zero(wrappers) if known else contextlib.nullcontext():
         computed = run(subject, text)
     dtype = rounding_dtype(subject)
     error = float((computed - expected).abs().max() / expected.abs().max())
@@ -487,7 +487,8 @@ def _in_force(table: RotaryTable, wrappers: Wrappers) -> tuple[Tensor, float]:
 
 
 @contextlib.contextmanager
-def _everything_at_zero(wrappers: Wrappers) -> Iterator[None]:
+def everything_at_zero(wrappers: Wrappers) -> Iterator[None]:
+    """Put all tokens at position 0 of every rotary module."""
     for wrapper in wrappers.values():
         wrapper.encoding = _UNROTATED
     try:

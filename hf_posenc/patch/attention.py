@@ -42,6 +42,7 @@ from hf_posenc.model.calibration import (
     Wrappers,
     alone,
     calibrate,
+    everything_at_zero,
     run,
     trial_inputs,
     trial_tokens,
@@ -133,7 +134,8 @@ def install_attention(
                 _use_engine(owner, written=any(x.beside or x.recorded.adds for x in own[owner]))
         verify(subject, text, expected, layers, wrappers, engine=native is None)
         scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
-        own_factors = own_temperatures(owners[0], ids) if scaled else {}
+        with everything_at_zero(wrappers):  # else a table that follows the text has a factor too
+            own_factors = own_temperatures(owners[0], ids) if scaled else {}
         for module, each in state.sample.counterparts().items():
             if module in own_factors:
                 own_factors |= {other[module]: own_factors[module] for other in each}

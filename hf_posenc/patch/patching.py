@@ -284,7 +284,7 @@ def _is_trained(model: nn.Module, state: State) -> bool:
 
 def _check_replaceable(state: State, earlier: State, *, trained: bool, replace: bool) -> None:
     """Refuse a second patch without `replace`, and one that would lose trained parameters for good."""
-    way = "Pass replace=True to undo that patch first, or call unpatch_model(model)."
+    way = "Pass replace=True to patch_model, or call unpatch_model(model) first."
     if state.config.compose:
         way = "Call unpatch_model(model) first."
     if trained:

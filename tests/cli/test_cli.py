@@ -29,7 +29,7 @@ from hf_posenc.embedded import HELD_OUT, model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import MODEL, help_texts, option, parse_lengths
 from hf_posenc.lengths import even_depths
-from hf_posenc.methods import METHODS, ALiBi, LogN, Method, NoPE, ReRoPE, ResonanceRoPE, YaRN
+from hf_posenc.methods import METHODS, ALiBi, Clip, DynamicPI, LogN, Method, NoPE, ReRoPE, YaRN
 from hf_posenc.methods.facts import composes_with, facts
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
@@ -189,9 +189,10 @@ def test_show_gives_equation_knobs_source_and_needs(name: str) -> None:
 
 
 LISTED: dict[str, Method] = {
-    "a frequency method": YaRN(scale=2),
-    "filters after it": ResonanceRoPE(),
-    "other filters": ResonanceRoPE(),
+    "a frequency method": DynamicPI(),
+    "frequency method": YaRN(scale=2),
+    "filters after it": Clip(pairs=1),
+    "other filters": Clip(pairs=1),
     "rotary bands": ReRoPE(),
     "log_n or temperature": LogN(),
     "a bias with keep_rope=True": ALiBi(keep_rope=True),
@@ -210,12 +211,12 @@ def test_what_a_method_composes_with_is_accepted() -> None:
             rotates = other.seam in ("rotary", "attention")
             beside = {"keep_rope": rotates} if "keep_rope" in kind.knobs() else {}
             pair = [other, kind.from_options(**options, **beside)]
-            resolve_request(tables, pair if isinstance(other, YaRN) else pair[::-1])
+            resolve_request(tables, pair if isinstance(other, YaRN | DynamicPI) else pair[::-1])
 
 
 def test_what_a_method_does_not_compose_with_is_refused() -> None:
     tables = tables_of(zoo.build("llama"))
-    for other in (ReRoPE(), ResonanceRoPE(), ALiBi(keep_rope=True)):
+    for other in (ReRoPE(), Clip(pairs=1), ALiBi(keep_rope=True)):
         with pytest.raises(
             PosencError, match=f"nope drops the rotation that {other.name} changes or keeps"
         ):

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 import hf_posenc
 from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.attention import engine
-from hf_posenc.methods import LogN, ReRoPE, YaRN
+from hf_posenc.methods import DynamicYaRN, LogN, ReRoPE, YaRN
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, reference
@@ -208,10 +208,7 @@ def test_a_model_that_scales_its_queries_keeps_one_factor(model_type: str) -> No
 
 
 def test_the_factor_of_ministral_can_be_put_in_and_taken_out(tmp_path: Path) -> None:
-    """Without its own, the model is as it was with the law's; with the constant 1 in its place, as without.
-
-    It is saved so, although its table is scaled.
-    """
+    """It is saved so, although its table is scaled."""
     model, ids = zoo.build("ministral3"), zoo.tokens(200)
     before = zoo.logits(model, ids)
     bare = copy.deepcopy(model)
@@ -230,9 +227,11 @@ def test_the_factor_of_ministral_can_be_put_in_and_taken_out(tmp_path: Path) -> 
     assert zoo.relative_difference(zoo.logits(bare, ids), before) < 1e-5
 
 
+@pytest.mark.parametrize("first", [[], [DynamicYaRN(update="sequence")]])  # has a growing factor
 @pytest.mark.parametrize("model_type", ["llama", "hunyuan_v1_dense", "gemma3"])
-def test_models_that_do_not_scale_their_queries_are_not_taken_for_such(model_type: str) -> None:
-    patch_model(zoo.build(model_type), "log_n", original_max_position_embeddings=ORIGINAL)
+def test_other_models_are_not_taken_for_such(model_type: str, first: Any, recwarn: Any) -> None:
+    patch_model(zoo.build(model_type), [*first, LogN()], original_max_position_embeddings=ORIGINAL)
+    assert not recwarn.list
 
 
 def test_a_layer_with_a_rotary_of_its_own_is_chosen_by_it() -> None:

@@ -106,7 +106,7 @@ def test_lists_compute_all_of_their_methods(model: PreTrainedModel, which: str) 
         ([ReRoPE(window=8), ALiBi()], "drops the rotation.*keep_rope=True"),
         (["alibi", "rope_bias"], "drops the rotation"),
         (["xpos", "rerope"], "one seam"),
-        ([Shaw(keep_rope=True), "log_n"], "beside the model's own rotation or none"),
+        ([Shaw(keep_rope=True), "log_n"], "takes a static frequency method"),
     ],
 )
 def test_lists_without_a_meaning(model: PreTrainedModel, methods: list[Any], message: str) -> None:
