@@ -346,14 +346,14 @@ def resolve_lengths(
 
 
 def _stages(curriculum: str, original: int, target: int, block: int) -> tuple[int, ...]:
-    """Return the lengths of a curriculum; `PositionCollator` checks that they rise up to the target."""
+    """Return the rising lengths of a curriculum; `PositionCollator` checks that they end with the target."""
     given = f"--curriculum {curriculum}"
     try:
         tokens = tuple(float(factor) * original for factor in curriculum.split(","))
         stages = tuple(map(int, tokens))
     except (ValueError, OverflowError):  # no numbers, or none that end
         tokens, stages = (), (0,)
-    if stages != tokens:
+    if stages != tokens or [*stages] != sorted({*stages}):
         raise PosencError(
             f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
         )

@@ -227,6 +227,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a curriculum of no draws": (("--curriculum", "1,2"), "--curriculum 1,2: --positions contiguous draws none"),
     "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
     "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
+    "a falling curriculum": ((*RANDOM, "4,2"), "--curriculum 4,2: give rising factors"),
     "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
     "a prompt for other positions": (("--terminal_prompt", "Now:"), "for --positions endprompt or endprompt_random"),
     "a prompt of no tokens": (

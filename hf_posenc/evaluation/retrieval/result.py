@@ -427,7 +427,7 @@ class RetrievalResult(MethodsResult[Cell]):
             )
         if self.haystack.get("kind") != "noise":
             yield (
-                "Haystack: your own text instead of the noise sentences; not comparable with published numbers."
+                "Haystack: your own text, where a task has noise sentences; not comparable with published numbers."
             )
         yield from auto_scale_note(self.candidates)
         for task in settings.tasks:

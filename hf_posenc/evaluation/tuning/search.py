@@ -220,8 +220,8 @@ def rope_of(model: nn.Module) -> RopeSpec:
     tables = select(tables_of(unwrap(model)), "full", whole=True)
     if tables[0].scaled:
         raise PosencError(
-            f"This checkpoint is already scaled (rope_type={tables[0].rope_type!r}), and a search starts from an "
-            "unscaled one. `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
+            "This checkpoint is already scaled, by its config or a saved patch, and a search starts from an unscaled "
+            "one. `hf-posenc sweep` takes a scaled config: --patch yarn:replace=true drops the scaling first."
         )
     specs = [read_spec(each, context_of(each, None).original, compose=False) for each in tables]
     if len({spec.dim for spec in specs}) > 1:
