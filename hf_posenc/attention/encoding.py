@@ -164,6 +164,12 @@ class Encoding:
         return self.plan.kernel, self.unmoved, *shapes
 
     @property
+    def in_blocks(self) -> bool:
+        """True if no kernel computes a text on a GPU: for biases of more than the distance, xPos and rotated biases."""
+        distance = isinstance(self.bias, DistanceBias) and not self.bias.of_query
+        return not (self.bias is None or distance) or isinstance(self.plan, XPosPlan | OffsetPlan)
+
+    @property
     def plain(self) -> bool:
         """True for attention without any method, which reads no positions."""
         fields = (self.method, self.bias, self.query, self.cached_by)

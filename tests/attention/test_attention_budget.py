@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.attention import engine, windowed
 from hf_posenc.attention.call import Call, CausalMask, Mask
+from hf_posenc.attention.checks.comparison import encoding_of as encoding_of_kind
+from hf_posenc.attention.checks.comparison import methods
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.fused.pytorch import CudaFlash
 from hf_posenc.attention.kernels import parts
@@ -232,6 +234,9 @@ OPERATORS: Any = torch.ops.aten
 
 
 def test_the_table_is_what_the_backends_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in methods():
+        encoding = encoding_of_kind(method, FEATURES, torch.device("cpu"))
+        assert encoding.in_blocks == (backends(method)[0] == "PyTorch, in blocks"), method.name
     phases = dict(zip(PHASES, backends(get_method("rerope").from_options()), strict=True))
     assert phases["prefill"] == phases["training"] == "cuDNN"
     assert phases["step"] == "Triton"

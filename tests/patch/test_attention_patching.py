@@ -133,3 +133,15 @@ def test_alibi_needs_no_length() -> None:
         patch_model(model, "alibi", layers="all", target_length=128)
     with pytest.raises(PosencError, match="names no context length"):
         patch_model(model, "rerope", layers="all")
+
+
+@pytest.mark.parametrize(("method", "slow"), [("fire", True), ("rerope", False)])
+def test_what_no_kernel_computes_is_named_on_a_gpu(
+    model: PreTrainedModel, method: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_posenc.patch.attention._on_gpu", lambda model: True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(model, method)
+    found = [each for each in caught if "blocks of PyTorch operations" in str(each.message)]
+    assert [each.filename for each in found] == [__file__] * slow

@@ -46,15 +46,18 @@ PER_THREAD = 6.0e10
 SHARE = 0.4
 """Share of a GPU's peak that a forward is taken to reach: a guess, not a measurement."""
 PEAKS = {
-    "B200": 2.25e15,
-    "H200": 9.89e14,
-    "H100": 9.89e14,
-    "A100": 3.12e14,
-    "L40S": 3.62e14,
-    "4090": 1.65e14,
+    **{"B200": 2.25e15, "H200": 9.89e14, "H100": 9.89e14},
+    **{"A100": 3.12e14, "L40S": 3.62e14, "4090": 1.65e14},
 }
 """The makers' dense peaks in bfloat16, operations per second, by a part of the device's name."""
-
+SLOWER = {
+    "cuda flash, triton": 1.7,
+    "cuda flash": 2.1,
+    "flash attention 4, table": 2.1,
+    "triton biased": 4.0,
+    "exact": 100.0,
+}
+"""Times of plain attention that a GPU's backends take: prefills of 32,768 tokens on an H200 (docs/gpu.md)."""
 _EXPERTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("num_routed_experts", "moe_num_primary_experts"),
@@ -140,11 +143,14 @@ def run_cost(
 
 
 def forward_flops(shape: ModelShape, length: int, scored: int) -> float:
-    """Return the operations of a forward over a text, of whose tokens so many are scored."""
-    pairs = sum(
-        layer.heads * (layer.key_dim + layer.value_dim) * visible_pairs(layer, length)
-        for layer in shape.attentions
-    )
+    """Return the operations of a forward over a text, of whose tokens so many are scored; pairs count as `SLOWER`."""
+    pairs = 0.0
+    for layer, count in Counter(shape.attentions).items():
+        each = layer.heads * (layer.key_dim + layer.value_dim) * visible_pairs(layer, length)
+        if layer.encoding is not None and shape.device.type == "cuda":
+            backend, _ = layer_backend(layer, shape.device, shape.dtype.itemsize)
+            each *= SLOWER.get(backend.name, 1.0)
+        pairs += count * each
     return 2.0 * (shape.met * length + shape.head * scored + pairs)
 
 

@@ -263,13 +263,10 @@ def _at_most(tokens: int, requested: int) -> int:
 
 
 # The scorer.
-
 LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
-
 LEAST_CHUNK, LEAST_PREFILL, SHRINK = 64, 512, 4
 """Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
-
 T = TypeVar("T")
 _TILE = 64
 """Least rows of the last of several chunks: CPU matrix products of few rows may round differently."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,20 @@ def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "BACKENDS", (untried, *engine.BACKENDS))
     assert estimate.backends(model) == {"untried": False}
     assert not engine._checked  # nor was it now
+
+
+def test_a_slower_backend_of_a_gpu_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(build("llama", max_position_embeddings=256), "rerope", window=64)
+    here = estimate.read_shape(model)
+    backend = engine.Backend("exact", lambda *_: True, exact.exact)
+    monkeypatch.setattr(estimate, "layer_backend", lambda *_: (backend, True))
+    plain, slow = (
+        estimate.forward_flops(replace(here, device=torch.device(device)), 1000, 0)
+        for device in ("cpu", "cuda")
+    )
+    layer, layers = here.attentions[0], len(here.attentions)
+    pairs = layers * layer.heads * (layer.key_dim + layer.value_dim) * (1000 * 1001)
+    assert slow - plain == pytest.approx(99 * pairs)
 
 
 @pytest.fixture(autouse=True)
