@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import T5, Method
 from hf_posenc.model.calibration import trial_tokens
-from hf_posenc.model.unwrapping import configs_of
+from hf_posenc.model.unwrapping import configs_of, swapped
 from hf_posenc.seams.held import Edits, Record
 from hf_posenc.seams.inspection import BY_DISTANCE, Positions
 from hf_posenc.seams.native import NativeSeam
@@ -193,12 +193,8 @@ def _recorded(
         for path, functions in names.items():
             module = model.get_submodule(path)
             for name in functions:
-                own = vars(module)
-                if name in own:
-                    stack.callback(own.__setitem__, name, own[name])
-                else:
-                    stack.callback(own.pop, name)
-                own[name] = watched(getattr(module, name), (path, name))
+                call = watched(getattr(module, name), (path, name))
+                stack.enter_context(swapped(vars(module), name, call))
         yield calls
 
 
