@@ -55,7 +55,6 @@ KNOWN = frozenset(
     }
 )  # fmt: skip
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
-# The attention function
 
 
 @dataclass(eq=False)
