@@ -39,6 +39,7 @@ from hf_posenc.model.masks import (
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.positions import LAYER
 from hf_posenc.model.rotary import ENGINE, SCORES, text_positions
+from hf_posenc.model.unwrapping import swapped
 from hf_posenc.model.weights import sharded_weights
 
 _SCALED = f"{ENGINE}_"
@@ -54,7 +55,6 @@ KNOWN = frozenset(
     }
 )  # fmt: skip
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
-# The attention function
 
 
 @dataclass(eq=False)
@@ -135,15 +135,11 @@ def native_implementation(name: str) -> str:
 @contextlib.contextmanager
 def named(configs: Iterable[Any], name: str) -> Iterator[None]:
     """Call the attention implementation in some configs by another name, in a `with` block."""
-    parts = {id(each): vars(each) for each in configs if IMPLEMENTATION in vars(each)}.values()
-    before = [part[IMPLEMENTATION] for part in parts]
-    for part in parts:
-        part[IMPLEMENTATION] = name
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in configs:
+            if IMPLEMENTATION in vars(each):
+                stack.enter_context(swapped(vars(each), IMPLEMENTATION, name))
         yield
-    finally:
-        for part, own in zip(parts, before, strict=True):
-            part[IMPLEMENTATION] = own
 
 
 def hand_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -28,7 +28,7 @@ from hf_posenc.model.discovery import RepositionedTable, RotaryTable, layer_type
 from hf_posenc.model.forward import named_arguments
 from hf_posenc.model.rotary import PosencRotary, RepositionedRotary
 from hf_posenc.model.sampled import Sample
-from hf_posenc.model.unwrapping import hooked, trial
+from hf_posenc.model.unwrapping import hooked, swapped, trial
 from hf_posenc.model.weights import execution_device, plain_parts, rounding_dtype, stored
 
 # Relative tolerances of a layer's queries and keys, and of the whole model's output.
@@ -489,10 +489,7 @@ def _in_force(table: RotaryTable, wrappers: Wrappers) -> tuple[Tensor, float]:
 @contextlib.contextmanager
 def everything_at_zero(wrappers: Wrappers) -> Iterator[None]:
     """Put all tokens at position 0 of every rotary module."""
-    for wrapper in wrappers.values():
-        wrapper.encoding = _UNROTATED
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for wrapper in wrappers.values():
-            wrapper.encoding = None
+            stack.enter_context(swapped(vars(wrapper), "encoding", _UNROTATED))
+        yield

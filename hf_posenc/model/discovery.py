@@ -162,9 +162,6 @@ class SinCosTable(RotaryTable):
             self.module.num_embeddings = tensor.shape[0]
 
 
-# Discovery
-
-
 class RepositionedTable:
     """A sin-cos table whose rows are those of the positions at which an encoding caches keys; its module reads them."""
 
@@ -350,9 +347,6 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
     return rope_type or "default", dict(parameters)
 
 
-# Frequencies that are not those of their config
-
-
 def foreign_frequencies(model: nn.Module, table: RotaryTable) -> str:
     """Return how the frequencies of a module differ from those of its config, in a sentence; `""` if they do not.
 
@@ -416,9 +410,6 @@ def is_table(frequencies: Tensor) -> bool:
     return finite and bool((values > 0).all() & (values.diff() < 0).all())
 
 
-# The frequencies that a method starts from
-
-
 def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
     """Return the frequencies that a method starts from: those of `rope_theta`, or for `compose` those in force."""
     live = table.composed()[0] if compose else table.live()[0]
@@ -466,9 +457,6 @@ def _plain(spec: RopeSpec, rotated: int) -> Tensor:
     table = spec.theta ** -spec.exponents()
     table[rotated:] = 0
     return table
-
-
-# The tables of a choice of layers
 
 
 def select(

@@ -34,7 +34,7 @@ class LazyTensor(Tensor):
 
     def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operation by name; `NotImplemented` for one that needs numbers."""
-        raise NotImplementedError
+        return NotImplemented
 
     @classmethod
     def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -68,9 +68,6 @@ class Unwritten(LazyTensor):
         if self.written is None:
             self.written = self.write()
         return self.written
-
-    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return NotImplemented
 
     @classmethod
     def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -308,10 +308,8 @@ class ChosenMask(Mask):
     keys: int
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        shown, chosen = (
-            self.mask.rows(start, stop),
-            chosen_keys(self.indices[:, start:stop], self.keys),
-        )
+        shown = self.mask.rows(start, stop)
+        chosen = chosen_keys(self.indices[:, start:stop], self.keys)
         return chosen if shown is None else shown & chosen
 
     def added(self, start: int, stop: int) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.model.unwrapping import configs_of
+from hf_posenc.model.unwrapping import configs_of, swapped
 from hf_posenc.model.weights import is_offloaded
 
 _DEPTH = 6  # of closures in closures
@@ -72,8 +72,6 @@ class Sample:
         Tensors on the meta device have random values on the CPU meanwhile, in the blocks that run and outside of them.
         """
         latest: dict[nn.Module, tuple[torch.Size, Any]] = {}
-        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        hooks = []
 
         def keep(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = _text((*args, *kwargs.values()))
@@ -92,35 +90,22 @@ class Sample:
 
             return forward
 
-        def replace(module: nn.Module, forward: Any) -> None:
-            values = vars(module)
-            changed.append((values, {key: values[key] for key in ("forward",) if key in values}))
-            values["forward"] = forward
-
-        swapped: list[tuple[dict[str, Any], str, Tensor]] = []
-        try:
+        with contextlib.ExitStack() as stack:
             for module in self.empty:
                 holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
                 for held in holders:
                     for name, tensor in held.items():
                         if tensor is not None and tensor.is_meta:
-                            swapped.append((held, name, tensor))
-                            held[name] = self._stand_in(tensor)
+                            stack.enter_context(swapped(held, name, self._stand_in(tensor)))
             if self.head is not None:
-                replace(self.head, functools.partial(_few_logits, self.head))
+                few = functools.partial(_few_logits, self.head)
+                stack.enter_context(swapped(vars(self.head), "forward", few))
             for block, twins in self.twins.items():
-                hooks.append(block.register_forward_hook(keep, with_kwargs=True))
+                stack.callback(block.register_forward_hook(keep, with_kwargs=True).remove)
                 for twin in twins:
-                    replace(twin, passing(block, twin.forward))
+                    forward = passing(block, twin.forward)
+                    stack.enter_context(swapped(vars(twin), "forward", forward))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for held, name, tensor in swapped:
-                held[name] = tensor
-            for values, before in changed:
-                values.pop("forward", None)
-                values.update(before)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """Return random values in place of a tensor on the meta device, the same ones each time."""

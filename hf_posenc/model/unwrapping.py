@@ -100,15 +100,23 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def trial(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode without gradients, in the model's own precision; all is restored afterwards."""
     own = vars(model)
-    prepared = own.get("forward") if "_original_forward" in own else None
-    if prepared is not None:  # by accelerate, whose forward enters autocast
-        own["forward"] = own["_original_forward"]
+    with contextlib.ExitStack() as stack, evaluation_mode(model), torch.no_grad():
+        if {"forward", "_original_forward"} <= own.keys():  # accelerate's enters autocast
+            stack.enter_context(swapped(own, "forward", own["_original_forward"]))
+        yield
+
+
+@contextlib.contextmanager
+def swapped(values: dict[str, Any], key: str, value: Any) -> Iterator[None]:
+    """Give an entry of a dictionary another value for a block; afterwards it has its own again, or is absent."""
+    before = {key: values[key]} if key in values else {}
+    values[key] = value
     try:
-        with evaluation_mode(model), torch.no_grad():
-            yield
+        yield
     finally:
-        if prepared is not None:
-            own["forward"] = prepared
+        values.update(before)
+        if not before:
+            values.pop(key, None)
 
 
 @contextlib.contextmanager

@@ -206,8 +206,6 @@ def _splits_texts() -> bool:
     return any(home.startswith(("torch.distributed.", "deepspeed.")) for home in homes)
 
 
-# Memory of a device
-
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -286,9 +286,6 @@ def patched_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
             yield name, layer
 
 
-# The seam is opened.
-
-
 def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:
     kinds = [*map(_name, owner.modules())]
     indexers = [kind for kind in kinds if kind.endswith("Indexer")]
@@ -390,9 +387,6 @@ def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
             wrappers[id(native)], replaced[id(module)] = rotary, rotary
     replace_modules(model, replaced)
     return wrappers
-
-
-# Every layer gets its encoding.
 
 
 def _check_hooks(state: State, layers: Sequence[CalibratedLayer]) -> None:
@@ -523,7 +517,6 @@ def encoding_of(
         order = None if layer.rotation is None else layer.rotation.order
         if order is not None:
             spec = replace(spec, order=order if spec.order is None else spec.order[order])
-    both = layer.bidirectional
     return replace(
         base,
         heads=call.query.shape[1],
@@ -532,7 +525,7 @@ def encoding_of(
         spec=spec,
         factor=factor,
         parameters=parameters,
-        bidirectional=both,
+        bidirectional=layer.bidirectional,
     )
 
 

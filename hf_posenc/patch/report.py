@@ -225,6 +225,5 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
         key = label, kind, theta, factor, inv_freq.device, values
         before = effective[key].modules if key in effective else ()
         names = (*before, table.name)
-        entry = EffectiveTable(label, names, kind, theta, inv_freq, factor, difference)
-        effective[key] = entry
+        effective[key] = EffectiveTable(label, names, kind, theta, inv_freq, factor, difference)
     return EffectiveTables(effective.values())

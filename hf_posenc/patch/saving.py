@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import available_methods
+from hf_posenc.model.unwrapping import swapped
 from hf_posenc.patch import export
 from hf_posenc.patch.state import BESIDE, State, state_of
 from hf_posenc.seams.held import ABSENT, restore
@@ -84,12 +85,9 @@ def _before_state_dict(model: nn.Module, *_: Any) -> None:
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a patched model as its class does, with a config that its readers understand or refuse."""
-    config = vars(model.config)
-    config[_NAME] = functools.partial(_save_config, model)  # before the class uploads the folder
-    try:
+    write = functools.partial(_save_config, model)  # before the class uploads the folder
+    with swapped(vars(model.config), _NAME, write):
         return getattr(type(model), _NAME)(model, save_directory, *args, **kwargs)
-    finally:
-        config.pop(_NAME, None)
 
 
 def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import ALiBi, Method
 from hf_posenc.methods.base import real
 from hf_posenc.model import masks
-from hf_posenc.model.attention import IMPLEMENTATION, Layer, register
+from hf_posenc.model.attention import IMPLEMENTATION, Layer, named, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
 from hf_posenc.model.forward import Forward, cache_name, cache_of, carry, named_arguments, text_of
@@ -273,17 +273,13 @@ class BiasSeam(NativeSeam):
         """Let the engine compute attention, if that gives what biases in their place give."""
         register()
         owner = _around(model, self.blocks[0])
-        settings = vars(owner.config)
         with state.sample.only():
             expected = run(model, trial_tokens(model))
-        before = settings.get(IMPLEMENTATION)
-        settings[IMPLEMENTATION] = "eager"  # code that may call sdpa itself must not
-        try:
-            output = self._by_engine(model, owner, bias, state.sample)
+        try:  # code that may call sdpa itself must not
+            with named([owner.config], "eager"):
+                output = self._by_engine(model, owner, bias, state.sample)
         except (PosencError, RuntimeError, ValueError, TypeError):
             output = None
-        finally:
-            settings[IMPLEMENTATION] = before
         limit = probes.tolerance(model) * float(expected.abs().max())
         if output is None or float((output - expected).abs().max()) > limit:
             take_back(owner)

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import T5, Method
 from hf_posenc.model.calibration import trial_tokens
-from hf_posenc.model.unwrapping import configs_of
+from hf_posenc.model.unwrapping import configs_of, swapped
 from hf_posenc.seams.held import Edits, Record
 from hf_posenc.seams.inspection import BY_DISTANCE, Positions
 from hf_posenc.seams.native import NativeSeam
@@ -193,12 +194,8 @@ def _recorded(
         for path, functions in names.items():
             module = model.get_submodule(path)
             for name in functions:
-                own = vars(module)
-                if name in own:
-                    stack.callback(own.__setitem__, name, own[name])
-                else:
-                    stack.callback(own.pop, name)
-                own[name] = watched(getattr(module, name), (path, name))
+                call = watched(getattr(module, name), (path, name))
+                stack.enter_context(swapped(vars(module), name, call))
         yield calls
 
 
@@ -212,7 +209,11 @@ def _tables(model: nn.Module) -> Iterator[Table]:
     around = {
         weight.rsplit(".", end)[0] for weight in weights for end in range(2, weight.count(".") + 1)
     }
-    names = {path: _functions(model.get_submodule(path)) for path in around}
+    names: dict[str, list[str]] = {}
+    for path in around:
+        own = vars(type(model.get_submodule(path))).items()
+        functions = [key for key, value in own if isinstance(value, FunctionType | staticmethod)]
+        names[path] = [key for key in functions if key != "forward" and not key.startswith("__")]
     for weight, found in _calls(model, weights, names).items():
         if not found:
             raise UnsupportedModelError(
@@ -240,18 +241,6 @@ def _calls(
         }
         for weight in weights
     }
-
-
-def _functions(module: nn.Module) -> list[str]:
-    """Return the names of the functions that the class of a module defines itself, but its forward."""
-    own = vars(type(module)).items()
-    return [
-        name
-        for name, value in own
-        if (inspect.isfunction(value) or isinstance(value, staticmethod))
-        and name != "forward"
-        and not name.startswith("__")
-    ]
 
 
 def _is_native(model: Any, tables: Sequence[Table]) -> bool:

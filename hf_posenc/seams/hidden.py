@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,6 @@ from hf_posenc.seams.inspection import (
     SCALING,
     SINKS,
     UNKNOWN,
-    Found,
     Source,
     constant,
     inspect,
@@ -162,7 +161,11 @@ def _unexplained(model: nn.Module) -> dict[str, float]:
         weighing = traces.weighing(model, paths)
         mixing = {path for path in paths if order.get(path, 0.0) > limit}
         known = mixing - weighing
-        with silenced(_sinks(model, weighing - mixing)):
+        sinks = sinks_of(model, weighing - mixing)
+        if sinks:  # rows that are read by position are none
+            reads = traces.rows_read(model, probes.ordinary_tokens(model, probes.TOKENS))
+            sinks = [] if reads.keys() & {*sinks[0][0].places} else sinks
+        with silenced(sinks):
             moved = probes.twice(model, mended=known)
             rows = _rows_that_differ(model)
         rows = {
@@ -180,11 +183,3 @@ def _rows_that_differ(model: nn.Module) -> dict[str, float]:
     whole = moved.pop("")
     inner = {path: moved[path] for path in probes.innermost(moved, limit)}
     return inner or ({"": whole} if whole > limit else {})
-
-
-def _sinks(model: nn.Module, paths: Collection[str]) -> list[Found]:
-    """Return the attention sinks of some modules; rows that are read by position are none."""
-    if not (sinks := sinks_of(model, paths)):
-        return []
-    reads = traces.rows_read(model, probes.ordinary_tokens(model, probes.TOKENS))
-    return [] if reads.keys() & {*sinks[0][0].places} else sinks

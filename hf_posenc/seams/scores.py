@@ -393,9 +393,6 @@ _OUTLINE = frozenset(
 _IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"))
 
 
-# The forward of a module, while its products are noted
-
-
 class Scope(TorchFunctionMode):
     """Notes products of queries and keys while one module runs."""
 

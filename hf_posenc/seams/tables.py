@@ -113,9 +113,6 @@ class ByRequest(ShownTable):
         return grown(table) if trained else self.made(table, grown)
 
 
-# Rows
-
-
 def _grown(table: Tensor, start: int, positions: int, method: TableMethod) -> Tensor:
     """Return a table for more positions; the rows before position 0 stay."""
     axis = axis_of(table)
@@ -177,9 +174,6 @@ def _waves(rows: Tensor, start: int) -> _Waves:
             "to compute them from."
         )
     return best[1]
-
-
-# The seam
 
 
 @dataclass(frozen=True, eq=False)
@@ -503,9 +497,6 @@ def _follow(
             moved.pop("num_embeddings", None)
         if moved:
             state.set(module, moved)
-
-
-# Verification
 
 
 def _outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ from tests.attention.test_attention import apply, assert_close, build
 from tests.attention.test_attention import patched as shared
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
-from tests.support.selection import covering, quick
+from tests.support.selection import covering
 from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
@@ -27,7 +27,6 @@ FEW = (
     *("transformer_xl_keep_rope", "xpos", "rope_bias", "dynamic_ntk_row"),
 )
 """A case for every way in which the engine differs."""
-FEWER = quick(FEW, ("dual_chunk", "alibi", "rope_bias", "dynamic_ntk_row"))
 NEW = 9
 """Tokens to generate."""
 TOKENS = {"eos_token_id": None, "pad_token_id": 0}

@@ -20,7 +20,6 @@ from tests.support.selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 FEW = ("rerope", "dual_chunk", "alibi", "fire", "transformer_xl", "rope_bias", "dynamic_ntk_row")
-MAIN = ("rerope", "dual_chunk", "alibi_keep_rope", "fire", "rope_bias", "dynamic_ntk_row")
 IDS = zoo.tokens(40)
 
 

@@ -60,7 +60,7 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
         {0: replace(CASES["rerope_log_n"], table=YARN4)},
     ),
     "bias, bands": (
-        {0: ALiBi(), 1: CASES["self_extend"].method},
+        {0: ALiBi(), 1: SelfExtend(**CASES["self_extend"].options)},
         {0: CASES["alibi"], 1: CASES["self_extend"]},
     ),
     "trained": ({0: "kerple_log", 1: "rope_bias"}, {0: CASES["kerple_log"], 1: CASES["rope_bias"]}),
@@ -87,9 +87,6 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
 
 def patched(which: str) -> tuple[Any, Mapping[int, Case]]:
     request, cases = REQUESTS[which]
-    if which == "bias, bands":
-        case = CASES["self_extend"]
-        request = {0: ALiBi(), 1: SelfExtend(**case.options)}
     model = build()
     patch_model(model, request, original_max_position_embeddings=ORIGINAL)
     randomise(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_posenc import patch_model, unpatch_model
+from hf_posenc import patch_model
 from hf_posenc.adapters import LegacyKeys, get_adapter
 from tests.support import zoo
 
@@ -70,11 +70,3 @@ def test_phi3_takes_lists_alone() -> None:
     told = legacy.values(rope)["rope_scaling"]
     assert told == {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     assert [len(one.get("rope_scaling", ())) for one in legacy.variants(rope)] == [3, len(rope), 0]
-
-
-def test_undone_with_the_patch() -> None:
-    model = zoo.build("olmo2")
-    before = model.config.to_dict()
-    patch_model(model, "pi", scale=4)
-    assert zoo.in_force(model).export == "rope_parameters"
-    assert unpatch_model(model).config.to_dict() == before

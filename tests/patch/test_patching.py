@@ -120,7 +120,6 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
         ("yarn", {"scale": 4, "layers": 0}, "a list of layer indices, not 0"),
         ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),
-        (["yarn", "pi"], {"scale": 4}, "one seam"),
         (YaRN(scale=4), {"scale": 4}, r"Give the knobs to YaRN\(\.\.\.\)"),
         ("longrope", {"short_factor": [1.0], "long_factor": [1.0]}, "rotates 8 pairs"),
         ("abf", {}, "rope_theta="),
@@ -333,7 +332,9 @@ class TestLayers:
     def test_one_table_per_layer_can_be_patched_layer_by_layer(self) -> None:
         model = zoo.build("moshi")
         patch_model(model, "yarn", scale=4, layers=[1, 2])
-        kinds = {name: table.rope_type for table in inspect_rope(model) for name in table.modules}
+        tables = inspect_rope(model)
+        assert len(tables) == 2  # equal ones are listed once
+        kinds = {name: table.rope_type for table in tables for name in table.modules}
         assert [kinds[f"model.layers.{i}.self_attn.rotary_emb"] for i in range(4)] == [
             "default",
             "yarn",
@@ -514,12 +515,6 @@ class TestPatch:
         assert "<table>" in page
         assert "64 -&gt; 256 tokens" in page
         assert "yarn(scale=4, beta_fast=16)" in repr(model.get_submodule("model.rotary_emb"))
-
-    def test_equal_tables_are_listed_once(self) -> None:
-        model = zoo.build("moshi")
-        patch_model(model, "yarn", scale=4)
-        (table,) = inspect_rope(model)
-        assert len(table.modules) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
-from hf_posenc.errors import PosencError, UntrainedWarning
+from hf_posenc.errors import PosencError
 from hf_posenc.methods import ALiBi, DualChunk, LogN, ReRoPE, RotaryBands, SelfExtend, YaRN
 from hf_posenc.methods.windows import AttentionSinks
 from hf_posenc.model import discovery
@@ -26,7 +25,9 @@ from tests.attention.test_attention import build
 from tests.patch.test_attention_patching import IDS
 from tests.support import zoo
 from tests.support.selection import covering
+from tests.support.tiny_text import sizes
 
+pytestmark = pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
 METHODS: list[tuple[Any, dict[str, Any]]] = [
     ("yarn", {"scale": 4}),
     ("rerope", {"window": 16}),
@@ -34,13 +35,6 @@ METHODS: list[tuple[Any, dict[str, Any]]] = [
     (["yarn", "log_n"], {"scale": 4}),
 ]
 DEPTH = 8
-
-
-@pytest.fixture(autouse=True)
-def _untrained() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntrainedWarning)
-        yield
 
 
 def _calls(model: nn.Module, blocks: Any, *args: Any, **options: Any) -> list[int]:
@@ -60,17 +54,8 @@ def _calls(model: nn.Module, blocks: Any, *args: Any, **options: Any) -> list[in
 
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": DEPTH,
-        "num_attention_heads": 4,
-        "vocab_size": 128,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        **options,
-    }
-    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    own = sizes(128, 64, width=64, layers=DEPTH, heads=(4, 4)) | options
+    return LlamaForCausalLM(LlamaConfig(**own, initializer_range=0.2)).eval()
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
@@ -118,6 +103,10 @@ def test_the_patch_is_that_of_a_trial_of_all_blocks(model_type: str, method: str
     assert str(report) == str(expected)
 
 
+def _by_row(values: Tensor) -> Tensor:
+    return values * (1 + 0.3 * torch.arange(values.shape[-2])[:, None])
+
+
 class _Rows(nn.Module):
     """A projection that adds something by position."""
 
@@ -126,8 +115,7 @@ class _Rows(nn.Module):
         self.inner = inner
 
     def forward(self, values: Tensor) -> Any:
-        rows = torch.arange(values.shape[-2], dtype=values.dtype)[:, None]
-        return self.inner(values) * (1 + 0.3 * rows)
+        return _by_row(self.inner(values))
 
 
 def _wrapped(layer: Any) -> None:
@@ -136,15 +124,11 @@ def _wrapped(layer: Any) -> None:
 
 def _new_forward(layer: Any) -> None:
     mlp, native = layer.mlp, layer.mlp.forward
-    mlp.forward = lambda values: native(
-        values * (1 + 0.3 * torch.arange(values.shape[-2])[:, None])
-    )
+    mlp.forward = lambda values: native(_by_row(values))
 
 
 def _hooked(layer: Any) -> None:
-    layer.mlp.register_forward_hook(
-        lambda _, args, output: output * (1 + 0.3 * torch.arange(output.shape[-2])[:, None])
-    )
+    layer.mlp.register_forward_hook(lambda _, args, output: _by_row(output))
 
 
 @pytest.mark.parametrize(
@@ -164,11 +148,7 @@ def test_a_class_that_was_changed_by_hand_is_found(monkeypatch: pytest.MonkeyPat
     other = llama()
     kind = type(other.model.layers[0].mlp)
     native = kind.forward
-    monkeypatch.setattr(
-        kind,
-        "forward",
-        lambda self, x: native(self, x) * (1 + 0.3 * torch.arange(x.shape[-2])[:, None]),
-    )
+    monkeypatch.setattr(kind, "forward", lambda self, x: _by_row(native(self, x)))
     with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
         patch_model(other, "pi", scale=4)
 
@@ -247,7 +227,6 @@ def test_what_needs_weights_is_refused_on_the_meta_device() -> None:
     assert get_patch(model) is None
 
 
-@pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
 @pytest.mark.parametrize("method", ["fire", "kerple_log"])
 def test_parameters_have_their_first_values_before_the_weights(method: str) -> None:
     whole = llama()

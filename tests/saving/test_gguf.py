@@ -24,6 +24,7 @@ from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
 from tests.support.commands import invoke
 from tests.support.gguf_files import header_file, model_file
+from tests.support.tiny_text import sizes
 
 gguf = pytest.importorskip("gguf")
 CONTEXT = 128
@@ -32,20 +33,9 @@ IDS = torch.arange(48)[None] * 5 % 250
 
 def llama(**values: Any) -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 259,
-    }
-    heads: dict[str, Any] = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-    }
     rope = {"rope_type": "default", "rope_theta": 5000.0}
-    values = {"max_position_embeddings": CONTEXT, "rope_parameters": rope, **values}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **values)).eval()
+    own = sizes(259, CONTEXT, width=64, layers=2, heads=(4, 2)) | {"rope_parameters": rope}
+    return LlamaForCausalLM(LlamaConfig(initializer_range=0.2, **own | values)).eval()
 
 
 @pytest.fixture(scope="module")

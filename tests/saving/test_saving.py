@@ -468,12 +468,6 @@ class TestPatchFiles:
             one, other = (zoo.logits(each, ids, **decoded(each, ids)) for each in (loaded, model))
             assert zoo.relative_difference(one, other) < 1e-4
 
-    def test_a_checkpoint_without_a_patch(self, model: PreTrainedModel, tmp_path: Path) -> None:
-        model.save_pretrained(tmp_path)
-        loaded = from_pretrained(tmp_path)
-        assert get_patch(loaded) is None
-        assert torch.equal(logits(loaded), logits(model))
-
     def test_a_recipe_by_name(self, model: PreTrainedModel) -> None:
         name = next(name for name in available_recipes() if "superhot" in name)
         load_patch(model, name)
