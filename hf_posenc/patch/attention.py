@@ -156,8 +156,7 @@ def install_attention(
             state.hooks += watch_caches(model, state.config)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
-    slow = any(layer.encoding.in_blocks for _, layer in patched_layers(model))
-    if slow and _on_gpu(model):
+    if _on_gpu(model) and any(each.encoding.in_blocks for _, each in patched_layers(model)):
         warnings.warn(
             f"On a GPU, {state.in_attention[0].name} is computed by blocks of PyTorch operations, without a kernel: "
             "layers of 8,192 tokens took 88 to 189 times as long as plain attention (docs/gpu.md).",

@@ -45,15 +45,12 @@ PER_THREAD = 6.0e10
 """Operations per second of one thread in float32: 2,048 tokens, unpatched (docs/data/benchmarks/model.json, EPYC)."""
 SHARE = 0.4
 """Share of a GPU's peak that a forward is taken to reach: a guess, not a measurement."""
-PEAKS = {
-    **{"B200": 2.25e15, "H200": 9.89e14, "H100": 9.89e14},
-    **{"A100": 3.12e14, "L40S": 3.62e14, "4090": 1.65e14},
-}
+PEAKS = {"B200": 2.25e15, "A100": 3.12e14, "L40S": 3.62e14, "4090": 1.65e14}
+PEAKS |= dict.fromkeys(("H200", "H100"), 9.89e14)
 """The makers' dense peaks in bfloat16, operations per second, by a part of the device's name."""
 SLOWER = {
     "cuda flash, triton": 1.7,
-    "cuda flash": 2.1,
-    "flash attention 4, table": 2.1,
+    **dict.fromkeys(("cuda flash", "flash attention 4, table"), 2.1),
     "triton biased": 4.0,
     "exact": 100.0,
 }
@@ -146,11 +143,12 @@ def forward_flops(shape: ModelShape, length: int, scored: int) -> float:
     """Return the operations of a forward over a text, of whose tokens so many are scored; pairs count as `SLOWER`."""
     pairs = 0.0
     for layer, count in Counter(shape.attentions).items():
-        each = layer.heads * (layer.key_dim + layer.value_dim) * visible_pairs(layer, length)
+        features = count * layer.heads * (layer.key_dim + layer.value_dim)
+        times = 1.0
         if layer.encoding is not None and shape.device.type == "cuda":
             backend, _ = layer_backend(layer, shape.device, shape.dtype.itemsize)
-            each *= SLOWER.get(backend.name, 1.0)
-        pairs += count * each
+            times = SLOWER.get(backend.name, times)
+        pairs += times * features * visible_pairs(layer, length)
     return 2.0 * (shape.met * length + shape.head * scored + pairs)
 
 
