@@ -46,8 +46,10 @@ flash4() {  # the calls of FlashAttention-4, without what its packages ask for: 
     install flash4 flash-attn-4==4.0.0b36 quack-kernels==0.6.5 \
         nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-{base,core,cu13}==4.8.1 apache-tvm-ffi==0.1.15.post2 \
         torch-c-dlpack-ext==0.1.5 cuda-bindings==13.5.0 cuda-core==1.2.2 cuda-pathfinder==1.9.1 einops==0.8.2
-    PYTHONPATH="$place/flash4:$place/flash4/nvidia_cutlass_dsl/dsl_packages:$place/3.6.0:$PWD" \
-        python -W ignore -m scripts.compile_flash4
+    for capability in 90 100; do
+        PYTHONPATH="$place/flash4:$place/flash4/nvidia_cutlass_dsl/dsl_packages:$place/3.6.0:$PWD" \
+            python -W ignore -m scripts.compile_flash4 "$capability"
+    done
 }
 
 # Runs a part and prints its log.

@@ -1,6 +1,7 @@
-"""Compile every call of FlashAttention-4 that this package makes, for Hopper; no GPU is needed.
+"""Compile every call of FlashAttention-4 that this package makes, for Hopper and Blackwell; no GPU is needed.
 
-    bash scripts/check_kernels.sh          makes the environment, and runs this too
+    python -m scripts.compile_flash4 90        for one of them, 90 or 100
+    bash scripts/check_kernels.sh              makes the environment, and runs this too
 
 Tensors are fake: names, shapes and strides of arguments and results are checked by the library and here, no number is.
 """
@@ -8,8 +9,10 @@ Tensors are fake: names, shapes and strides of arguments and results are checked
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -19,13 +22,8 @@ from hf_posenc.attention.fused import Saved, Segments, Shape
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.kernels.biased import tabled
 
-TARGET = {
-    "FLASH_ATTENTION_ARCH": "sm_90",
-    "CUTE_DSL_ARCH": "sm_90a",
-    "FLASH_ATTENTION_NUM_SMS": "132",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
-}
-"""Read by the library when it is imported, which the first call does."""
+PROCESSORS = {"90": 132, "100": 148}
+"""Multiprocessors of an H100 and of a B200, by compute capability."""
 HEADS, KEY_HEADS, FEATURES = 32, 8, 128
 ROWS, KEYS = 1024, 1200
 SHAPES = {
@@ -54,7 +52,14 @@ def check(shape: Shape) -> None:
 
 def main() -> None:
     """Compile all calls, one by one."""
-    os.environ |= TARGET
+    target, processors = f"sm_{sys.argv[1]}", PROCESSORS[sys.argv[1]]
+    given = {"ARCH": target, "NUM_SMS": str(processors), "CUTE_DSL_CACHE_ENABLED": "0"}
+    os.environ |= {f"FLASH_ATTENTION_{name}": value for name, value in given.items()}
+    os.environ["CUTE_DSL_ARCH"] = f"{target}a"  # all are read by the library's import
+    import cutlass
+
+    asked = SimpleNamespace(get_device_multiprocessor_count=lambda: processors)
+    cutlass.utils.HardwareInfo = lambda: asked  # in the place of a driver
     began = time.monotonic()
     with FakeTensorMode():
         several = Segments((0, 10, 300, ROWS), (0, 10, 400, KEYS))

@@ -100,18 +100,10 @@ def merged(case: Case, merge: bool = True) -> Callable[[], object]:
     return lambda: parts.merge(query, lse, [(part, query, lse)] * 2)
 
 
-LLAMA = Case(
-    "rerope",
-    length=1024,
-    heads=32,
-    key_heads=8,
-    head_dim=128,
-    value_dim=128,
-    layout=Layout(0, 128, interleaved=False),
-    dtype=torch.bfloat16,
-    original=512,
-)
-PAIRS, WIDE = Layout(0, 64, interleaved=True), Layout(0, 256, interleaved=False)
+WHOLE, WIDE = (Layout(0, features, interleaved=False) for features in (128, 256))
+PAIRS = Layout(0, 64, interleaved=True)
+SIZES: dict[str, Any] = {"heads": 32, "key_heads": 8, "head_dim": 128, "value_dim": 128}
+LLAMA = Case("rerope", **SIZES, length=1024, layout=WHOLE, dtype=torch.bfloat16, original=512)
 CALLS: dict[str, Callable[[], object]] = {
     "rerope": step(LLAMA),
     "rerope, float32": step(replace(LLAMA, dtype=torch.float32)),
