@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -450,3 +451,17 @@ def test_every_method_of_the_engine_has_a_sample_that_computes() -> None:
         assert zoo.relative_difference(out, plain) > 1e-3, method.name
         assert torch.equal(out, exact(small, encoding_of(method, 64, CPU))[0])
     assert {"causal", "bands", "chunks", "buckets", "general", "alibi"} <= {*kinds()}
+
+
+def test_verdicts_and_captures_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, found = torch.device("cuda"), SimpleNamespace(name="One", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    before = verdicts.fingerprint(device)
+    assert before["device"] == "One, compute capability 9.0"
+    found.minor = 1
+    assert verdicts.fingerprint(device) != before
+    # Inside a captured graph nothing is tried: what was not checked before is not used.
+    call: Any = SimpleNamespace(query=SimpleNamespace(device=device))
+    monkeypatch.setattr(engine, "case_of", lambda *_: "new")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not engine._passes(engine.BACKENDS[0], call, None)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,3 +367,11 @@ def test_a_table_for_flash_attention_4(name: str, monkeypatch: pytest.MonkeyPatc
     with torch.enable_grad():  # it has no backward
         trained = compare(backend, call, encoding, gradients=True)
     assert trained.reason == "it does not compute the problem of its check"
+
+
+def test_the_shares_of_a_step_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four programs for each of 132 processors, at most 64 shares and one for each block of keys."""
+    found = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    shares = ((8, 1000), (100, 1000), (600, 1000), (8, 3))
+    assert [decode._splits(torch.device("cuda"), *each) for each in shares] == [64, 8, 1, 4]
