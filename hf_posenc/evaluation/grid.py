@@ -430,9 +430,6 @@ class Result(abc.ABC):
         return to_notebook(self.tables(), self.notes(), self.width)
 
 
-# Results of methods that are compared.
-
-
 @dataclass(frozen=True)
 class MethodEntry:
     """A method of a result: what describes its `Candidate`, JSON-ready.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +19,25 @@ from torch import Tensor, nn
 Documents = Sequence[Sequence[int]]
 
 
-def yarn(
-    model: nn.Module,
-    documents: Documents,
-    length: int,
-    *,
-    stride: int = 256,
-    bos: int | None = None,
-    truncate: bool = False,
-) -> float:
+def yarn(*given: Any, **options: Any) -> float:
     """The perplexity of jquesnelle/yarn `eval/perplexity.py` (b1d7076).
 
     Windows as in `_strided`, in every document. `exp` of the mean of the windows' mean losses: a window counts once,
     whether it scores L-1 tokens, as the first does, or 256; so a document counts by its number of windows. `truncate`
     (tables 1, 2 and 6 of the paper) leaves one window per document.
     """
-    windows = _strided(model, documents, length, stride, bos=bos, truncate=truncate)
+    windows = _strided(*given, **options)
     return float(torch.stack([loss for loss, _ in windows]).mean().exp())
 
 
-def pose(
-    model: nn.Module,
-    documents: Documents,
-    length: int,
-    *,
-    stride: int = 256,
-    bos: int | None = None,
-    truncate: bool = False,
-) -> float:
+def pose(*given: Any, **options: Any) -> float:
     """The perplexity of dwzhu-pku/PoSE `src/eval_ppl.py` (947cfb2).
 
     YaRN's windows; each mean loss times the number of its new tokens. Without `bos` the first token of a document has
     no prediction and is counted nevertheless.
     """
     nats, tokens = torch.zeros((), dtype=torch.float64), 0
-    for loss, new in _strided(model, documents, length, stride, bos=bos, truncate=truncate):
+    for loss, new in _strided(*given, **options):
         nats, tokens = nats + loss * new, tokens + new
     return float((nats / tokens).exp())
 
@@ -65,7 +50,7 @@ def hf_docs(model: nn.Module, documents: Documents, length: int, *, stride: int 
     long as the window. `length` is then the number of tokens that a window holds.
     """
     nats, tokens = torch.zeros(()), 0
-    for loss, new in _strided(model, [_joined(documents)], length, stride, bos=None):
+    for loss, new in _strided(model, [_joined(documents)], length, stride=stride):
         nats, tokens = nats + loss * (new - 1), tokens + new - 1
     return float((nats / tokens).exp())
 
@@ -179,9 +164,9 @@ def _strided(
     model: nn.Module,
     documents: Documents,
     length: int,
-    stride: int,
     *,
-    bos: int | None,
+    stride: int = 256,
+    bos: int | None = None,
     truncate: bool = False,
 ) -> Iterator[tuple[Tensor, int]]:
     """The mean loss and the number of new tokens of each window, as YaRN, PoSE and transformers' page cut them.

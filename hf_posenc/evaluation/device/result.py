@@ -170,12 +170,13 @@ class GpuResult(Result):
 
     @property
     def verdicts(self) -> dict[str, dict[str, list[str]]]:
-        """By phase of a layer, the methods that are fast, those that are right but slow, and those that fail."""
+        """By phase of a layer, at the first length, the methods that are fast, right but slow, and not possible."""
         found: dict[str, dict[str, list[str]]] = {
             phase: {"fast": [], "slow": [], "not possible": []} for phase in PHASES
         }
         for row in self.records:
-            if row.phase in PHASES and row.method != PLAIN:
+            first = row.length == self.records[0].length
+            if row.phase in PHASES and row.method != PLAIN and first:
                 fast = row.ratio is not None and row.ratio <= FAST
                 answer = "not possible" if row.failed else "fast" if fast else "slow"
                 found[row.phase][answer].append(row.method)

@@ -77,9 +77,7 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> GpuResult
         sizes = getattr(torch, dtypes[0]), options.head_dims[0], heads
         layers = Layers(device, *sizes, clock, ROUNDS, ENOUGH)
         for case, result in checks.items():
-            if (
-                not result.decided and case.backend != "exact"
-            ):  # nothing that may fail is tried here
+            if not result.decided and case.backend != "exact":  # what may fail is not timed
                 engine.strike(case, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of backends that are struck, which the result names
@@ -100,10 +98,14 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> GpuResult
 
 
 def _rows(layers: Layers, options: SelftestOptions) -> Iterator[Row]:
-    """Yield the times of plain attention and of every method, phase by phase."""
-    length = options.length or (8192 if layers.device.type == "cuda" else 1024)
+    """Yield the times of plain attention and of every method; of a second length, while there is time."""
+    lengths = [8192, 32_768] if layers.device.type == "cuda" else [1024]
+    lengths = [options.length] if options.length else lengths
     chosen = [m for m in methods() if options.methods is None or m.name in options.methods]
-    for phase, method in itertools.product(PHASES, (None, *chosen)):
+    end = time.monotonic() + options.seconds
+    for length, phase, method in itertools.product(lengths, PHASES, (None, *chosen)):
+        if length > lengths[0] and time.monotonic() > end:
+            return
         name = PLAIN if method is None else method.name
         try:
             found = layers.measured(phase, length, method, host=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from hf_posenc.attention.checks.comparison import Comparison, kinds, methods
 from hf_posenc.evaluation.device import selftest as run
 from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.device.selftest import selftest
+from hf_posenc.evaluation.options import SelftestOptions
 from hf_posenc.evaluation.page import collect, render
 from tests.support import (
     broken_backends,
@@ -229,3 +232,14 @@ def test_on_a_gpu() -> None:
     for row in found.records:
         assert row.waits is not None
         assert (row.captured is not None) == (row.phase == "step")
+
+
+def test_a_gpu_is_timed_at_a_second_length_while_there_is_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers: Any = SimpleNamespace(device=torch.device("cuda"), measured=lambda *_, **__: {})
+    for seconds, lengths in ((1000, {8192, 32_768}), (1, {8192})):
+        clock = SimpleNamespace(monotonic=itertools.count(0, 10).__next__)
+        monkeypatch.setattr(run, "time", clock)
+        options = SelftestOptions(seconds=seconds, methods=["rerope"])
+        assert {row.length for row in run._rows(layers, options)} == lengths
