@@ -246,7 +246,7 @@ def test_where_weights_are_changes_no_logits(
         request.getfixturevalue("group")
     models = LlamaForCausalLM.from_pretrained(checkpoint), load(kind, checkpoint, tmp_path)
     scorers = [TokenScorer(model, IDS[0], prefill=16) for model in models]
-    assert scorers[0].exact == scorers[1].exact  # up to the CPU: products of few rows may round otherwise
+    assert scorers[0].exact == scorers[1].exact  # by the CPU, how products of few rows round
     assert torch.equal(*(scorer(IDS[0]) for scorer in scorers))
     whole, elsewhere = (logits(patch_model(model, method, **METHODS[method])) for model in models)
     assert torch.equal(whole, elsewhere)
