@@ -107,6 +107,17 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Make new tensors in float32, as tables and probes are, also where vLLM or a user has set another default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
 def swapped(values: dict[str, Any], key: str, value: Any) -> Iterator[None]:
     """Give an entry of a dictionary another value for a block; afterwards it has its own again, or is absent."""
     before = {key: values[key]} if key in values else {}

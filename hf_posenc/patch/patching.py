@@ -29,7 +29,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.sampled import Sample, sample_of
-from hf_posenc.model.unwrapping import configs_of, unwrap
+from hf_posenc.model.unwrapping import configs_of, float32_by_default, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.batching import unwrap_batching, wrap_batching
@@ -131,7 +131,7 @@ def _patch(
         placed = torch.device("cpu") if elsewhere else contextlib.nullcontext()
         # Trials are compared as precisely as the weights are.
         kind = next((each.device.type for each in inner.parameters()), "cpu")
-        with placed, outside_autocast(kind):
+        with placed, outside_autocast(kind), float32_by_default():
             sample = sample_of(inner) if verify == "sample" else Sample({})
             source = _source(inner, method, sample)
             tables = () if isinstance(source, NativeSeam) else source

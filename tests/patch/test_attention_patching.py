@@ -144,3 +144,18 @@ def test_what_no_kernel_computes_is_named_on_a_gpu(
         patch_model(model, method)
     found = [each for each in caught if "blocks of PyTorch operations" in str(each.message)]
     assert [each.filename for each in found] == [__file__] * slow
+
+
+@pytest.mark.parametrize("method", ["yarn", "rerope", "alibi"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_another_default_dtype(method: str, device: str) -> None:
+    """As vLLM sets it while it makes a model."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            made = type(build())(build().config).to(torch.bfloat16)
+        patch = get_patch(patch_model(made, method, **({"scale": 4} if method == "yarn" else {})))
+        assert patch is not None
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
