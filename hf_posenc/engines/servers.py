@@ -151,6 +151,8 @@ class VLLM(Engine):
                     values[_LENGTH] = source.original
                 if _one_list(entry) and _ORIGINAL in values:
                     values[_ORIGINAL] = source.reach  # wins over the entry's
+            if result.get("rope_type") == "yarn":
+                values[_LENGTH] = source.reach  # no factor multiplies it
             lists = result.get("rope_type") == "longrope" and not _one_list(result)
             switches = source.length_dependent and lists
             note = self.switch_note.format(flag=self.length_flag, original=source.original)
@@ -210,10 +212,8 @@ class VLLM(Engine):
         rope = config["rope_parameters"]
         for entry in () if _without_factor(config) else (rope, *rope.values()):
             kind = entry.get("rope_type") if isinstance(entry, Mapping) else None
-            if kind not in (None, "llama3", "longrope"):
+            if kind not in (None, "llama3", "longrope", "yarn"):
                 factor = entry.get("factor") or factor
-            if kind == "yarn":
-                longest = entry[_ORIGINAL]
         return int(longest * factor)
 
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:

@@ -237,7 +237,7 @@ def bench(
         **fields: Fields of `BenchOptions` that replace those of `options`, such as `methods` or `suite`.
 
     Returns:
-        The results of the three parts, with a common table.
+        The results of the three parts.
 
     Raises:
         PosencError: Options exclude each other, or no document can be used.

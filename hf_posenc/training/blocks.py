@@ -188,7 +188,7 @@ def prepare_blocks(
         positions: As for `PositionCollator`; `"packed"` puts several documents into a block.
         limit: Number of usable documents after which reading stops; by default all are read.
         cache: A folder; created if missing.
-        source: Description of the entries, from `source_of` of the command line; part of the cache's key. The sizes
+        source: Description of the entries, `about` of `source_of(...)`; part of the cache's key. The sizes
             and modification times of the files in it count too.
 
     Returns:

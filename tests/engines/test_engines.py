@@ -49,10 +49,8 @@ def vllm_longest(config: Any, tokenizer: int) -> float:
         return float(longest)
     scaling = 1.0
     for entry in entries:
-        if entry["rope_type"] not in ("su", "longrope", "llama3"):
+        if entry["rope_type"] not in ("su", "longrope", "llama3", "yarn", "deepseek_yarn"):
             scaling = entry.get("factor", scaling)
-            if entry["rope_type"] == "yarn":
-                longest = entry["original_max_position_embeddings"]
     return longest * scaling
 
 
@@ -245,6 +243,17 @@ class TestServers:
             for key, value in json.loads(found.overrides[1]).items():
                 setattr(config, key, value)
             assert flag <= accepted(config, 64)
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    def test_a_yarn_that_the_length_of_its_config_does_not_count(
+        self, tmp_path: Path, engine: str
+    ) -> None:
+        rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        config = zoo.tiny_config("llama", max_position_embeddings=64)
+        config.rope_parameters = {**rope, "rope_theta": 1e4}
+        zoo.from_config(config).save_pretrained(tmp_path)
+        found = export(tmp_path, engine)
+        assert (found.flags[1], found.config["max_position_embeddings"]) == ("256", 256)
 
     def test_interleaved_features_have_no_lists(self, tmp_path: Path) -> None:
         for model_type in ("cohere", "phi3"):

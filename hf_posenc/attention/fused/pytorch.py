@@ -2,8 +2,8 @@
 
 All three are called below their public functions, which return no log-sum-exp, or have no backward that takes another
 output and log-sum-exp than its own. What each computes was read in PyTorch's source and seen on an H200; the tests have
-operators of the same contracts. docs/gpu.md has the contracts of PyTorch 2.13's other operators, and why they are used
-or not.
+operators of the same contracts. CONTRIBUTING.md has the contracts of PyTorch 2.13's other operators, and why they are
+used or not.
 """
 
 from __future__ import annotations

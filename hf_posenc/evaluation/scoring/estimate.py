@@ -42,7 +42,7 @@ STATES, WIDE = 5, 3
 FLOAT = 4  # bytes of the type in which scores, their softmax and losses are computed
 EXACT = 17  # bytes for a score of the path `exact`: four float32 tensors, and the visible pairs
 PER_THREAD = 6.0e10
-"""Operations per second of one thread in float32: 2,048 tokens, unpatched (docs/data/benchmarks/model.json, EPYC)."""
+"""Operations per second of one thread in float32: 2,048 tokens, unpatched (once, on an EPYC)."""
 SHARE = 0.4
 """Share of a GPU's peak that a forward is taken to reach: a guess, not a measurement."""
 PEAKS = {"B200": 2.25e15, "A100": 3.12e14, "L40S": 3.62e14, "4090": 1.65e14}
