@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import printed
 
 ROOT = Path(__file__).parents[1]
 METHOD = """
@@ -118,7 +118,4 @@ def test_one_of_each_is_a_file_and_a_row(tmp_path: Path) -> None:
         "from hf_posenc.evaluation.plots import",
         "from hf_posenc.evaluation.plots import own_figure\n",
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
+    printed(USE, tmp_path)

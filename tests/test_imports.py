@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -13,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import printed
 
 ROOT = Path(__file__).parents[1]
 
@@ -189,11 +189,7 @@ print(json.dumps([unchanged, new, late, found, dir(evaluation)]))
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed(_PROBE, ROOT).splitlines()[-1])
     return dict(zip(("unchanged", "new", "late", "found", "listed"), found, strict=True))
 
 
@@ -220,11 +216,7 @@ def test_names_of_the_package_are_loaded_on_first_use() -> None:
         "assert pickle.loads(pickle.dumps(Method)) is Method\n"
         "print(json.dumps([before, listed, h.__all__, [n in globals() for n in h.__all__]]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    before, listed, names, found = json.loads(done.stdout.splitlines()[-1])
+    before, listed, names, found = json.loads(printed(probe, ROOT).splitlines()[-1])
     assert [name for name in before if name.startswith("hf_posenc")] == ["hf_posenc"]
     assert not {"torch", "numpy", "transformers"} & set(before)
     assert set(names) <= set(listed)

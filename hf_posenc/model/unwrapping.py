@@ -107,10 +107,10 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def float32_by_default() -> Iterator[None]:
-    """Make new tensors in float32, as tables and probes are, also where vLLM or a user has set another default."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Give new tensors this dtype by default."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

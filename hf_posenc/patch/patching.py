@@ -29,7 +29,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.sampled import Sample, sample_of
-from hf_posenc.model.unwrapping import configs_of, float32_by_default, unwrap
+from hf_posenc.model.unwrapping import configs_of, default_dtype, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.batching import unwrap_batching, wrap_batching
@@ -129,9 +129,9 @@ def _patch(
         # time of a patch, so there is one only where tensors would be made elsewhere.
         elsewhere = torch.empty(0).device.type != "cpu"
         placed = torch.device("cpu") if elsewhere else contextlib.nullcontext()
-        # Trials are compared as precisely as the weights are.
+        # Trials are compared as precisely as the weights are, and tables are float32, whatever vLLM has set.
         kind = next((each.device.type for each in inner.parameters()), "cpu")
-        with placed, outside_autocast(kind), float32_by_default():
+        with placed, outside_autocast(kind), default_dtype(torch.float32):
             sample = sample_of(inner) if verify == "sample" else Sample({})
             source = _source(inner, method, sample)
             tables = () if isinstance(source, NativeSeam) else source

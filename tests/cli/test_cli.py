@@ -7,8 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
 from tests.support.commands import invoke
+from tests.support.processes import printed
 from tests.support.references import REQUIRED
 from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
 
@@ -378,10 +377,7 @@ def test_help_and_the_catalog_start_without_transformers() -> None:
         "slow = {'transformers', 'datasets', 'matplotlib', 'accelerate'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
+    printed(code, ROOT)
 
 
 def test_version() -> None:

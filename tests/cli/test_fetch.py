@@ -24,6 +24,7 @@ from hf_posenc.evaluation.documents.source import Source, check_readable, source
 from hf_posenc.evaluation.options import DocumentOptions
 from tests.support.commands import invoke
 from tests.support.gguf_files import model_file
+from tests.support.tiny_text import sizes
 
 pytest.importorskip("gguf")
 WHEEL = "tiny_model-0.1-py3-none-any.whl"
@@ -55,13 +56,7 @@ def sha256(path: Path) -> str:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with wheels that hold a tiny model, packages of texts, and a catalog that names them."""
     folder = tmp_path_factory.mktemp("wheels")
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "vocab_size": 259,
-    }
-    config = LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)
+    config = LlamaConfig(**sizes(259, 64, width=64, layers=1, heads=(4, 4)))
     file = model_file(folder / "tiny.Q8_0.gguf", LlamaForCausalLM(config), "Q8_0")
     info = "tiny_model-0.1.dist-info"
     with zipfile.ZipFile(folder / WHEEL, "w") as archive:

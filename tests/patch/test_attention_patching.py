@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.methods import ReRoPE, YaRN
+from hf_posenc.model.unwrapping import default_dtype
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
@@ -146,16 +147,13 @@ def test_what_no_kernel_computes_is_named_on_a_gpu(
     assert [each.filename for each in found] == [__file__] * slow
 
 
-@pytest.mark.parametrize("method", ["yarn", "rerope", "alibi"])
+@pytest.mark.parametrize("method", [YaRN(scale=4), "rerope", "alibi"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_another_default_dtype(method: str, device: str) -> None:
+def test_another_default_dtype(method: Any, device: str) -> None:
     """As vLLM sets it while it makes a model."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    config = build().config
+    with default_dtype(torch.bfloat16):
         with torch.device(device):
-            made = type(build())(build().config).to(torch.bfloat16)
-        patch = get_patch(patch_model(made, method, **({"scale": 4} if method == "yarn" else {})))
-        assert patch is not None
+            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        assert get_patch(patch_model(made, method)) is not None
         assert torch.get_default_dtype() == torch.bfloat16
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.saving.test_resuming import settings
 from tests.support import zoo
+from tests.support.processes import printed
 from tests.support.selection import covering, late
 from tests.training.test_training_parameters import is_tied, stepped
 
@@ -344,12 +343,9 @@ for name, way in ways.items():
         print(name, error)
 assert not [name for name in sys.modules if name.startswith("hf_posenc")]
 """
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        lines = printed(code).splitlines()
         ways = ("PeftModel", "AutoPeftModel", "AutoModel", "load_adapter")
-        assert done.stdout.splitlines() == [f"{way} 'LORA_NEEDS_HF_POSENC'" for way in ways]
+        assert lines == [f"{way} 'LORA_NEEDS_HF_POSENC'" for way in ways]
 
     def test_peft_beside_hf_posenc_says_what_to_do(self, base: Path, tmp_path: Path) -> None:
         adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")

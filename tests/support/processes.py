@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,3 +72,11 @@ def _call(
     multiprocessing.set_start_method("fork", force=True)  # the default, if nobody used this server
     begun.set()
     function(*arguments)
+
+
+def printed(code: str, folder: Path | str | None = None) -> str:
+    """Return what Python prints that runs some code in a folder."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

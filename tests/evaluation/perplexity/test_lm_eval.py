@@ -18,6 +18,7 @@ from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import peers
 from tests.support.selection import quick
+from tests.support.tiny_text import sizes
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness comes with the dev extra")
 
@@ -42,16 +43,9 @@ def texts() -> list[str]:
 @pytest.fixture
 def model(tokenizer: Any) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=TRAINED,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    own = sizes(len(tokenizer), TRAINED, width=32, layers=2, heads=(4, 4))
+    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    config = LlamaConfig(**own, **ends)
     made: Any = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in made.parameters():
