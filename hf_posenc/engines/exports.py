@@ -280,7 +280,7 @@ RECORD = "export.json"
 
 # Files that belong to training and not to the model, or are written anew.
 _LEFT_OUT = ("config.json", RECORD, "posenc_config.json", "posenc.safetensors", "training_args.bin")
-_PARTS = (".safetensors", ".json", ".model", ".jinja", ".txt", ".py", ".bin", ".md")
+_PARTS = (".safetensors", ".json", ".model", ".jinja", ".txt", ".py", ".bin", ".md", ".png")
 # The tokenizer class that transformers 5 writes, and its name in 4.57.
 _TOKENIZER_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 

@@ -343,7 +343,7 @@ def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> No
 Next:
   hf-posenc {measure}
   hf-posenc export {where} --to vllm
-  {upload(folder.resolve().name, folder)}""")
+  {upload(f"YOUR_NAME/{folder.resolve().name}", folder)}""")
 
 
 def upload(repository: str, folder: Path | str) -> str:

@@ -142,4 +142,4 @@ def test_the_next_commands_can_be_copied(
     print_next(Path("my run"), texts, [128, 64])
     shown = capsys.readouterr().out
     assert shown.startswith(f"\nNext:\n  {measure}  hf-posenc export 'my run' --to vllm\n")
-    assert "  hf upload 'my run' 'my run' . --exclude '*/*' --exclude '.*'" in shown
+    assert "  hf upload 'YOUR_NAME/my run' 'my run' . --exclude '*/*' --exclude '.*'" in shown

@@ -35,7 +35,7 @@ TOO_FEW = "too few documents"
 """Printed instead of a range or a verdict where there are fewer."""
 FEW_NOTE = (
     f"{TOO_FEW.capitalize()} for ranges and verdicts: {FEW_DOCUMENTS} of equal weight are needed. One book can be cut "
-    "into files: split -n l/8 book.txt part-"
+    "into files: split -n l/12 book.txt part-"
 )
 CLAIM, POWER = 0.01, 0.8
 """The difference that `needed` documents show, as a share of the perplexity, in this share of samples."""

@@ -337,7 +337,7 @@ class PerplexityResult(MethodsResult[Cell]):
         protocol = self._last_protocol(length)
         cell = self.cell(self._baseline, protocol, length)
         value = f" ({number(cell.perplexity)})" if cell else ""
-        trained = ", the length it was trained at" if length == self.original else ""
+        trained = ", its original length" if length == self.original else ""
         saved = (
             "the model as saved, with its patch,"
             if self.model.get("patch") and "stages" not in self.source

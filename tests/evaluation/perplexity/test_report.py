@@ -254,7 +254,7 @@ def test_notes_and_guide() -> None:
     assert "(auto): scale = length / 256" in notes
     baseline, protocol = example(CURVES).guide()
     assert baseline.startswith(
-        "Baseline: the unpatched model at 256 tokens, the length it was trained at (14.55)."
+        "Baseline: the unpatched model at 256 tokens, its original length (14.55)."
     )
     assert "prefix averages" in protocol
     assert "tail scores the same tokens" in protocol
