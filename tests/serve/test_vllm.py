@@ -118,17 +118,10 @@ PATCHES: dict[str, dict[str, Any]] = {
 
 def tiny(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": ORIGINAL,
-        "initializer_range": 0.2,
-    }
+    sizes: dict[str, Any] = dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2)
+    sizes |= dict.fromkeys(("vocab_size", "intermediate_size"), 128) | {"initializer_range": 0.2}
+    sizes |= {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    sizes["max_position_embeddings"] = ORIGINAL
     return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
 
 
@@ -351,6 +344,13 @@ def test_a_patch_beside_the_model(tmp_path: Path) -> None:
     texts = prompts(70)
     with served(tmp_path) as llm:
         check(asked(llm, texts), [in_transformers(tmp_path, texts[0])])
+
+
+def test_in_the_dtype_of_most_checkpoints(tmp_path: Path) -> None:
+    """vLLM makes the model with bfloat16 as PyTorch's default."""
+    patched("self_extend").bfloat16().save_pretrained(tmp_path)
+    with served(tmp_path, dtype="auto") as llm:
+        assert len(asked(llm, prompts(20, 150))) == 2
 
 
 @pytest.mark.parametrize("case", ["alibi", "kerple_log", "dynamic_yarn by request"])

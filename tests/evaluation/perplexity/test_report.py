@@ -211,7 +211,7 @@ def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols()
     notes = " ".join(result.notes())
     assert "no key token" in notes
     assert "Short texts (256 tokens, tail" in notes
-    assert "original length (10.00). A method holds where its perplexity (tail)" in next(result.guide())
+    assert "(10.00). A method holds where its perplexity (tail)" in next(result.guide())
 
 
 GAPS = "the text between them is not read"
