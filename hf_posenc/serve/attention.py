@@ -177,30 +177,33 @@ def _gathered(
     if isa is None:
         keys, values = used.split(both // 2, -1)
     else:
-        keys, values = used.view(-1, heads, 2 * size, both // 2).split(size, 2)
-        order = _order(isa, size, both // 2, kv_cache.dtype)
-        keys = keys.flatten(2)[..., order].unflatten(2, (size, -1))
+        parts = used.view(-1, heads, 2 * size, both // 2).split(size, 2)
+        orders = _orders(isa, size, both // 2, kv_cache.dtype)
+        keys, values = (
+            x if order is None else x.flatten(2)[..., order].unflatten(2, (size, -1))
+            for x, order in zip(parts, orders, strict=True)
+        )
     key, value = (x.transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (keys, values))
     return key, value
 
 
 @functools.cache
-def _order(isa: str, size: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return where vLLM's kernels put the features of a page's keys, which differs by the processor.
+def _orders(isa: str, size: int, width: int, dtype: torch.dtype) -> list[Tensor | None]:
+    """Return where vLLM's kernels put the features of a page's keys and values, by the processor; `None`: in order.
 
-    Keys that hold their token's number, and then their feature's, are written by vLLM's operator and read back. Both
+    Tensors that hold their token's number, and then their feature's, are written by vLLM's operator and read back. Both
     are at most 256, which every dtype holds.
     """
     from vllm import _custom_ops as ops
 
-    read = []
-    token, feature = torch.arange(size)[:, None, None], torch.arange(width)
-    for number in (token, feature):
+    found = torch.zeros(2, size * width, dtype=torch.long)
+    for number, times in ((torch.arange(size)[:, None, None], width), (torch.arange(width), 1)):
         cache = torch.zeros(1, 1, 2 * size, width, dtype=dtype)
-        keys, values = cache.chunk(2, 2)
         x = number.expand(size, 1, width).to(dtype).contiguous()
-        slots = torch.arange(size)
         options = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
-        ops.cpu_attn_reshape_and_cache(x, x, keys, values, slots, isa, **options)
-        read.append(keys[0, 0].flatten().long())
-    return (read[0] * width + read[1]).argsort()
+        ops.cpu_attn_reshape_and_cache(x, x, *cache.chunk(2, 2), torch.arange(size), isa, **options)
+        found += times * cache.view(2, -1).long()
+    orders = found.argsort(1)
+    return [
+        None if bool((order == torch.arange(size * width)).all()) else order for order in orders
+    ]

@@ -347,10 +347,11 @@ def test_a_patch_beside_the_model(tmp_path: Path) -> None:
 
 
 def test_in_the_dtype_of_most_checkpoints(tmp_path: Path) -> None:
-    """vLLM makes the model with bfloat16 as PyTorch's default."""
     patched("self_extend").bfloat16().save_pretrained(tmp_path)
+    texts = prompts(20, 150)
     with served(tmp_path, dtype="auto") as llm:
-        assert len(asked(llm, prompts(20, 150))) == 2
+        found = [numbers[0] for _, numbers in asked(llm, texts)]
+    assert found == pytest.approx([in_transformers(tmp_path, x)[1][0] for x in texts], abs=0.05)
 
 
 @pytest.mark.parametrize("case", ["alibi", "kerple_log", "dynamic_yarn by request"])
