@@ -351,7 +351,7 @@ def test_in_the_dtype_of_most_checkpoints(tmp_path: Path) -> None:
     texts = prompts(20, 150)
     with served(tmp_path, dtype="auto") as llm:
         found = [numbers[0] for _, numbers in asked(llm, texts)]
-    assert found == pytest.approx([in_transformers(tmp_path, x)[1][0] for x in texts], abs=0.05)
+    assert found == pytest.approx([in_transformers(tmp_path, x)[1][0] for x in texts], abs=0.2)
 
 
 @pytest.mark.parametrize("case", ["alibi", "kerple_log", "dynamic_yarn by request"])
