@@ -404,8 +404,9 @@ def heat_figure(result: Any, value: str, label: str) -> Figure:
         if result.original:
             about = f"rows: needle depth; dashed: trained length, {result.original:,} tokens"
             figure.suptitle(about, fontsize=7)
-        bar = figure.colorbar(ScalarMappable(cmap=colours), ax=axes, label=label)  # from 0 to 1
-        bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
+        bar = figure.colorbar(ScalarMappable(cmap=colours), ax=axes)  # from 0 to 1
+        bar.set_label(label, fontsize="x-small")
+        bar.set_ticks([0, 0.5, 1], labels=["0", "50 %", "100 %"], fontsize="x-small")
     return figure
 
 
