@@ -74,7 +74,7 @@ def check_source(
     below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
     if path.is_file():
         raise PosencError(
-            f"{name} is a file, and no GGUF file. Give the {given}'s folder. A text has an option of its own, --text."
+            f"{name} is a file, and no GGUF file. Give the {given}'s folder. Commands that read a text have --text."
         )
     if not name.strip() or path.exists() or below or name == "MODEL":  # as the pages write
         raise PosencError(

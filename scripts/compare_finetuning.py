@@ -93,6 +93,8 @@ def main(
     patches = {_patch_of(ways[name]) for name in ways}
     patches |= {"none", EMBEDDED_PATCH} if group == "short" else set()
     before = known.get("untrained") or _untrained(patches)
+    was = known.get("environment", {})  # where another version began the file, both are named
+    both = {k: [*was.get(k, v).split(", "), v] for k, v in environment().items()}
     runs = {name: list(known["ways"].get(name, {}).get("runs", ())) for name in ways}
     with tempfile.TemporaryDirectory() as work:
         for seed in map(int, seeds.split(",")):
@@ -110,7 +112,7 @@ def main(
                     "kind": "finetuning",
                     "format": 1,
                     "steps": steps,
-                    "environment": environment(),
+                    "environment": {k: ", ".join(dict.fromkeys(x)) for k, x in both.items()},
                     **({"untrained": before} if group == "short" else {}),
                     "ways": {name: rows[name] for name in ways if name in rows},
                 }

@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--only-compile", action="store_true", help="few, by any Triton")
     given = parser.parse_args()
     if given.only_compile:  # 3.4 fails in a pass of its own for 10.0: the backward under a bias
-        compiled(DIFFERENT, DEVICES if triton.__version__ >= "3.5" else DEVICES[:2])
+        compiled(DIFFERENT, DEVICES[:2] if triton.__version__.startswith("3.4.") else DEVICES)
         print(f"Every kernel compiles on Triton {triton.__version__}.")
         return 0
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}

@@ -69,7 +69,7 @@ part selftest 90 "${posenc[@]}" selftest "$output/selftest.json"
 part tests 150 python -m pytest -m gpu -n 16 -v -p no:cacheprovider
 
 if [ -e "$output/bench/gpu.json" ]; then
-    device=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["machine"]["device"].split()[-1].lower())' \
+    device=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["machine"]["device"].split(maxsplit=3)[3].lower().replace(" ", "-"))' \
         "$output/bench/gpu.json")
     cp "$output/bench/gpu.json" "docs/data/gpu/${device}_model.json"
     python -m scripts.make_readme

@@ -165,7 +165,7 @@ class Encoding:
 
     @property
     def in_blocks(self) -> bool:
-        """True if no kernel computes a text on a GPU: for biases of more than the distance, xPos and rotated biases."""
+        """True if PyTorch computes a text on a GPU, in blocks: biases of more than the distance, xPos, rope_bias."""
         distance = isinstance(self.bias, DistanceBias) and not self.bias.of_query
         return not (self.bias is None or distance) or isinstance(self.plan, XPosPlan | OffsetPlan)
 

@@ -21,4 +21,4 @@ SERVED = {
     "sglang": "python -m sglang.launch_server --model-path",
     "mlx": "mlx_lm.server --model",
 }
-"""What serves a folder, whose name and flags follow."""
+"""Commands that serve a folder, without its name and the flags."""

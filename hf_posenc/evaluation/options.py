@@ -638,9 +638,9 @@ class SelftestOptions(Checked):
 
     Attributes:
         device: The device, e.g. cuda, cuda:1 or cpu. Default: the GPU if there is one.
-        length: Tokens of the text that is timed. Default: 8192, then 32768 on a GPU, 1024 on a CPU.
-        seconds: Begin no further check after so many seconds; the report names those that are left. Timing comes after;
-            of the second length, for as long.
+        length: Tokens of the text that is timed. Default: 1024 on a CPU; 8192 on a GPU, then 32768 while there is time.
+        seconds: Begin no further check after so many seconds; the report names those that are left. Timing comes after,
+            and begins nothing at a second length after so many more.
         dtypes: Names of dtypes to check, of which the first is timed; `None`: bfloat16, float16 and float32, on a CPU
             float32 first.
         head_dims: Head dimensions to check, of which the first is timed.

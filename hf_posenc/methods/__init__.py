@@ -123,7 +123,6 @@ METHODS: tuple[type[Method], ...] = tuple(
 """All methods, in the order of the documentation."""
 
 _BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}
-_BY_NAME = {name.replace("_", ""): method for name, method in _BY_NAME.items()} | _BY_NAME
 _OWN: dict[str, type[Method]] = {}
 """Methods of the user's own by name and alias."""
 _GROUP = "hf_posenc.methods"
@@ -241,7 +240,8 @@ def get_method(name: str) -> type[Method]:
     method = _BY_NAME.get(wanted) or _OWN.get(wanted)
     if method is None:  # reading the entry points of every package takes time: once
         installed = metadata.entry_points(group=_GROUP)
-        method = _registered(installed, wanted)
+        joined = {name.replace("_", ""): each for name, each in (_BY_NAME | _OWN).items()}
+        method = _registered(installed, wanted) or joined.get(wanted.replace("_", ""))
         if method is None:
             own = " One of your own needs @register_method, or an entry point of its package."
             raise unknown("method", name, _available(installed), own)

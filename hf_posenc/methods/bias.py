@@ -128,7 +128,7 @@ class RelativeKeys(_Bias):
         super().check_beside(others)
         if self.keep_rope and any(seam_of(other) not in self.beside_kept for other in others):
             raise PosencError(
-                f"{self.name}: with keep_rope=True it takes a static frequency method (yarn, ...) beside it alone."
+                f"{self.name} with keep_rope=True takes a static frequency method (yarn, ...) beside it, and no other."
             )
 
     def parameters_for(

@@ -108,8 +108,11 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Give new tensors this dtype by default."""
+    """Give new tensors this dtype by default. Where they have it, nothing is set, which other threads would share."""
     before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
     torch.set_default_dtype(dtype)
     try:
         yield

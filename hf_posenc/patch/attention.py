@@ -155,17 +155,7 @@ def install_attention(
         if native is not None and len(state.methods) > len(state.in_attention):
             state.hooks += watch_caches(model, state.config)
         run(subject, text)  # the patched model runs
-    warn_untrained(state.in_attention, stacklevel=5)
-    if _on_gpu(model) and any(each.encoding.in_blocks for _, each in patched_layers(model)):
-        warnings.warn(
-            f"On a GPU, {state.in_attention[0].name} is computed by blocks of PyTorch operations, without a kernel: "
-            "layers of 8,192 tokens took 88 to 189 times as long as plain attention (docs/gpu.md).",
-            stacklevel=5,
-        )
-
-
-def _on_gpu(model: nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in model.parameters())
+    warn_of(model, state.in_attention, stacklevel=5)
 
 
 def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) -> None:
@@ -249,8 +239,8 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         run(subject, text)
 
 
-def warn_untrained(methods: Sequence[Method], *, stacklevel: int) -> None:
-    """Warn of methods with parameters to train."""
+def warn_of(model: nn.Module, methods: Sequence[Method], *, stacklevel: int) -> None:
+    """Warn of methods with parameters to train, and of those that no kernel computes on the model's GPU."""
     for method in methods:
         if method.trainable:
             warnings.warn(
@@ -259,6 +249,16 @@ def warn_untrained(methods: Sequence[Method], *, stacklevel: int) -> None:
                 UntrainedWarning,
                 stacklevel=stacklevel + 1,
             )
+    if _on_gpu(model) and any(each.encoding.in_blocks for _, each in patched_layers(model)):
+        warnings.warn(
+            f"No kernel computes {', '.join(one.name for one in methods)} on a GPU, but blocks of PyTorch operations: "
+            "a layer took 88 to 189 times as long as plain attention, for 8,192 tokens (docs/gpu.md).",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in model.parameters())
 
 
 def remove_attention(model: nn.Module) -> None:

@@ -129,7 +129,7 @@ def _patch(
         # time of a patch, so there is one only where tensors would be made elsewhere.
         elsewhere = torch.empty(0).device.type != "cpu"
         placed = torch.device("cpu") if elsewhere else contextlib.nullcontext()
-        # Trials are compared as precisely as the weights are, and tables are float32, whatever vLLM has set.
+        # Trials are compared as precisely as the weights are. Tables are float32, whatever default vLLM has set.
         kind = next((each.device.type for each in inner.parameters()), "cpu")
         with placed, outside_autocast(kind), default_dtype(torch.float32):
             sample = sample_of(inner) if verify == "sample" else Sample({})

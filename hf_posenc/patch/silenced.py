@@ -21,7 +21,7 @@ from hf_posenc.errors import (
 )
 from hf_posenc.methods import Method, NoPE
 from hf_posenc.model.unwrapping import owner_of, trial
-from hf_posenc.patch.attention import install_biases, warn_untrained
+from hf_posenc.patch.attention import install_biases, warn_of
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import Record, ShownTable, held
@@ -81,7 +81,7 @@ class SilencedTable(TablesByPosition):
                 f"{name} gets positions from more than its table: {others}. That stays as it is.",
                 stacklevel=4,
             )
-        warn_untrained([method], stacklevel=4)
+        warn_of(model, [method], stacklevel=4)
         if not method.trainable:
             warnings.warn(
                 f"{method.name} replaces the positions of {name}: the model must be trained with it before its output "

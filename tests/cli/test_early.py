@@ -48,7 +48,7 @@ WRONG = [
     ("perplexity ./nowhere", "There is no model folder ./nowhere"),
     (
         "perplexity empty.txt",
-        "empty.txt is a file, and no GGUF file. Give the model's folder. A text",
+        "empty.txt is a file, and no GGUF file. Give the model's folder. Commands",
     ),
     ("perplexity ./other", "has no config.json (it has notes.txt)"),
     (

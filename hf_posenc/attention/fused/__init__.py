@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 Merge = Callable[[Tensor, Tensor, Sequence[tuple[Any, Tensor, Tensor]]], None]
-"""From the output (1, H, R, D) and its log-sum-exp (1, H, R), and parts of them with their own, to the whole's, in
-place. Those of new rows come first; if there are any, they cover all rows."""
+"""Merges parts of a softmax, each with its output and log-sum-exp, into an output (1, H, R, D) and its log-sum-exp
+(1, H, R), in place. Parts of new rows come first; if there are any, they cover all rows."""
 Attended = tuple[Tensor, Tensor, Any]
 """The output, its log-sum-exp, and what the backward needs beside them."""
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -108,8 +108,8 @@ def turned(turns: Sequence[Turn]) -> list[Tensor]:
 def _merge(out: Tensor, lse: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
     """Merge parts of a softmax into `out`, (1, H, R, D), and its log-sum-exp `lse`, (1, H, R), in place.
 
-    `parts` are outputs (chunks, H, rows, D) and log-sum-exps in turn, features dense, and `places` five numbers for
-    each, as the kernel has them. Each row of `out` that is in no part keeps its value, unless the first `places` is 1.
+    `parts` are outputs (chunks, H, rows, D) and log-sum-exps in turn, features dense. `places` is 1 if `out` holds
+    nothing yet, else 0, and then five numbers for each part, as the kernel has them.
     """
     from hf_posenc.attention.kernels import parts_triton
 

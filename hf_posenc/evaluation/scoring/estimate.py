@@ -49,12 +49,12 @@ PEAKS = {"B200": 2.25e15, "A100": 3.12e14, "L40S": 3.62e14, "4090": 1.65e14}
 PEAKS |= dict.fromkeys(("H200", "H100"), 9.89e14)
 """The makers' dense peaks in bfloat16, operations per second, by a part of the device's name."""
 SLOWER = {
-    "cuda flash, triton": 1.7,
-    **dict.fromkeys(("cuda flash", "flash attention 4, table"), 2.1),
+    **dict.fromkeys(("cuda flash, triton", "cuda flash"), 1.7),
+    "flash attention 4, table": 2.1,
     "triton biased": 4.0,
     "exact": 100.0,
 }
-"""Times of plain attention that a GPU's backends take: prefills of 32,768 tokens on an H200 (docs/gpu.md)."""
+"""Times of plain attention by backend, rounded: H200, prefills of 32,768 tokens, by `exact` of 8,192 (docs/gpu.md)."""
 _EXPERTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("num_routed_experts", "moe_num_primary_experts"),
