@@ -30,6 +30,7 @@ SHAPES = {
     "all keys": Shape(),
     "causal": Shape(causal=True),
     "a window": Shape(causal=True, window=128),
+    "a window, soft cap": Shape(causal=True, window=128, softcap=50.0),
 }
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hf_posenc.attention import decode, growing, prefill, windowed
 from hf_posenc.attention.call import Call, outside_autocast, product_dtype
+from hf_posenc.attention.checks import CAPPED, isolation, verdicts
 from hf_posenc.attention.checks import Backend as Backend
 from hf_posenc.attention.checks import Case as Case
 from hf_posenc.attention.checks import Result as Result
 from hf_posenc.attention.checks import case_of as case_of
-from hf_posenc.attention.checks import isolation, verdicts
 from hf_posenc.attention.checks.comparison import DTYPES, HEAD_DIMS, compare, kinds
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
@@ -194,7 +194,7 @@ def _elsewhere(case: Case, device: torch.device) -> str | None:
 
     `None` too where that process cannot decide: it did not start, had no memory, or does not know the kind.
     """
-    if case.kind not in kinds():
+    if case.kind.removesuffix(CAPPED) not in kinds():
         return None
     known = verdicts.read(device)
     if case not in known:

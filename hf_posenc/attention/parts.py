@@ -55,9 +55,9 @@ class Part:
     chunk: int | None = None
     mirrored: bool = False
 
-    def shape(self, scaling: float) -> Shape:
-        """Return the pairs that it sees, with the factor on their scores."""
-        return Shape(self.causal, self.window, self.mask, self.segments, scaling)
+    def shape(self, scaling: float, softcap: float | None) -> Shape:
+        """Return the pairs that it sees, with the factor on their scores and their soft cap."""
+        return Shape(self.causal, self.window, self.mask, self.segments, scaling, softcap)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Return the part of a tensor of queries, outputs or log-sum-exps; a view, of chunks as a batch."""
@@ -144,6 +144,8 @@ def attend_parts(
     value: Tensor,
     scaling: float,
     *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     trained: tuple[Tensor, Gradients] | None = None,
     fused: Fused = CPU,
 ) -> Tensor:
@@ -151,9 +153,9 @@ def attend_parts(
 
     Every row is in at least one part, and the rows of a part are either all new or all to be merged. Shapes: queries
     (B, H, Q, D), keys (B, HK, KV, D), the value (B, HK, KV, DV), and the result (B, H, Q, DV) in the memory layout
-    (B, Q, H, DV). Queries and keys are rounded to the dtype of the value, which the result has. `trained` is a table
-    from which the masks come and which gets a gradient too, and the backward. `fused` computes the parts, which must
-    be of its form.
+    (B, Q, H, DV). Queries and keys are rounded to the dtype of the value, which the result has. `softcap` and `sinks`
+    are those of `Call`. `trained` is a table from which the masks come and which gets a gradient too, and the backward.
+    `fused` computes the parts, which must be of its form.
     """
     features = value.shape[-1]
     size = max(queries[0].shape[-1], features)
@@ -165,7 +167,7 @@ def attend_parts(
     if fused.squares is not None:
         parts = [piece for part in parts for piece in in_squares(part, fused.squares)]
     out: Tensor = _Parts.apply(  # type: ignore[no-untyped-call]
-        fused, tuple(parts), len(queries), scaling, gradients, table, *tensors
+        fused, tuple(parts), len(queries), (scaling, softcap), gradients, table, sinks, *tensors
     )
     return out if size == features else out[..., :features]
 
@@ -177,9 +179,10 @@ class _Parts(torch.autograd.Function):
         fused: Fused,
         parts: tuple[Part, ...],
         count: int,
-        scaling: float,
+        form: tuple[float, float | None],
         gradients: Gradients | None,
         table: Tensor | None,
+        sinks: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         queries, keys, value = tensors[:count], tensors[count:-1], tensors[-1]
@@ -194,7 +197,7 @@ class _Parts(torch.autograd.Function):
                 part.ordered(part.of_rows(queries[part.query])),
                 part.ordered_keys(part.of_keys(keys[part.key], group, part.first_key)),
                 part.ordered_keys(part.of_keys(value, group)),
-                part.shape(scaling),
+                part.shape(*form),
             )
             states.append(state)
             whole = part.rows == (0, length) and part.heads is None
@@ -215,8 +218,12 @@ class _Parts(torch.autograd.Function):
                     lse_rows.copy_(part_lse)
         if fused.merge is not None:
             fused.merge(out, lse, apart)
-        ctx.save_for_backward(*tensors, table, out, lse)
-        ctx.parts, ctx.count, ctx.scaling, ctx.gradients = parts, count, scaling, gradients
+        if sinks is not None:  # one more key, without a value
+            sink = sinks.to(lse.dtype)[:, None]
+            out.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))
+            torch.logaddexp(lse, sink, out=lse)
+        ctx.save_for_backward(*tensors, sinks, table, out, lse)
+        ctx.parts, ctx.count, ctx.form, ctx.gradients = parts, count, form, gradients
         ctx.fused, ctx.states = fused, states
         return out
 
@@ -226,10 +233,14 @@ class _Parts(torch.autograd.Function):
         # With the output and log-sum-exp of the whole softmax, `exp(s - lse)` are the weights and `rowsum(grad * out)`
         # the correction of the whole. So the gradients of the parts sum to the whole's, and none is needed through a
         # log-sum-exp (as in ring attention, Liu et al. 2023, arXiv 2310.01889).
-        *tensors, table, out, lse = ctx.saved_tensors
+        *tensors, sinks, table, out, lse = ctx.saved_tensors
         if ctx.gradients is not None:
             *of_tensors, of_table = ctx.gradients(grad, *tensors, table, out, lse)
-            return None, None, None, None, None, of_table, *of_tensors
+            return None, None, None, None, None, of_table, None, *of_tensors
+        of_sinks = None
+        if sinks is not None:
+            weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+            of_sinks = (weights * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).neg()
         queries, keys, value = tensors[: ctx.count], tensors[ctx.count : -1], tensors[-1]
         group = queries[0].shape[1] // value.shape[1]
         # Many parts add to one key, so halves are summed in float32.
@@ -251,10 +262,10 @@ class _Parts(torch.autograd.Function):
                 part.ordered(part.of_rows(lse)),
             )
             rows = part.ordered(part.of_rows(grad))
-            gradients = ctx.fused.backward(rows, saved, part.shape(ctx.scaling), state)
+            gradients = ctx.fused.backward(rows, saved, part.shape(*ctx.form), state)
             own, seen = part.of_rows(grad_queries[part.query]), grad_keys[part.key]
             own.add_(part.ordered(gradients[0]))
             part.of_keys(seen, group, part.first_key).add_(part.ordered_keys(gradients[1]))
             part.of_keys(grad_value, group).add_(part.ordered_keys(gradients[2]))
         grads = [x.to(value.dtype) for x in (*grad_queries, *grad_keys, grad_value)]
-        return None, None, None, None, None, None, *grads
+        return None, None, None, None, None, None, of_sinks, *grads

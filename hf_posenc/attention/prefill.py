@@ -37,7 +37,7 @@ def accepts(call: Call, encoding: Encoding) -> bool:
     if call.query.device.type != "cpu" or call.query.shape[2] < ROWS:
         return False
     by_distance = isinstance(bias, DistanceBias) and not bias.of_query and encoding.method is None
-    return (bias is None or by_distance) and windowed.in_runs(call, encoding)
+    return (bias is None or by_distance) and call.plain and windowed.in_runs(call, encoding)
 
 
 def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:

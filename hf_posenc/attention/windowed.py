@@ -45,6 +45,7 @@ def accepts(
     features = max(call.query.shape[-1], call.value.shape[-1])
     return (
         encoding.bias is None
+        and (call.softcap is None or fused.softcaps)
         and (turns is None or turns(call, encoding))
         and fused.serves(call.query.device, call.dtype, features)
         and in_runs(call, encoding)
@@ -52,9 +53,9 @@ def accepts(
 
 
 def in_runs(call: Call, encoding: Encoding) -> bool:
-    """True if a call is plain attention over causal sequences, whose positions count up where a method reads them."""
+    """True if a call is attention over causal sequences, whose positions count up where a method reads them."""
     plan = encoding.plan
-    if plan.kernel is None or not call.plain or torch.compiler.is_compiling():
+    if plan.kernel is None or call.dropout or call.weights or torch.compiler.is_compiling():
         return False
     runs = call.runs()
     if runs is None or encoding.plain:
@@ -68,8 +69,11 @@ def attend(
     """Compute attention over causal sequences; queries in none are padding and give zeros."""
     runs = call.runs()
     assert runs is not None
+    compute = functools.partial(
+        attend_parts, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks, fused=fused
+    )
     if encoding.plan.kernel == "buckets":
-        return _by_bucket(call, encoding, runs, fused, turned), None
+        return _by_bucket(call, encoding, runs, compute, turned), None
     batch, _, rows, _ = call.query.shape
     key_count = call.key.shape[2]
     parts = call.mask.decided(
@@ -90,7 +94,7 @@ def attend(
     query = encoding.scaled(call.query, call.query_position)
     queries, keys = (map(_in_a_row, each) for each in branched(call, encoding, query, ends, turned))
     value = _in_a_row(call.value)
-    out = attend_parts(parts, [*queries], [*keys], value, call.scaling, fused=fused)
+    out = compute(parts, [*queries], [*keys], value)
     return out.unflatten(2, (batch, rows))[0].transpose(0, 1), None
 
 
@@ -268,7 +272,11 @@ def _moved(ends: tuple[int, int], by: int) -> tuple[int, int]:
 
 
 def _by_bucket(
-    call: Call, encoding: Encoding, runs: Sequence[Run], fused: Fused, turned: Turned
+    call: Call,
+    encoding: Encoding,
+    runs: Sequence[Run],
+    attend: Callable[..., Tensor],
+    turned: Turned,
 ) -> Tensor:
     """Compute every bucket of queries with keys rotated for it, by one call."""
     plan, (batch, heads, rows, _) = encoding.plan, call.query.shape
@@ -301,8 +309,7 @@ def _by_bucket(
                     turns = turn, (rotation.of_keys, own_key, tables)
                     own_query, own_key = (x[0] for x in turned(turns))
                 whole = [Part((0, size), (0, seen), causal=True)]
-                tensors = (own_query,), (own_key,), value[:, :, :seen]
-                outs.append(attend_parts(whole, *tensors, call.scaling, fused=fused))
+                outs.append(attend(whole, (own_query,), (own_key,), value[:, :, :seen]))
                 start += size
             out[own, :, run.queries] = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
     return out

@@ -18,7 +18,8 @@ from torch import Tensor
 from hf_posenc import patch_model
 from hf_posenc.attention import engine, growing, prefill, windowed
 from hf_posenc.attention.call import Call, CausalMask, Run
-from hf_posenc.attention.checks.comparison import encoding_of
+from hf_posenc.attention.checks.comparison import call_of, encoding_of, problem
+from hf_posenc.attention.checks.comparison import check as compared
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.flash4 import Flash4
@@ -32,6 +33,7 @@ from tests.support import zoo
 from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
 from tests.support.emulated import EmulatedCudnn, EmulatedFlash
 
+CPU = torch.device("cpu")
 EMULATED = EmulatedFlash()
 OPERATORS = EMULATED, EmulatedCudnn()
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
@@ -235,6 +237,53 @@ def test_keys_before_the_window_are_not_read(fused: CudaFlash | None, own: bool)
     pairs = zip(_gradients(got, [q, k, v], grad), _gradients(want, [q, k, v], grad), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+FORMS: dict[str, dict[str, Any]] = {"sinks": {"sinks": True}, "soft cap": {"softcap": 2.0}}
+
+
+@pytest.mark.parametrize("name", ["none", "rerope", "dual_chunk", "dynamic_ntk"])
+@pytest.mark.parametrize("backend", [fused.name for fused in OPERATORS])
+@pytest.mark.parametrize("form", FORMS)
+def test_soft_caps_and_sinks(name: str, backend: str, form: str) -> None:
+    """In two sequences behind a cache, one with padding, against the general path, with the gradient of the sinks."""
+    knobs: dict[str, Any] = {"window": 7} if name == "rerope" else {}
+    method = None if name == "none" else get_method(name).from_options(**knobs)
+    encoding = encoding_of(method, 16, CPU, 32)
+    made = problem(call_of(torch.float64, 16, CPU), encoding, 40, True)
+    sinks = torch.linspace(0, 6, 8, dtype=torch.float64, requires_grad=True)
+    more = {**FORMS[form], **({"sinks": sinks} if form == "sinks" else {})}
+    call = replace(made, **more)
+    computed = not (form == "soft cap" and backend != EMULATED.name)
+    leaves = [call.query, call.key, call.value, *([sinks] if form == "sinks" else [])]
+    with engine.forced(backend):
+        assert engine.choose(call, encoding).name == (backend if computed else "exact")
+        got = engine.attend(call, encoding)[0]
+    want, plain = exact(call, encoding)[0], exact(made, encoding)[0]
+    assert (want - plain).abs().max() > 0.01
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    grad = torch.randn_like(want)
+    pairs = zip(_gradients(got, leaves, grad), _gradients(want, leaves, grad), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+def test_other_kernels_are_checked_for_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of its own, tried on scores that are capped."""
+    call, encoding = call_of(torch.float32, 16, CPU), encoding_of(None, 16, CPU)
+    backend = engine.backend_of(EmulatedFlash.name)
+    case = engine.case_of(backend, replace(call, softcap=30.0), encoding)
+    assert case != engine.case_of(backend, call, encoding)
+    found = compared(backend, case, CPU)
+    assert found is not None
+    assert found.reason is None
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Shape, "softcap", property(lambda shape: None, lambda shape, value: None), raising=False
+        )
+        broken = compared(backend, case, CPU)
+    assert broken is not None
+    assert "its output differs" in (broken.reason or "")
 
 
 # Whole models

@@ -25,18 +25,23 @@ class EmulatedFlash(CudaFlash):
     """`Fused` by the emulated operator; all else is the code that CUDA runs."""
 
     name = "emulated flash"
+    softcaps = True
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return True
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
-        segments, form = shape.sequences(query, key), (shape.scaling, *shape.limits)
+        segments, form = (
+            shape.sequences(query, key),
+            (shape.scaling, *shape.limits, shape.softcap or 0.0),
+        )
         assert len(segments.queries) == 2 or segments.longest[0] > 1  # else heads become rows
         return *_attend(query, key, value, *segments.on(query.device), *form), None
 
     def attend_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         starts = shape.sequences(saved.query, saved.key).on(grad.device)
-        every: Gradients = _attend_backward(grad, *saved, *starts, shape.scaling, *shape.limits)
+        form = shape.scaling, *shape.limits, shape.softcap or 0.0
+        every: Gradients = _attend_backward(grad, *saved, *starts, *form)
         return every
 
 
@@ -51,7 +56,7 @@ class EmulatedCudnn(CudnnAttention):
 
     def square(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         (q, k, v), starts = _in_segments(query, key, value), _ends(query, key)
-        out, lse = _attend(q, k, v, *starts, shape.scaling, *shape.limits)
+        out, lse = _attend(q, k, v, *starts, shape.scaling, *shape.limits, 0.0)
         batch = len(query)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
         return _in_batch(out, batch), lse, None
@@ -59,7 +64,7 @@ class EmulatedCudnn(CudnnAttention):
     def square_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         given = _in_segments(grad, *saved[:4])
         lse, starts = saved.lse.transpose(0, 1).flatten(1), _ends(saved.query, saved.key)
-        every = _attend_backward(*given, lse, *starts, shape.scaling, *shape.limits)
+        every = _attend_backward(*given, lse, *starts, shape.scaling, *shape.limits, 0.0)
         of_query, of_key, of_value = (_in_batch(x, len(grad)) for x in every)
         return of_query, of_key, of_value
 
@@ -111,15 +116,16 @@ def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, rig
     return visible
 
 
-_FORM = "Tensor query_starts, Tensor key_starts, float scaling, int left, int right"
+_FORM = "Tensor query_starts, Tensor key_starts, float scaling, int left, int right, float softcap"
 
 
 def _scores(query: Tensor, key: Tensor, *form: Any) -> Tensor:
     """Scores (heads, rows, keys) in the dtype of sums, -inf where a pair is hidden; the arguments `_FORM`."""
-    *starts, scaling, left, right = form
+    *starts, scaling, left, right, softcap = form
     dtype, group = accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
     every = key.to(dtype).repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query.to(dtype), every) * scaling
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     visible = _visible(len(query), len(key), (starts[0], starts[1]), left, right)
     return scores.masked_fill_(~visible, -math.inf)
 
@@ -158,13 +164,16 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given the output and log-sum-exp of a whole softmax."""
     scores = _scores(query, key, *form)
-    dtype, group, scaling = scores.dtype, query.shape[1] // key.shape[1], form[2]
+    dtype, group = scores.dtype, query.shape[1] // key.shape[1]
+    *_, scaling, _, _, softcap = form
     weights = torch.exp(scores - lse[..., None])
     grad, out = grad.to(dtype), out.to(dtype)
     keys, values = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     of_weights = torch.einsum("qhd,khd->hqk", grad, values)
     of_weights -= torch.einsum("qhd,qhd->hq", grad, out)[..., None]
     of_scores = weights * of_weights * scaling
+    if softcap:
+        of_scores *= 1 - (scores.clamp(min=-softcap) / softcap) ** 2
     of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
     of_key = torch.einsum("hqk,qhd->khd", of_scores, query.to(dtype))
     of_value = torch.einsum("hqk,qhd->khd", weights, grad)

@@ -15,6 +15,8 @@ from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 
 Result = tuple[Tensor, Tensor | None]
+CAPPED = ", soft cap"
+"""Behind a kind, of calls whose scores have one: other kernels are compiled for them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Case:
 
     Attributes:
         backend: Its name.
-        kind: `Encoding.kind`.
+        kind: `Encoding.kind`, and `CAPPED` where scores have a soft cap.
         dtype: Name of `Call.dtype` in torch.
         head_dim: Features of a head.
         gradients: True if a backward follows.
@@ -69,4 +71,5 @@ def case_of(backend: Backend, call: Call, encoding: Encoding) -> Case:
     leaves = (query, call.key, call.value, *(trained[name] for name in trained))
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     dtype = str(call.dtype).removeprefix("torch.")
-    return Case(backend.name, encoding.kind, dtype, query.shape[-1], gradients)
+    kind = encoding.kind if call.softcap is None else encoding.kind + CAPPED
+    return Case(backend.name, kind, dtype, query.shape[-1], gradients)

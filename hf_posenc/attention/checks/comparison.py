@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, Mask, Run
-from hf_posenc.attention.checks import Backend, Case
+from hf_posenc.attention.checks import CAPPED, Backend, Case
 from hf_posenc.attention.encoding import BandPlan, Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.rotation import Layout, Rotation
@@ -27,6 +27,7 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.
 is wrong by one of N keys changes the result by about `N ** -0.5`, which is more."""
 ORIGINAL, THETA, SCALE = 128, 10000.0, 4.0
 HEADS, KEY_HEADS = 8, 2
+SOFTCAP = 2.0  # scores are about 1, and noticeably capped
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (128, 64, 256)
 """The usual ones, the most usual first."""
@@ -129,8 +130,10 @@ def offers(backend: Backend, case: Case, device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _sample(kind: str, dtype: str, head_dim: int, device: torch.device) -> tuple[Call, Encoding]:
+    name, capped, _ = kind.partition(CAPPED)
     call = call_of(getattr(torch, dtype), head_dim, device)
-    return call, encoding_of(kinds()[kind], head_dim, device)
+    call = replace(call, softcap=SOFTCAP) if capped else call
+    return call, encoding_of(kinds()[name], head_dim, device)
 
 
 def problem(

@@ -100,6 +100,7 @@ class Shape:
         mask: Added to the scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
         segments: The sequences of a call over several; `None`: it is one.
         scaling: The factor on q.k.
+        softcap: As in `Call`; only for an attention with `softcaps`.
     """
 
     causal: bool = False
@@ -107,6 +108,7 @@ class Shape:
     mask: Tensor | None = None
     segments: Segments | None = None
     scaling: float = 1.0
+    softcap: float | None = None
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -140,6 +142,7 @@ class Fused:
     """True if it has windows and segments and aligns causal calls to the bottom right: the last row sees the last key.
     It then takes no masks. Else causal calls are aligned to the top left, and masks are taken."""
 
+    softcaps = False  # True if it has soft caps of the scores
     squares: int | None = None
     """`None`, or that it has neither windows nor that alignment: parts are taken in squares (`parts.in_squares`), but
     for windows below so many tokens."""

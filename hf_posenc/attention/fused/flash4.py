@@ -24,6 +24,7 @@ class Flash4(CudaFlash):
     """`Fused` by FlashAttention-4."""
 
     name = "flash attention 4"
+    softcaps = True
     largest = 128  # on both generations of GPUs
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
@@ -54,6 +55,8 @@ def _given(
     options: dict[str, Any] = {"softmax_scale": shape.scaling, "causal": window == (-1, 0)}
     if window[0] >= 0:
         options |= {"window_size_left": window[0], "window_size_right": window[1]}
+    if shape.softcap is not None:
+        options["softcap"] = shape.softcap
     if len(segments.queries) == 2:
         return tuple(x.unsqueeze(0) for x in tensors), options
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
