@@ -12,6 +12,7 @@ import pandas
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import markdown_table, number, to_markdown
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
+from hf_posenc.methods import get_method
 from scripts import evidence_page, results
 from scripts.method_pages import expressed
 from scripts.results import DATA, DEMO, REAL_MODEL, at, perplexity, read, retrieval, summary, table
@@ -133,11 +134,10 @@ def classes() -> str:
     result = perplexity(TAILS)
     length = result.settings.lengths[-1]
     ratios, rows = at(summary(result.records), "tail", length), []
-    for option in read(REAL_MODEL / "recommend.json")["options"]:
-        own = [e for e in result.candidates if e.method == option["method"] and len(e.parts) == 1]
-        if own:
+    for name, option in ((o["method"], o) for o in read(REAL_MODEL / "recommend.json")["options"]):
+        if own := [e for e in result.candidates if e.method == name and len(e.parts) == 1]:
             label = next((e.label for e in own if e.spec == option["spec"]), own[0].label)
-            kind = "attention" if option["attention"] else "frequencies"
+            kind = "frequencies" if get_method(name).kind == "frequencies" else "attention"
             rows.append([f"`{option['spec']}`", option["works"], kind, f"`{label}`", ratios[label]])
     head = ["recommended", "class", "kind", "measured", f"/ truncation at {length:,}"]
     return markdown_table(head, rows, numeric=[False, False, False, False, True])

@@ -111,7 +111,7 @@ def tuned(kind: type[TuningResult]) -> str:
 
 def shipping() -> str:
     """Return the frequency methods by engine: how each is expressed there, on the embedded Llama."""
-    served = {"sequence": 'with `update="request"`'}  # the other form is refused
+    served = {"sequence": 'with `update="row"` or `"request"`'}  # "sequence" is refused
     rows = [
         [
             m.name,

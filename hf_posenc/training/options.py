@@ -351,15 +351,15 @@ def _recipe_words(name: str, parser: argparse.ArgumentParser) -> list[str]:
     values, words = read_yaml("recipe", path), list[str]()
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
-    options = {action.dest for action in parser._actions} - {"help", "recipe"}
+    options = {a.dest: a.nargs for a in parser._actions if a.dest not in ("help", "recipe")}
     for key, value in values.items():
         if key not in options or value is None:
             what = "no option" if key not in options else "given no value"
             raise PosencError(f"The recipe {path} sets {key}, which is {what}. {HELP}")
         if value != []:  # transformers' own default, as is an option that is left out
-            given = value if isinstance(value, list) else [value]
-            texts = (json.dumps(part) if isinstance(part, dict) else str(part) for part in given)
-            words += [f"--{key}", *texts]
+            bare = value is True and options[key] in ("?", "*")  # --fsdp takes no word "True"
+            given = [] if bare else value if isinstance(value, list) else [value]
+            words += [f"--{key}", *(json.dumps(x) if type(x) is dict else str(x) for x in given)]
     try:
         parser.parse_known_args(words)
     except PosencError as error:

@@ -350,10 +350,10 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         recipe.write_text(content, encoding="utf-8")
         return parse_arguments(["--recipe", str(recipe), "--use_cpu", *given])
 
-    content = "patch: pi:scale=2\nmax_steps: 7\nbf16: true\nscore: false\n"
+    content = "patch: pi:scale=2\nmax_steps: 7\nbf16: true\nscore: false\nfsdp: true\n"
     choice, data, arguments = parsed(content, "--max_steps", "9")
     assert (choice.patch, arguments.max_steps) == ("pi:scale=2", 9)
-    assert arguments.bf16
+    assert (arguments.bf16, arguments.fsdp) == (True, True)
     assert not data.score
     (tmp_path / "text").write_text("a few words", encoding="utf-8")
     # a string is one file, not one for each letter
