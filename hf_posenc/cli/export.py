@@ -144,15 +144,15 @@ def _show(exported: Export) -> None:
         return
     print_items(f"written as {exported.form}")
     for error in exported.errors:
-        layers = f"{error.layers}, " if error.layers else ""
         print_items(
-            f"  {layers}{error.length:,} tokens: frequencies within {error.frequency:.1e} of the model's, factor "
-            f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
+            f"  {error.layers and error.layers + ', '}{error.length:,} tokens: frequencies within {error.frequency:.1e}"
+            f" of the model's, factor within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
         )
     flags = zip(exported.flags[::2], exported.flags[1::2], strict=True)
     lines = [f"flag: {flag} {value}" for flag, value in flags]
     if exported.overrides:
-        lines.append("or, on the original folder: {} '{}'".format(*exported.overrides))
+        words = shlex.join((exported.path, *exported.flags, *exported.overrides))
+        lines.append(f"or, on the original folder: {SERVED[exported.engine]} {words}")
     print_items(*lines, wrap=False)
     print_items(*exported.notes, style="dim")
 
