@@ -288,7 +288,7 @@ def extend(
 
     job = frame.prepare(prepare)
     job.say = print_note
-
+    frame.announce(job.whole.settings, job.whole.metadata["skipped"])
     if (result := frame.measure(job)) is not None:
         frame.present(result)
         print_note(f"Wrote {write_page(frame.output)}")
