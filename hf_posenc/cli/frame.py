@@ -118,16 +118,14 @@ def check_model(options: ModelOptions, *, weights: bool = False) -> None:
         check_checkpoint(options.model, options.revision)
     if options.tokenizer is not None:
         check_name(options.tokenizer, given="tokenizer")
-    source = options.tokenizer or options.model
-    if source is not None and not options.trust_remote_code:
+    if (source := options.tokenizer or options.model) and not options.trust_remote_code:
         check_tokenizer(source)
     if not weights or options.model is None or options.trust_remote_code:
         return
     folder = Path(options.model).expanduser()
     if (folder / ADAPTER).is_file():  # `check_checkpoint` has read it
         folder = Path(read_json(folder / ADAPTER, folder)["base_model_name_or_path"])
-    damage = unreadable(folder)
-    if damage is not None:
+    if (damage := unreadable(folder)) is not None:
         raise PosencError(
             f"The model {folder} cannot be loaded: {damage.rstrip('.')}. --dry-run reads no weights."
         )
@@ -167,8 +165,7 @@ def check_device(name: str | None, also: str = "") -> None:
 
 def _named(place: str, name: str) -> bool:
     """Return whether a file of the source of transformers, or one of a folder, contains a name in quotes."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
+    if (spec := importlib.util.find_spec("transformers")) is None or spec.origin is None:
         return True
     path = Path(spec.origin).parent / place
     files = path.glob("*auto*.py") if path.is_dir() else (path,)
@@ -342,8 +339,7 @@ class Frame:
 
     def finish(self, job: Any, print_cost: Callable[[], None]) -> None:
         """Measure and present the result; exit with status 1 where a number is missing."""
-        result = self.measure(job, print_cost)
-        if result is None:
+        if (result := self.measure(job, print_cost)) is None:
             return
         self.present(result)
         problems = list(result.problems())
@@ -375,8 +371,7 @@ class Frame:
 
 def _keep_other_run(result: Result, folder: Path) -> Path | None:
     """Move the result of another run to a folder of its own, unless the new one has all its records."""
-    path = folder / f"{result.kind}.json"
-    if not path.exists():
+    if not (path := folder / f"{result.kind}.json").exists():
         return None
 
     def records(values: dict[str, Any]) -> set[str]:

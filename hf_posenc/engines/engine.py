@@ -283,11 +283,17 @@ class Source:
     @property
     def text_path(self) -> str:
         """The dotted path, in the config, of the part that the tables are built from."""
-        if not self.tables:
-            return ""
-        config = self.tables[0].table.config
+        # A language model alone is built from a part of the config of a model for texts and images.
+        parts, built = config_parts(self.config), type(self.model.config)
+        outer = next((path for path, part in parts if type(part) is built), "")
+        return ".".join(filter(None, (outer, self.built_path)))
+
+    @property
+    def built_path(self) -> str:
+        """The same in the config of the model that is built."""
+        own = [table.table.config for table in self.tables[:1]]
         parts = config_parts(self.model.config)
-        return next((path for path, part in parts if part is config), "")
+        return next((path for path, part in parts if own and part is own[0]), "")
 
     @property
     def text_config(self) -> Any:
@@ -313,7 +319,7 @@ class Source:
 
     def saved(self) -> dict[str, Any]:
         """Return the `rope_parameters` that `save_pretrained` writes."""
-        text = dict(config_parts(self.model.config))[self.text_path]
+        text = dict(config_parts(self.model.config))[self.built_path]
         return copy.deepcopy(getattr(text, "rope_parameters", None) or {})
 
     def lengths(self) -> dict[str, Any]:
@@ -415,8 +421,14 @@ def empty_model(config: Any) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM
 
     config, loader = copy.deepcopy(config), loader_of(config)
-    with torch.device("meta"):
-        if loader is not AutoModelForCausalLM:
-            return loader(config)
-        auto: Any = loader if type(config) in loader._model_mapping else AutoModel
-        return auto.from_config(config)
+    try:
+        with torch.device("meta"):
+            if loader is not AutoModelForCausalLM:
+                return loader(config)
+            auto: Any = loader if type(config) in loader._model_mapping else AutoModel
+            return auto.from_config(config)
+    except Exception as error:  # of a family's own code too
+        raise UnsupportedModelError(
+            f"transformers cannot build a {config.model_type} model from its config alone ({type(error).__name__}). If "
+            "this is a part of another model, give that model's folder."
+        ) from error

@@ -148,11 +148,10 @@ def _native(source: Source, engine: Engine) -> Export:
         if not engine.legacy and reloaded(config) is None:
             failures.append(f"the config class of {config.model_type} does not take {draft.form}")
             continue
-        errors = measure(source, engine, draft, vars(text))
-        if isinstance(errors, str):
+        if isinstance(errors := measure(source, engine, draft, vars(text)), str):
             failures.append(errors)
         elif all(error.small for error in errors):
-            own = isinstance(engine, Transformers5)
+            own = isinstance(engine, Transformers5) and source.text_path == source.built_path
             # The original folder of an adapter has no weights that an engine could be started with.
             overrides = () if result.is_adapter else engine.overrides(vars(text), source)
             written: Any = source.model.config if own else config
@@ -418,8 +417,7 @@ def _adapt_tokenizer(export: Export, folder: Path) -> list[Path]:
         if tokenizer_length(folder) >= (served := int(export.flags[1])):
             return []
         return [_write_json(file, {**values, "model_max_length": served})]
-    renamed = _TOKENIZER_CLASS.get(str(values.get("tokenizer_class")))
-    if renamed is None:
+    if (renamed := _TOKENIZER_CLASS.get(str(values.get("tokenizer_class")))) is None:
         return []
     values["tokenizer_class"] = renamed
     extra = values.pop("extra_special_tokens", None)

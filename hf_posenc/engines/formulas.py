@@ -113,8 +113,7 @@ def of_transformers(
         return Table(yarn_of(rope, theta, dim, original), yarn_factor_of(rope))
     if kind == "longrope":
         divisors = rope["long_factor" if length > original else "short_factor"]
-        factor = rope.get("attention_factor")
-        if factor is None:
+        if (factor := rope.get("attention_factor")) is None:
             scale = rope.get("factor") or config["max_position_embeddings"] / original
             factor = longrope_factor(scale * original, original)
         if "short_mscale" in rope:  # Phi-3.5-MoE

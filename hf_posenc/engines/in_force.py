@@ -28,10 +28,8 @@ _LENGTH = "max_position_embeddings"
 
 def tables_in_force(config: Any) -> tuple[SourceTable, ...]:
     """Return the rotary tables that transformers makes of a config; none where they lie in the weights."""
-    model = empty_model(config)
-    found = (table for table in tables_of(model) if not isinstance(table, SinCosTable))
-    unique = {table.label: SourceTable(table, None) for table in found}
-    return tuple(unique.values())
+    found = (one for one in tables_of(empty_model(config)) if not isinstance(one, SinCosTable))
+    return tuple({table.label: SourceTable(table, None) for table in found}.values())
 
 
 def same_tables(one: Any, other: Any) -> bool:
@@ -77,21 +75,13 @@ def as_patch(config: Any) -> PatchConfig | None:
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     entry = rope.get("full_attention", rope)
-    plain = unscaled(config)
-    wanted = tables_in_force(config)
-    for kind in METHODS:
-        if not issubclass(kind, RopeScaling) or not kind.for_rotary:
+    plain, wanted = unscaled(config), tables_in_force(config)
+    for kind in (each for each in METHODS if issubclass(each, RopeScaling) and each.for_rotary):
+        if (patch := _with_values_of(kind, entry, text)) is None:
             continue
-        patch = _with_values_of(kind, entry, text)
-        if patch is None:
-            continue
-        model = empty_model(plain)
+        model, original = empty_model(plain), patch.original_max_position_embeddings
         try:
-            patch_model(
-                model,
-                patch.build(),
-                original_max_position_embeddings=patch.original_max_position_embeddings,
-            )
+            patch_model(model, patch.build(), original_max_position_embeddings=original)
         except PosencError:
             continue
         if _computes(model, wanted):
@@ -103,8 +93,7 @@ def _with_values_of(
     kind: type[Method], entry: Mapping[str, Any], config: Any
 ) -> PatchConfig | None:
     """Return a method with the values of an entry of `rope_parameters` of its own `rope_type`; `None` for others."""
-    found = entry_knobs(kind, {"rope_type": "default", **entry}, config)
-    if not found:
+    if not (found := entry_knobs(kind, {"rope_type": "default", **entry}, config)):
         return None
     scale = float(found.pop("scale", 1.0)) if kind.takes_scale() else None
     defaults = kind.knobs()

@@ -185,8 +185,7 @@ def runtime(
     original = int(options.get("--yarn-orig-ctx", 0) or trained)
     inv_freq = formulas.plain(theta, dim)
     name = f"rope_factors_{'long' if context > original else 'short'}.weight"
-    divisors = tensors.get("rope_freqs.weight", tensors.get(name))
-    if divisors is not None:  # in float32
+    if (divisors := tensors.get("rope_freqs.weight", tensors.get(name))) is not None:  # in float32
         inv_freq = inv_freq / torch.tensor(divisors, dtype=torch.float32).double()
     factor = float(keys.get("rope.scaling.attn_factor", 1.0))
     if kind != "yarn":
@@ -298,8 +297,7 @@ def check_gguf(
         PosencError: Not a GGUF file, or a model without a table.
     """
     source = open_source(directory, method, **options)
-    table = source.main_table
-    if table is None:
+    if (table := source.main_table) is None:
         raise PosencError(
             f"{source.path} has no rotary table that a GGUF file could hold: methods that compute attention, and "
             "tables in the weights, stay with hf_posenc."
@@ -309,8 +307,7 @@ def check_gguf(
     header = read_header(file)
     front = f"{header.architecture}."
     keys = {name.removeprefix(front): value for name, value in header.values.items()}
-    held = (name for name in GGUF_TENSORS if name in header.tensors)
-    tensors: Lists = {name: header.divisors(name) for name in held}
+    tensors: Lists = {one: header.divisors(one) for one in GGUF_TENSORS if one in header.tensors}
     computed = runtime(keys, tensors, table.dim, source.reach, flags)
     error = TableError.between(table.label, source.reach, computed, table.in_force(source.reach))
     every = (draft.divisors for draft in LlamaCpp().drafts(source))
@@ -345,8 +342,7 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
 
     reader = gguf.GGUFReader(check.path)
     writer: Any = gguf.GGUFWriter(target, architecture, endianess=reader.endianess)
-    alignment = reader.fields.get(gguf.Keys.General.ALIGNMENT)
-    if alignment is not None:
+    if (alignment := reader.fields.get(gguf.Keys.General.ALIGNMENT)) is not None:
         writer.data_alignment = alignment.contents()
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == gguf.Keys.General.ARCHITECTURE:

@@ -19,6 +19,9 @@ PLUGIN_VLLM = ("0.32", "0.33")
 SERVED = {
     "vllm": "vllm serve",
     "sglang": "python -m sglang.launch_server --model-path",
+    "llama.cpp": "llama-server -m",
     "mlx": "mlx_lm.server --model",
 }
-"""Commands that serve a folder, without its name and the flags."""
+"""Commands that serve a folder, or a GGUF file, without its name and the flags."""
+CPU_VLLM = "python -m vllm.entrypoints.openai.api_server --model"
+"""The same for vLLM's build for CPUs, whose own command fails."""

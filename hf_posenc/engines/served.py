@@ -11,7 +11,7 @@ from hf_posenc.engines.engine import empty_model
 from hf_posenc.errors import PosencError, UnsupportedModelError, UntrainedWarning
 from hf_posenc.methods import LengthDependent, RotaryBands, TableMethod, Temperature
 from hf_posenc.model.attention import Layer
-from hf_posenc.model.discovery import layer_index, layers_of_type, rotary_tables
+from hf_posenc.model.discovery import PER_LENGTH, layer_index, layers_of_type, rotary_tables
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.positions import LAYER
 from hf_posenc.patch.attention import Turn
@@ -61,7 +61,15 @@ def served_layers(
             method = {chosen: method[chosen], others[0]: _UNCHANGED}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)  # its parameters are those of the folder
-        patch_model(model, method, **request)
+        try:
+            patch_model(model, method, **request)
+        except PosencError as error:
+            if not any(table.rope_type in PER_LENGTH for table in rotary_tables(model)):
+                raise
+            raise PosencError(
+                f"{patch} cannot be served by vLLM's plug-in: its model's frequencies follow the length. A patch that "
+                f"is one table for all lengths needs none: hf-posenc export {trained or 'FOLDER'} --to vllm"
+            ) from error
     if trained is not None and (parameters := trained_parameters(model)):
         fill_from_checkpoint(parameters, trained, options)
     layers: dict[int, Layer] = {}

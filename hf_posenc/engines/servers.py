@@ -199,8 +199,7 @@ class VLLM(Engine):
         if _interleaved(table):
             return "its longrope rotates half-split features only, and this model's are interleaved"
         past = (setup.length if self.switches_by_text else setup.source.reach) > original
-        factor = rope.get("long_mscale" if past else "short_mscale")
-        if factor is None:
+        if (factor := rope.get("long_mscale" if past else "short_mscale")) is None:
             factor = formulas.longrope_factor(config["max_position_embeddings"], original)
         divisors = rope["long_factor" if past else "short_factor"]
         return Table(formulas.longrope(theta, dim, divisors), float(factor))
@@ -321,12 +320,9 @@ def _interleaved(table: SourceTable) -> bool:
     """Return whether the rotary module itself makes cos and sin feature by feature, not in two halves."""
     module = table.table.module if table.wrapper is None else table.wrapper
     output = rotary_output(module, table.label, torch.device("cpu"), length=4)
-    if output is None:
+    if output is None or (cos := output[0]).shape[-1] != table.dim:
         return False
-    cos = output[0]
-    if cos.shape[-1] != table.dim or is_half_split(output, cos.shape[-1] // 2):
-        return False
-    return torch.equal(cos[:, 0::2], cos[:, 1::2])
+    return not is_half_split(output, table.dim // 2) and torch.equal(cos[:, 0::2], cos[:, 1::2])
 
 
 class MLX(Engine):

@@ -419,10 +419,10 @@ class Result(abc.ABC):
         return (values.get("perplexity") or values).get("model") or {}
 
     def __str__(self) -> str:
-        """Return the tables as a terminal shows them, and what was found."""
+        """Return the tables as a terminal shows them, with their notes, and what was found."""
         console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as printed:
-            for item in (*self.tables(), *self.findings()):
+            for item in (*self.tables(), *self.notes(), *self.findings()):
                 console.print(item, markup=False)
         return printed.get()
 
@@ -572,8 +572,7 @@ class MethodsResult(Result, Generic[CellT]):
         for entry, name, length in itertools.product(self.candidates, self.conditions, lengths):
             key = {"method": entry.label, self.condition: name, "length": length}
             key["scale"] = entry.scale_at(length)
-            cells = self.cells_of(entry.label, name, length)
-            if not cells:
+            if not (cells := self.cells_of(entry.label, name, length)):
                 reason = self.failure(entry.label, name, length)
                 yield {**key, "status": reason or self.nothing}
             for cell in cells:

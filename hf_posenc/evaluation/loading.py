@@ -149,8 +149,7 @@ def load_tokenizer(
     quiet_transformers()
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    gguf = find_gguf(name)
-    if gguf is not None:
+    if (gguf := find_gguf(name)) is not None:
         require_gguf()
         options["gguf_file"] = str(gguf.resolve())
     try:

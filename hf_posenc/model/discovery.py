@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -78,12 +79,19 @@ class RotaryTable:
             module: nn.Module = make(self.config)
         return module
 
+    @functools.cached_property
+    def _twin(self) -> nn.Module:
+        return self.built()
+
     def live(self) -> tuple[Tensor, float]:
         """Return the module's own table, of texts within the original length, shape (d/2,), and its factor."""
         inv_freq = self.held_by(self.module)
-        if inv_freq.is_meta:  # as its class builds the module from the config
+        # Once built, also while a trial has random values in place of those that are missing.
+        if inv_freq.is_meta or "_twin" in vars(
+            self
+        ):  # as its class builds the module from the config
             try:
-                inv_freq = self.held_by(self.built())
+                inv_freq = self.held_by(self._twin)
             except Exception as error:
                 raise UnsupportedModelError(
                     f"{self.name} is on the meta device and {type(self.module).__name__} cannot be built from its "

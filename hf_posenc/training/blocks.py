@@ -112,7 +112,7 @@ class Counts:
         tokens: Tokens of documents in blocks, without the special ones in front.
         unused: Tokens of those documents that are in no block.
         sha256: Hash of all blocks and document boundaries, equal on every rank and in every run.
-        skipped: Number of documents that were not used; `reason` is that of the first.
+        skipped: Number of documents that were not used; `reason` has the name of the first, and why.
     """
 
     length: int
@@ -127,9 +127,12 @@ class Counts:
 
     def line(self) -> str:
         share = self.unused / max(self.tokens + self.unused, 1)
+        counted = ("block", self.blocks), ("document", self.documents), ("document", self.skipped)
+        blocks, used, skipped = (f"{count:,} {one}{'s' * (count != 1)}" for one, count in counted)
+        first = f" (the first: {self.reason})" if self.reason else ""
         return (
-            f"{self.blocks:,} blocks of {self.length:,} tokens from {self.documents:,} documents "
-            f"({share:.0%} of their tokens are left over); {self.skipped:,} documents not used"
+            f"{blocks} of {self.length:,} tokens from {used} ({share:.0%} of their tokens are left over); {skipped} "
+            f"not used{first}"
         )
 
 

@@ -298,8 +298,7 @@ class LossBar(ProgressCallback):
             return
         if "loss" in logs:
             self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
-        scored = {name: value for name, value in logs.items() if "_perplexity_" in name}
-        if scored:
+        if scored := {name: value for name, value in logs.items() if "_perplexity_" in name}:
             texts = (f"{name[5:].replace('_', ' ')}: {value:.4g}" for name, value in scored.items())
             self.training_bar.write(f"step {state.global_step}: {', '.join(texts)}")
 
@@ -309,8 +308,7 @@ class StopOnNonFinite(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         for name in ("loss", "grad_norm"):
-            value = (logs or {}).get(name)
-            if value is not None and not math.isfinite(float(value)):
+            if (value := (logs or {}).get(name)) is not None and not math.isfinite(float(value)):
                 raise PosencError(
                     f"The {name} is {float(value)} at step {state.global_step}; nothing was saved from it. Lower "
                     "--learning-rate or raise --warmup-steps, and inspect the text; the same command resumes."

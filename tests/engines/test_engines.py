@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc import PosencError, from_pretrained, get_method, inspect_rope, patch_model
+from hf_posenc import PosencError, from_pretrained, get_method, get_patch, inspect_rope, patch_model
 from hf_posenc.engines import (
     ENGINES,
     Export,
@@ -28,6 +28,7 @@ from hf_posenc.engines import (
 from hf_posenc.engines.engine import open_source
 from hf_posenc.engines.in_force import Scaling, scaling_of, tables_in_force
 from hf_posenc.engines.names import PLUGIN_VLLM
+from hf_posenc.engines.served import served_layers
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
 from tests.support.families import build_text_model
@@ -230,8 +231,7 @@ class TestServers:
         zoo.from_config(config).save_pretrained(tmp_path)
         limit = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(limit), encoding="utf-8")
-        options = {**OPTIONS[method], "scale": scale}
-        found = export(tmp_path, engine, method=method, **options)
+        found = export(tmp_path, engine, method=method, **{**OPTIONS[method], "scale": scale})
         if not found.possible:
             pytest.skip(found.reason)
         write_export(found, tmp_path / "out", weights="copy")
@@ -317,6 +317,24 @@ def test_a_model_without_rotary_embedding_is_told_what_its_folder_is(tmp_path: P
         export(tmp_path / "nope", "vllm")
 
 
+def test_a_language_model_in_the_config_of_a_larger_one(tmp_path: Path) -> None:
+    zoo.tiny_config("qwen3_5").save_pretrained(tmp_path)
+    for engine in (*SERVERS, "transformers5", "llama.cpp"):
+        config = export(tmp_path, engine, method="yarn", scale=4).config
+        assert config["text_config"]["rope_parameters"]["rope_type"] == "yarn"
+        assert "rope_parameters" not in config
+    AutoConfig.for_model("deepseek_ocr2_text").save_pretrained(tmp_path)
+    with pytest.raises(PosencError, match="cannot build a deepseek_ocr2_text model"):
+        export(tmp_path, "vllm")
+
+
+def test_a_plug_in_names_the_export_that_serves_phi3s_lists() -> None:
+    config = zoo.tiny_config("phi3", rope_parameters={"rope_type": "longrope", **LISTS})
+    patch: Any = get_patch(patch_model(zoo.from_config(config), "yarn", scale=8, replace=True))
+    with pytest.raises(PosencError, match="export FOLDER --to vllm"):
+        served_layers(config, patch.config, None)
+
+
 def test_the_versions_that_the_plug_in_was_run_with_are_the_same_everywhere() -> None:
     first, last = PLUGIN_VLLM
     major, minor = map(int, last.split("."))
@@ -361,8 +379,7 @@ def test_the_config_of_a_patch_is_read_as_that_patch(method: str) -> None:
 def test_the_option_is_the_patch() -> None:
     from hf_posenc.evaluation.loading import parse_patch
 
-    config = zoo.tiny_config("llama", rope_parameters={**YARN, "beta_fast": 16})
-    scaling = scaling_of(config)
+    scaling = scaling_of(zoo.tiny_config("llama", rope_parameters={**YARN, "beta_fast": 16}))
     assert scaling.option == "yarn:scale=4,beta_fast=16"
     method, options = parse_patch(scaling.option).arguments()
     (one,) = inspect_rope(patch_model(zoo.build("llama"), method, **options))

@@ -28,12 +28,8 @@ from tests.support.selection import covering
 from tests.support.tiny_text import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
-METHODS: list[tuple[Any, dict[str, Any]]] = [
-    ("yarn", {"scale": 4}),
-    ("rerope", {"window": 16}),
-    ("alibi", {}),
-    (["yarn", "log_n"], {"scale": 4}),
-]
+METHODS: list[tuple[Any, dict[str, Any]]] = [("yarn", {"scale": 4}), ("rerope", {"window": 16})]
+METHODS += [("alibi", {}), (["yarn", "log_n"], {"scale": 4}), ("dynamic_yarn", {})]
 DEPTH = 8
 
 

@@ -31,6 +31,7 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.training.blocks import (
     STANDARD_LIBRARY,
     Blocks,
+    Counts,
     Cutter,
     candidates,
     prepare_blocks,
@@ -82,9 +83,9 @@ def test_a_block_is_of_one_document(positions: str) -> None:
     assert counts.skipped == 1
     assert counts.reason == "doc1: too short: 7 tokens, 10 are needed"
     assert counts.largest == max(map(max, expected))
-    assert counts.line() == (
-        "6 blocks of 10 tokens from 2 documents (8% of their tokens are left over); 1 documents not used"
-    )
+    line = "6 blocks of 10 tokens from 2 documents (8% of their tokens are left over); 1 document"
+    assert counts.line() == f"{line} not used (the first: {counts.reason})"
+    assert Counts(10, 1, 1, 10).line().startswith("1 block of 10 tokens from 1 document (")
 
 
 def test_packed_documents_stand_side_by_side() -> None:
@@ -344,8 +345,7 @@ def _rank(folder: Path, rank: int) -> None:
 
 @pytest.mark.slow
 def test_of_several_processes_one_reads_and_all_have_the_same(tmp_path: Path) -> None:
-    ranks = [start(_rank, tmp_path, rank) for rank in range(3)]
-    for process in ranks:
+    for process in [start(_rank, tmp_path, rank) for rank in range(3)]:
         process.join(PATIENCE)
     assert len(list(tmp_path.glob("read-*"))) == 1
     hashes = [path.read_text() for path in tmp_path.glob("hash-*")]

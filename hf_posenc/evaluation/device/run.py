@@ -81,8 +81,7 @@ class SpeedResult:
             [values[name] for values in self.rounds] for name in (method, self.methods[0])
         )
         reasons = (values["failed"] for values in own if "failed" in values)
-        failed = next(reasons, None if own else "not measured")
-        if failed is not None:
+        if (failed := next(reasons, None if own else "not measured")) is not None:
             return Row("prefill", method, self.length, failed=failed)
         peaks = [values["peak_bytes"] for values in own]
         alone = any("failed" in values for values in first)

@@ -359,8 +359,7 @@ def special_prefix(tokenizer: Any, policy: str) -> list[int]:
         return []
     if policy in ("always", "bos-or-eos"):
         bos, eos = tokenizer.bos_token_id, getattr(tokenizer, "eos_token_id", None)
-        token = eos if bos is None and policy == "bos-or-eos" else bos
-        if token is not None:
+        if (token := eos if bos is None and policy == "bos-or-eos" else bos) is not None:
             return [int(token)]
         raise PosencError(
             "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."

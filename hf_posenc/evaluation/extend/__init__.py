@@ -120,8 +120,7 @@ class ExtendJob(Rung[ExtendResult]):
         parts: dict[str, Any] = {}
         choosing = course(self.whole.part([controls[0], *methods], choosing_half))
         choice = choose(choosing, kinds, self.options.max_regression)
-        chosen = next((c for c in methods if c.label == choice.winner), None)
-        if chosen is not None:
+        if (chosen := next((c for c in methods if c.label == choice.winner), None)) is not None:
             parts["perplexity"] = course(self.whole.part([*controls, chosen], reporting_half))
             passkeys = RetrievalOptions(
                 methods=(TRUNCATION, chosen.spec),
@@ -210,8 +209,7 @@ class ExtendJob(Rung[ExtendResult]):
             for documents in range(min(FEW_DOCUMENTS, most), most + 1):
                 total = tokens * documents + DEPTHS * samples * prompt
                 plans.append(Plan(each, documents, samples, total))
-        fitting = [plan for plan in plans if plan.tokens * rate <= budget]
-        if not fitting:
+        if not (fitting := [plan for plan in plans if plan.tokens * rate <= budget]):
             least = min(plans, key=lambda plan: plan.tokens)
             needed = least.tokens * rate
             raise PosencError(

@@ -57,8 +57,7 @@ def choose(choosing: PerplexityResult, kinds: Mapping[str, str], bound: float) -
     """
     board = Board.of(choosing, bound, 1, TRUNCATION)
     documents = [document["name"] for document in choosing.documents]
-    ranked = board.rank(kinds, documents)
-    if not ranked:
+    if not (ranked := board.rank(kinds, documents)):
         return Choice()
     best, board.comparisons = ranked[0], max(1, math.comb(len(ranked), 2))
     rivals = [label for label in kinds if label in ranked[1:]]

@@ -115,8 +115,7 @@ def check_vocabulary(model: Any, largest: int) -> None:
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Return a hash of everything that determines the tokens of a text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return _hash(json.dumps(sorted(tokenizer.get_vocab().items())))
     return _hash(backend.to_str())
 

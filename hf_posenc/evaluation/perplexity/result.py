@@ -187,8 +187,7 @@ class PerplexityResult(MethodsResult[Cell]):
         return grid
 
     def _field(self, method: str, protocol: str, length: int, lowest: float) -> Field:
-        cell = self.cell(method, protocol, length)
-        if cell is None:
+        if (cell := self.cell(method, protocol, length)) is None:
             reason = self.failure(method, protocol, length)
             return Field("-") if reason is None else failure_field(reason)  # no token to score
         arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
@@ -212,6 +211,14 @@ class PerplexityResult(MethodsResult[Cell]):
             )
         yield from self.sample_sizes()
         special = len(self.model.get("bos", {}).get("token_ids", ()))
+        sizes, ends = [each["tokens"] for each in self.documents], {"prefix", "tail"}
+        most = (settings.lengths[-1] - special) * len(ends & {*settings.protocols})
+        read, more = sum(min(size, most) for size in sizes), settings.windows_per_document
+        if {*settings.protocols} <= ends and read < sum(sizes) and not more:
+            yield (
+                f"{read:,} of {sum(sizes):,} tokens are read, at the ends of the texts; --windows-per-document 8 has "
+                "tail read more of each."
+            )
         short = [length for length in settings.lengths if length - special < settings.stride]
         if "stream" in settings.protocols and short:
             yield (

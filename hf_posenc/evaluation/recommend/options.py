@@ -330,8 +330,7 @@ def _bands(kind: type[RotaryBands | GrowingBands], start: Start) -> Option:
     query, keys = torch.tensor(target - 1), torch.arange(target)
     farthest, read, sees_first = 0.0, 0, False
     for band in method.bands(original, *length):
-        inside = keys[band.contains(query, keys)]
-        if len(inside):
+        if len(inside := keys[band.contains(query, keys)]):
             distance = band.query_position(query) - band.key_position(inside)
             farthest, read = max(farthest, float(distance.max())), read + len(inside)
             sees_first = sees_first or int(inside[0]) == 0

@@ -392,8 +392,7 @@ class RetrievalResult(MethodsResult[Cell]):
     def _field(self, method: str, task: str, length: int, best: tuple[float, float]) -> Field:
         if self.is_left_out(task, length):
             return Field("-", "none")
-        cell = self.cell(method, task, length)
-        if cell is None:
+        if (cell := self.cell(method, task, length)) is None:
             return failure_field(self.failure(method, task, length))
         return _shown(cell, "best" if best > (0, 0) and cell.quality == best else "")
 

@@ -114,8 +114,7 @@ class Pieces:
         arguments: dict[str, Any] = {"use_cache": True}
         if begin:
             names = (name for name in CACHES if getattr(output, name, None) is not None)
-            name = next(names, None)
-            if name is None:
+            if (name := next(names, None)) is None:
                 raise _RefusedError("it returns no cache")
             arguments[name] = getattr(output, name)
         elif self.cache is not None:

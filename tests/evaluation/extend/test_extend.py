@@ -608,9 +608,9 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
     assert "or fine-tune: hf-posenc finetune" in text
     assert f"--model {folder} --text YOUR_TRAINING_TEXT --score-text {tmp_path}" in text
     assert (out / "report.html").is_file()
-    refused = invoke("extend", folder, "--target-length", "32")
-    assert refused.exit_code == 2
+    assert invoke("extend", folder, "--target-length", "32").exit_code == 2
     dry = invoke("extend", *given, "--dry-run")
+    assert "model.safetensors: not text" in dry.stderr
     planned = r"\d+ methods, \d+ \+ \d+ documents and \d+ passkeys: about \d+ s of 4 s\. That is at the rate"
     assert re.search(planned, " ".join(dry.output.split()))
 

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -76,8 +76,7 @@ CURVES = {
 def shown(result: PerplexityResult, protocol: str = "tail", width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(result.table(protocol))
-    file: Any = console.file
-    return str(file.getvalue())
+    return str(cast(Any, console.file).getvalue())
 
 
 def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
@@ -235,8 +234,8 @@ def test_notes_on_documents_and_windows(
     if stride is not None:
         settings = dataclasses.replace(result.settings, protocols=("stream",), stride=stride)
         result = dataclasses.replace(result, settings=settings)
-    result = dataclasses.replace(result, model={"bos": {"token_ids": special}})
-    notes = " ".join(result.notes())
+    bos = {"bos": {"token_ids": special}}
+    notes = " ".join(dataclasses.replace(result, model=bos).notes())
     assert noted in notes
     assert unsaid not in notes
 
@@ -249,8 +248,11 @@ def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
 
 
 def test_notes_and_guide() -> None:
-    notes = " ".join(example(CURVES).notes())
+    notes = str(example(CURVES))
     assert "6 documents, 1 skipped" in notes
+    assert "are read" not in notes
+    book = dataclasses.replace(example(CURVES), documents=[{"name": "book", "tokens": 5000}])
+    assert "2,048 of 5,000 tokens are read, at the ends of the texts;" in " ".join(book.notes())
     assert "(auto): scale = length / 256" in notes
     baseline, protocol = example(CURVES).guide()
     assert baseline.startswith(

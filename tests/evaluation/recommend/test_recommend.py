@@ -121,8 +121,7 @@ def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
     spec = RopeSpec(128, 1e4, 2048)
     slow = next(i for i in range(64) if 2048 * 1e4 ** (-2 * i / 128) < 2 * math.pi)
     naive = 2048 * 8 ** (2 * slow / 126)  # the pair's frequency is divided by s^(2i/(d-2))
-    patched_table = NTKAware(scale=8).inv_freq(spec)
-    met = met_until(spec.default_inv_freq(), patched_table, 2048)
+    met = met_until(spec.default_inv_freq(), NTKAware(scale=8).inv_freq(spec), 2048)
     assert met == pytest.approx(naive)
     assert 4096 < met < 16384
 
@@ -162,8 +161,7 @@ def test_windows_are_said_to_lack_the_first_tokens(advice: Advice) -> None:
 
 def test_evidence_names_its_factor_and_its_end(advice: Advice, only: Callable[..., None]) -> None:
     only("yarn", "self_extend", "ntk")
-    model = llama()
-    reasons = {o.method: o.reason for o in recommend(model, TRAINED * 16).options}
+    reasons = {o.method: o.reason for o in recommend(llama(), TRAINED * 16).options}
     said = "held at x8 (LLaMA-7B, pose-t6-govreport), x16 is beyond what was measured"
     assert said in reasons["yarn"]
     assert "beyond" not in by_name(advice)["yarn"].reason  # x8
@@ -254,8 +252,7 @@ def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     assert advice.first
     assert all(f"--patch {option.spec}" in swept for option in advice.first)
 
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = llama(rope_parameters=dynamic)
+    model = llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(PosencError, match=r"from 64 to 128\) or after it \(from 32 to 64\)"):
         recommend(model, TRAINED * 4)
     advice = recommend(model, TRAINED * 4, original=TRAINED)
@@ -452,6 +449,8 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
     assert any(line.startswith("In Python: patch_model(model, ") for line in lines)
     assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
     assert lines[-1].endswith("--all")
+    last = invoke("recommend", "--target-length", "1k").output.splitlines()[-1]
+    assert ": the least scale that reaches 1,024 tokens. Within" in last
 
 
 def test_the_command_prints_all_and_as_json(folder: Path, only: Callable[..., None]) -> None:
