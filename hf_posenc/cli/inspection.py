@@ -213,8 +213,8 @@ def fetch(
     where = f"Fetched {name} to {place}" if new else f"{name} is already there: {place}"
     print_items(f"{where} (sha256 verified).", wrap=False)
     print_items(f"{download.about}; {download.licence}. From {download.source}.")
-    used = "--text " * (download.files is None) + str(place.parent if directory else name)
-    print_items(f"Try: hf-posenc perplexity {used}", wrap=False)
+    text, source = "" if download.files else "--text ", place.parent if directory else name
+    print_items(f"Try: hf-posenc perplexity {text}{source}", wrap=False)
 
 
 def doctor() -> None:

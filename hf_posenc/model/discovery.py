@@ -86,10 +86,8 @@ class RotaryTable:
     def live(self) -> tuple[Tensor, float]:
         """Return the module's own table, of texts within the original length, shape (d/2,), and its factor."""
         inv_freq = self.held_by(self.module)
-        # Once built, also while a trial has random values in place of those that are missing.
-        if inv_freq.is_meta or "_twin" in vars(
-            self
-        ):  # as its class builds the module from the config
+        # As its class builds the module from the config; also while a trial has random values in place of missing ones.
+        if inv_freq.is_meta or "_twin" in vars(self):
             try:
                 inv_freq = self.held_by(self._twin)
             except Exception as error:

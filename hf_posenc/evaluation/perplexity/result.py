@@ -215,9 +215,11 @@ class PerplexityResult(MethodsResult[Cell]):
         most = (settings.lengths[-1] - special) * len(ends & {*settings.protocols})
         read, more = sum(min(size, most) for size in sizes), settings.windows_per_document
         if {*settings.protocols} <= ends and read < sum(sizes) and not more:
+            places = {"prefix": "the beginning", "tail": "the end"}
+            place = "both ends" if settings.protocols[1:] else places[settings.protocols[0]]
             yield (
-                f"{read:,} of {sum(sizes):,} tokens are read, at the ends of the texts; --windows-per-document 8 has "
-                "tail read more of each."
+                f"{read:,} of {sum(sizes):,} tokens are read, at {place} of each text. --protocol tail "
+                "--windows-per-document 8 reads more of it."
             )
         short = [length for length in settings.lengths if length - special < settings.stride]
         if "stream" in settings.protocols and short:

@@ -252,7 +252,7 @@ def test_notes_and_guide() -> None:
     assert "6 documents, 1 skipped" in notes
     assert "are read" not in notes
     book = dataclasses.replace(example(CURVES), documents=[{"name": "book", "tokens": 5000}])
-    assert "2,048 of 5,000 tokens are read, at the ends of the texts;" in " ".join(book.notes())
+    assert "2,048 of 5,000 tokens are read, at both ends of each text." in " ".join(book.notes())
     assert "(auto): scale = length / 256" in notes
     baseline, protocol = example(CURVES).guide()
     assert baseline.startswith(
