@@ -20,14 +20,17 @@ import typer
 from transformers import Trainer
 
 from hf_posenc import from_pretrained, unpatch_model
-from hf_posenc.evaluation import measure_perplexity
+from hf_posenc.evaluation import measure_perplexity, measure_retrieval
 from hf_posenc.evaluation.documents import read_embedded
+from hf_posenc.evaluation.documents.document import TokenizedDocument
+from hf_posenc.evaluation.loading import embedded_model, load_model, load_tokenizer, one_thread
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.training.options import RECIPES, read_yaml
 from hf_posenc.training.train import finetune, parse_arguments
+from scripts.measure_real_model import write_texts
 
 LENGTHS = (256, 512, 1024)
 EMBEDDED_PATCH = "yarn:scale=4"  # that of the recipe embedded
@@ -71,7 +74,26 @@ CONVERSIONS: dict[str, list[str]] = {
     "no rotation at all (DroPE)": ["--recipe", "drope"],
     "none in layers 1 and 3 (SWAN)": ["--recipe", "swan"],
 }
-GROUPS = {"ways": WAYS, "positions": POSITIONS, "short": SHORT, "conversions": CONVERSIONS}
+# Ways that train SmolLM2-135M (8,192 tokens) on blocks of 1,024 tokens alone, for 16,384. Texts: the standard library.
+_REAL = ["--model", "smollm2", "--block_length", "1024", "--per_device_train_batch_size", "1"]
+_REAL += ["--gradient_accumulation_steps", "1", "--learning_rate", "1e-4", "--warmup_steps", "10"]
+_REAL += ["--lr_scheduler_type", "constant_with_warmup", "--bf16", "true", "--use_cpu", "true"]
+SMOLLM2: dict[str, list[str]] = {
+    "pi, blocks": ["--patch", "pi:scale=2"],
+    "pi, EndPrompt": ["--patch", "pi:scale=2", "--positions", "endprompt"],
+    "pi, PoSE, distilled from itself": [
+        *("--patch", "pi:scale=2", "--positions", "pose", "--distill", "positions")
+    ],
+    "yarn, blocks": ["--patch", "yarn:scale=2"],
+    "yarn, blocks, distilled": ["--patch", "yarn:scale=2", "--distill", "short"],
+}  # fmt: skip
+GROUPS = {
+    "ways": WAYS,
+    "positions": POSITIONS,
+    "short": SHORT,
+    "conversions": CONVERSIONS,
+    "smollm2": SMOLLM2,
+}
 # The constant softmax scale of DroPE, for a model in which it was trained as 1.
 _TEMPERATURES = ("1.1", "1.2", "1.4")
 
@@ -79,20 +101,20 @@ _TEMPERATURES = ("1.1", "1.2", "1.4")
 def main(
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
     group: Annotated[
-        str, typer.Option(help="Ways to compare: ways, positions, short, conversions.")
+        str, typer.Option(help="Ways to compare: ways, positions, short, conversions, smollm2.")
     ] = "ways",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
     seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
 ) -> None:
     """Run every way with every seed that the file has not yet, and write tail perplexities before and after."""
-    from hf_posenc.evaluation.loading import one_thread
-
     one_thread()
     ways, rows = GROUPS[group], dict[str, Any]()
     known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {"ways": {}}
     patches = {_patch_of(ways[name]) for name in ways}
-    patches |= {"none", EMBEDDED_PATCH} if group == "short" else set()
-    before = known.get("untrained") or _untrained(patches)
+    patches |= {"short": {"none", EMBEDDED_PATCH}, "smollm2": {"none", "truncation"}}.get(
+        group, set()
+    )
+    before = known.get("untrained") or _untrained(patches, real=group == "smollm2")
     was = known.get("environment", {})  # where another version began the file, both are named
     both = {k: [*was.get(k, v).split(", "), v] for k, v in environment().items()}
     runs = {name: list(known["ways"].get(name, {}).get("runs", ())) for name in ways}
@@ -100,8 +122,8 @@ def main(
         for seed in map(int, seeds.split(",")):
             for name in ways:
                 if seed not in [run["seed"] for run in runs[name]]:
-                    cells = _trained(Path(work) / "run", ways[name], steps, seed)
-                    print(name, seed, cells["tail"], flush=True)
+                    cells = _trained(Path(work), ways[name], steps, seed, real=group == "smollm2")
+                    print(name, seed, cells, flush=True)
                     runs[name].append({"seed": seed, **cells})
                 rows[name] = {
                     "options": ways[name],
@@ -113,18 +135,23 @@ def main(
                     "format": 1,
                     "steps": steps,
                     "environment": {k: ", ".join(dict.fromkeys(x)) for k, x in both.items()},
-                    **({"untrained": before} if group == "short" else {}),
+                    **({"untrained": before} if group in ("short", "smollm2") else {}),
                     "ways": {name: rows[name] for name in ways if name in rows},
                 }
                 write_atomically(output, to_json(values))
 
 
-def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[str, Any]:
-    """Return tail perplexities by length at the end of a training, and the least CPU time of a step without optimizer.
+def _trained(
+    work: Path, options: list[str], steps: int, seed: int, *, real: bool
+) -> dict[str, Any]:
+    """Return what is measured at the end of a training, and the least CPU time of a step without optimizer.
 
     Of DroPE also the perplexities with a constant softmax scale.
     """
-    plain, seconds = Trainer.training_step, list[float]()
+    plain, seconds, folder = Trainer.training_step, list[float](), work / "run"
+    if real:
+        write_texts(work)
+        options = [*_REAL, "--text", str(work / "train"), *options]
 
     def timed(*given: Any) -> Any:
         began = time.process_time()
@@ -138,33 +165,74 @@ def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[st
     ]
     with replaced(Trainer, "training_step", timed):
         finetune(parse_arguments(given))
-    model = from_pretrained(str(folder), dtype=torch.float32)
-    cells = _measured(model, None)
+    model = from_pretrained(str(folder), dtype=torch.bfloat16 if real else torch.float32)
+    cells = _measured(model, None, real=real)
     cells["seconds_per_step"] = round(min(seconds), 4)
     if _patch_of(options) == "nope":
         unpatch_model(model)
         scaled = {f: f"nope+temperature:law=constant,factor={f}" for f in _TEMPERATURES}
-        cells["temperatures"] = {f: _measured(model, patch) for f, patch in scaled.items()}
+        cells["temperatures"] = {
+            f: _measured(model, patch, real=False) for f, patch in scaled.items()
+        }
     return cells
 
 
-def _untrained(patches: set[str]) -> dict[str, Any]:
-    """Return the same perplexities with every patch before any training."""
-    from hf_posenc.evaluation.loading import embedded_model, load_model
+def _untrained(patches: set[str], *, real: bool) -> dict[str, Any]:
+    """Return the same numbers with every patch before any training."""
+    model = (
+        load_model("smollm2", dtype="bfloat16")
+        if real
+        else load_model(embedded_model(), dtype="float32")
+    )
+    return {patch: _measured(model, patch, real=real) for patch in sorted(patches)}
 
-    model = load_model(embedded_model(), dtype="float32")
-    return {patch: _measured(model, patch) for patch in sorted(patches)}
 
-
-def _measured(model: Any, patch: str | None) -> dict[str, Any]:
-    from hf_posenc.evaluation.loading import embedded_model, load_tokenizer
-
-    tokenizer = load_tokenizer(embedded_model())
+def _measured(model: Any, patch: str | None, *, real: bool) -> dict[str, Any]:
+    """Return perplexities by protocol and length; of the real model also passkeys beyond its context."""
     methods = None if patch is None else [patch]
+    if real:
+        return _measured_real(model, methods)
+    tokenizer = load_tokenizer(embedded_model())
     result = measure_perplexity(
         model, tokenizer, read_embedded(), methods=methods, lengths=LENGTHS, protocols=["tail"]
     )
     return _cells(result, result.candidates[0].label)
+
+
+def _measured_real(model: Any, methods: list[str] | None) -> dict[str, Any]:
+    """Return the same of five texts' first tokens, in one forward each, and of keys beyond the context."""
+    tokenizer, short, long = load_tokenizer("smollm2"), 2048, 12_288
+    with tempfile.TemporaryDirectory() as work:
+        write_texts(Path(work))
+        texts = {
+            f.name: f.read_text(encoding="utf-8") for f in sorted(Path(work, "texts").iterdir())
+        }
+    documents = [
+        TokenizedDocument(name, torch.tensor(tokenizer(text)["input_ids"][:long]), None, None)
+        for name, text in texts.items()
+    ]
+    result = measure_perplexity(model, tokenizer, documents, methods=methods, lengths=[short, long])
+    label = result.candidates[0].label
+    cells = [cell for cell in result.cells if cell.method == label]
+    found = measure_retrieval(
+        model,
+        tokenizer,
+        methods=methods,
+        tasks=["passkey"],
+        lengths=[long],
+        depths=[0, 0.1, 0.2, 0.3],
+        samples=1,
+    )
+    keys = found.needles(label, "passkey", far=True)
+    return {
+        **{
+            p: {str(c.length): c.perplexity for c in cells if c.protocol == p}
+            for p in ("prefix", "tail")
+        },
+        "keys": len(keys),
+        "answered": sum(key.correct for key in keys),
+        "first": sum(key.rank == 1 for key in keys),
+    }
 
 
 def _patch_of(options: list[str]) -> str:

@@ -15,6 +15,7 @@ WAYS = BENCHMARKS / "finetuning.json"
 POSITIONS = BENCHMARKS / "positions.json"
 SHORT = BENCHMARKS / "short_training.json"
 CONVERSIONS = BENCHMARKS / "conversions.json"
+SMOLLM2 = BENCHMARKS / "smollm2_training.json"
 FOLDER, RESULT = DOCS / "data" / "finetuned", "longer"
 RECIPES = "hf_posenc/training/recipes"
 COMMANDS = {
@@ -41,8 +42,8 @@ def example() -> str:
     )
     beyond = (
         "Evaluate the saved model, also beyond the length that it was trained for. `none` here means no patch beyond "
-        "the saved one. The numbers differ from those above because the text differs: the "
-        f"{len(evaluated.documents)} modules that are long enough."
+        "the saved one. The numbers differ from those above because the text differs: the beginnings of the first "
+        f"{len(evaluated.documents)} of the held-out modules."
     )
     parts = [
         "Extend and fine-tune:",
@@ -90,6 +91,29 @@ def short() -> str:
         "relative to the first row with a training"
     )
     return _of_ways(result, untrained, intro, "short", timed=True)
+
+
+def smollm2() -> str:
+    """Return what SmolLM2 reads and finds after training on short blocks alone, and untrained."""
+    result: dict[str, Any] = read(SMOLLM2)
+    columns = {"first 2,048": ("prefix", "2048"), "first 12,288": ("prefix", "12288")}
+    columns["last 1,024 of these"] = ("tail", "12288")
+    names = {"none": "no patch", "truncation": "no patch, `truncation`"}
+    rows = {names.get(n, f"`{n}`, untrained"): [run] for n, run in result["untrained"].items()}
+    rows |= {name: row["runs"] for name, row in result["ways"].items()}
+    lines = []
+    for name, runs in rows.items():
+        cells = [_over_seeds(runs, [length], protocol)[0] for protocol, length in columns.values()]
+        many = sum(run["keys"] for run in runs)
+        found = [f"{sum(run[kind] for run in runs)} of {many}" for kind in ("answered", "first")]
+        options = result["ways"].get(name, {}).get("options", ())
+        lines.append([name, *cells, *found, f"`{' '.join(options)}`" if options else ""])
+    header = ["way", *columns, "keys answered", "ranked first", "options"]
+    intro = (
+        f"SmolLM2-135M (8,192 tokens), {result['steps']} steps of one block of 1,024 tokens. Perplexity of the first "
+        "12,288 tokens of five texts, and keys 8,192 to 12,288 tokens before the end of a prompt of 12,288"
+    )
+    return _of_seeds(result, intro, header, lines, "smollm2")
 
 
 def _of_ways(
@@ -146,11 +170,13 @@ def conversions() -> str:
     return _of_seeds(result, intro, header, lines, "conversions")
 
 
-def _over_seeds(runs: Sequence[Mapping[str, Any]], lengths: Sequence[str]) -> list[str]:
+def _over_seeds(
+    runs: Sequence[Mapping[str, Any]], lengths: Sequence[str], protocol: str = "tail"
+) -> list[str]:
     """Return the mean over the runs at every length; of several also the least and the greatest."""
     cells = []
     for length in lengths:
-        every = [run["tail"][length] for run in runs]
+        every = [run[protocol][length] for run in runs]
         spread = f" ({number(min(every))}-{number(max(every))})" if len(every) > 1 else ""
         cells.append(f"{number(sum(every) / len(every))}{spread}")
     return cells
