@@ -75,10 +75,20 @@ def loaded(
     A third entry is the attention implementation, which the key then ends with.
     """
     (folder / "models.json").write_text(json.dumps([(str(path), *how) for path, *how in models]))
-    files = [folder / "models.json", folder / "found.json"]
-    command, offline = [sys.executable, "-I", "-c", _LOAD, PACKAGES], {"HF_HUB_OFFLINE": "1"}
-    env = {**os.environ, **offline}
-    subprocess.run([*command, *files], check=True, capture_output=True, env=env)
+    subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            _LOAD,
+            PACKAGES,
+            folder / "models.json",
+            folder / "found.json",
+        ],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     found: dict[str, float | str] = json.loads((folder / "found.json").read_text())
     return found
 
@@ -109,8 +119,13 @@ def cases(folder: Path) -> Iterator[tuple[str, Path, Path, str, bool]]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("transformers4")
     every = list(cases(folder))
-    places = [(path, name) for _, *both, name, _ in every for path in both]
-    found = loaded([(path, name) for path, name in places if path.exists()], folder)
+    models = [
+        (path, name)
+        for _, saved, target, name, _ in every
+        for path in (saved, target)
+        if path.exists()
+    ]
+    found = loaded(models, folder)
     return {
         name: (possible, found[str(saved)], found.get(str(target)))
         for name, saved, target, _, possible in every
@@ -132,10 +147,12 @@ def test_what_is_said_not_to_load_does_not(results: dict[str, Any]) -> None:
 
 def test_save_pretrained_alone_does_the_same_but_for_phi3(results: dict[str, Any]) -> None:
     """Phi-3's 4.57 takes lists and nothing beside them, which 5 would read first; it refuses the saved config."""
-    possible = {name: saved for name, (possible, saved, _) in results.items() if possible}
-    worse = {name for name, saved in possible.items() if not is_small(saved)}
-    lists = {f"phi3-{method}" for method in METHODS if method not in ("ntk", "abf")}
-    assert worse == {*possible} & lists
+    worse = {
+        name for name, (possible, saved, _) in results.items() if possible and not is_small(saved)
+    }
+    assert worse == {name for name, (possible, *_) in results.items() if possible} & {
+        f"phi3-{method}" for method in METHODS if method not in ("ntk", "abf")
+    }
     assert "phi3-pi" in worse
 
 
