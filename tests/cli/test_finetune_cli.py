@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_posenc.training import TrainingLog, options
 from hf_posenc.training.result import print_next
 from hf_posenc.training.train import parse_arguments
-from tests.support.commands import invoke
+from tests.support.commands import succeeded
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 def help_of(option: str) -> dict[str, list[str]]:
     """The options under each panel of the help."""
-    result = invoke("finetune", option, columns=200)
-    assert result.exit_code == 0, result.output
-    assert "Every option of transformers' TrainingArguments works too" in result.output
-    assert ("--help-all shows the rest" in result.output) == (option == "--help")
-    parts = re.split(r"╭─ (.*?) ─+╮", result.output)[1:]
+    text = succeeded("finetune", option, columns=200).output
+    assert "Every option of transformers' TrainingArguments works too" in text
+    assert ("--help-all shows the rest" in text) == (option == "--help")
+    parts = re.split(r"╭─ (.*?) ─+╮", text)[1:]
     panels = dict(zip(parts[::2], parts[1::2], strict=True))
     return {name: re.findall(r"^│ (--[\w-]+)", text, re.MULTILINE) for name, text in panels.items()}
 
@@ -56,25 +55,12 @@ def test_the_names_of_transformers_options_are_all_known() -> None:
 
 
 def test_every_option_is_read_with_hyphens_and_with_underscores(tmp_path: Path) -> None:
-    given = {
-        "output_dir": str(tmp_path),
-        "max_steps": "3",
-        "score_lengths": "64",
-        "weight_decay": "0.1",
-        "no_dataloader_drop_last": None,
-        "no_include_num_input_tokens_seen": None,
-        "no_score": None,
-        "use_cpu": None,
-    }
+    given = (
+        f"--output_dir {tmp_path} --max_steps 3 --score_lengths 64 --weight_decay 0.1 --no_score "
+        "--no_dataloader_drop_last --no_include_num_input_tokens_seen --use_cpu"
+    )
     one, other = (
-        parse_arguments(
-            [
-                word
-                for name, value in given.items()
-                for word in (f"--{name.replace('_', mark)}", value)
-                if word is not None
-            ]
-        )
+        parse_arguments([w.replace("_", mark) if w[0] == "-" else w for w in given.split()])
         for mark in "_-"
     )
     assert one[:2] == other[:2]

@@ -49,7 +49,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.methods import YaRN
 from hf_posenc.training import PositionCollator
 from tests.support import zoo
-from tests.support.commands import invoke
+from tests.support.commands import invoke, refused, succeeded
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
 from tests.support.selection import quick
 from tests.support.tiny_text import byte_tokenizer, prose, text_files, tiny_checkpoint
@@ -247,8 +247,6 @@ CALLS: dict[str, dict[str, str]] = {
         ")([{'input_ids': [1, 2], 'labels': [1]}]": "Example 0 of the batch has 1 labels for 2 tok",
     },
 }
-
-
 OPTIONS = (BenchOptions, PerplexityOptions, SelftestOptions, TokenScorer)
 FUNCTIONS = (bench, measure_perplexity, measure_retrieval, recommend, selftest)
 READERS = (model_path, read_dataset, read_paths)
@@ -387,9 +385,8 @@ def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_bytes(b"x")
         message = refusal(tmp_path / name)
         assert f"need the {library} library: pip install 'hf-posenc[data]'" in message
-    with pytest.raises(
-        PosencError, match=r"needs the datasets library: pip install 'hf-posenc\[data\]'"
-    ):
+    message = r"needs the datasets library: pip install 'hf-posenc\[data\]'"
+    with pytest.raises(PosencError, match=message):
         list(read_dataset("anything"))
 
 
@@ -466,8 +463,7 @@ def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (folder / "[red]\n[").write_bytes(b"")
     model = tiny_checkpoint(tmp_path / "model")
     arguments = ["perplexity", model, "--text", folder, "--lengths", "32,64", "--patch", "none"]
-    result = invoke(*arguments, "--no-plot", "--output", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = succeeded(*arguments, "--no-plot", "--output", tmp_path / "out")
     assert f"1 document, {len(FILES) + 3} skipped" in result.stdout
     known = json.loads((tmp_path / "out" / "perplexity.json").read_text())
     assert [Path(document["name"]).name for document in known["documents"]] == ["good.txt"]
@@ -533,10 +529,7 @@ _no_layer = _weights(lambda name, value: None if "layers.1." in name else value)
 _DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 _EIGHT, _LISTS = [1.0] * 8, {"factor": 2.0, "original_max_position_embeddings": 32}
 _BASE = '{"peft_type": "LORA", "base_model_name_or_path": "/gone"}'
-_CODE: dict[str, Any] = {
-    "model_type": "mine",
-    "auto_map": {"AutoConfig": "configuration_mine.Mine"},
-}
+_CODE: Any = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
 _OTHER_PATCH = {"format": 1, "method": "banana", "options": {}, "before": {}}
 
 # A checkpoint's damage and the line. All of them measure without an error in plain transformers, or raise an error that
@@ -606,11 +599,13 @@ DOUBTFUL: dict[str, tuple[Damage, str]] = {
 }
 
 
-def _perplexity(model: Path, output: Path, *more: object) -> Any:
+def _perplexity(model: Path, output: Path, *more: object, status: int = 0) -> Any:
     text = output.parent / "text.txt"
     text.write_text(prose(300))
     arguments = ["perplexity", model, "--text", text, "--lengths", "32", "--patch", "none"]
-    return invoke(*arguments, "--no-plot", "--output", output, *more)
+    result = invoke(*arguments, "--no-plot", "--output", output, *more)
+    assert result.exit_code == status, result.output
+    return result
 
 
 # What is wrong with a tokenizer, with values or for a measurement.
@@ -625,8 +620,7 @@ def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
     damage, line = (CHECKPOINTS | DOUBTFUL)[name]
     model = tiny_checkpoint(tmp_path / "model")
     damage(model)
-    result = _perplexity(model, tmp_path / "out")
-    assert result.exit_code == (0 if name in DOUBTFUL else 2), result.output
+    result = _perplexity(model, tmp_path / "out", status=0 if name in DOUBTFUL else 2)
     (said,) = lines_of(result, "warning: " if name in DOUBTFUL else "error: ")
     assert line in said
     if name in _ONLY_IN_COMMANDS:
@@ -646,9 +640,8 @@ def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
 def test_advice_on_keys_is_no_doubt(tmp_path: Path) -> None:
     """Phi-3's own configs have no `factor`; transformers recommends one, and computes the same without it."""
     model = tiny_checkpoint(tmp_path / "model")
-    _rope("longrope", short_factor=_EIGHT, long_factor=_EIGHT, original_max_position_embeddings=32)(
-        model
-    )
+    lists = {"short_factor": _EIGHT, "long_factor": _EIGHT}
+    _rope("longrope", **lists, original_max_position_embeddings=32)(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_posenc.from_pretrained(model)
@@ -662,9 +655,7 @@ def test_a_tokenizer_with_a_known_error_is_named(tmp_path: Path) -> None:
     values = json.loads(file.read_text())
     values["model"]["vocab"] |= {f"<{n}>": n for n in range(257, 100_001)}  # as in the family
     file.write_text(json.dumps(values))
-    result = _perplexity(model, tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    (line,) = lines_of(result, "warning: ")
+    (line,) = lines_of(_perplexity(model, tmp_path / "out"), "warning: ")
     assert "This will lead to incorrect tokenization. You should set the `fix_mistral" in line
     assert "pass the folder as --tokenizer." in line
 
@@ -680,22 +671,17 @@ def test_an_export_names_a_damaged_tokenizer(content: str, line: str, tmp_path: 
     model = tiny_checkpoint(tmp_path / "model")
     (model / "tokenizer_config.json").write_text(content)
     given = ["export", model, "--to", "vllm", "--patch", "yarn:scale=2"]
-    result = invoke(*given, "--output", tmp_path / "out")
-    assert result.exit_code == 2, result.output
-    (error,) = lines_of(result)
-    assert line in error
+    assert line in refused(*given, "--output", tmp_path / "out")
 
 
 def test_a_damaged_result_is_named(places: dict[str, Path], tmp_path: Path) -> None:
     file, page = tmp_path / "out" / "perplexity.json", tmp_path / "page.html"
-    assert _perplexity(places["model"], file.parent).exit_code == 0
+    _perplexity(places["model"], file.parent)
     measured = json.loads(file.read_text())
     damages: list[dict[str, Any]] = [{"records": None}, {"records": "x"}, {"model": []}]
     for damage in damages:
         file.write_text(json.dumps(measured | damage))
-        result = invoke("report", file.parent, "--output", page)
-        assert result.exit_code == 2, result.output
-        (error,) = lines_of(result)
+        error = refused("report", file.parent, "--output", page)
         assert "damaged, or written by another version" in error
     assert not page.exists()
 
@@ -716,7 +702,6 @@ def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:
     numbers = []
     for output in ("one", "two"):
         result = _perplexity(model, tmp_path / output, "--allow-missing-weights")
-        assert result.exit_code == 0, result.output
         assert "They are drawn at random, from a fixed seed." in result.stderr
         known = json.loads((tmp_path / output / "perplexity.json").read_text())
         numbers.append((known["model"]["weights_sha256"], known["summary"]))
@@ -735,10 +720,11 @@ def test_an_unknown_name_is_one_line_without_retries(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(HfApi, "model_info", unreachable)
-    for offline, reason in (
-        (False, "cannot be reached (Name or service not known)"),
-        (True, "HF_HUB_OFFLINE is set"),
-    ):
+    reasons = {
+        False: "cannot be reached (Name or service not known)",
+        True: "HF_HUB_OFFLINE is set",
+    }
+    for offline, reason in reasons.items():
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         result = invoke(command, "nobody/nothing")
         assert result.exit_code == 2, result.output
@@ -757,9 +743,8 @@ def test_custom_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
     )
     names = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}
     _edit(model, model_type="mine", auto_map=names)
-    assert "pass --trust-remote-code" in _perplexity(model, tmp_path / "out").stderr
-    result = _perplexity(model, tmp_path / "out", "--trust-remote-code")
-    assert result.exit_code == 0, result.output
+    assert "pass --trust-remote-code" in _perplexity(model, tmp_path / "out", status=2).stderr
+    _perplexity(model, tmp_path / "out", "--trust-remote-code")
 
 
 @pytest.mark.parametrize(("value", "reason"), [(math.nan, "not finite"), (0.0, "all zero")])

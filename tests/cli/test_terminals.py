@@ -61,13 +61,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = {"model": tiny_checkpoint(folder / "model"), "texts": texts}
     names["run"] = folder / "run"
     line = "perplexity {model} --text {texts} --lengths 32,64 --patch none --output {run} --no-plot"
-    assert commands.invoke(*shlex.split(line.format(**names))).exit_code == 0
+    commands.succeeded(*shlex.split(line.format(**names)))
     return names
 
 
 def invoke(line: str, places: dict[str, Path], out: Path, **runner: Any) -> Any:
-    arguments = shlex.split(line.format(**places, out=out))
-    return CliRunner(**runner).invoke(app, arguments)
+    return CliRunner(**runner).invoke(app, shlex.split(line.format(**places, out=out)))
 
 
 def test_the_table_has_every_command() -> None:
@@ -149,12 +148,10 @@ def test_a_terminal_of_ascii(line: str) -> None:
 @pytest.mark.slow
 def test_a_process_prints_any_name(encoding: str, tmp_path: Path) -> None:
     """Also what no encoding has: half a surrogate pair, as in a file name that is not UTF-8."""
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
-    environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
+    env |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     code = "from hf_posenc.cli import main; main(['\\u00fc\\udcff\\u2191'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
     assert done.returncode == 2, done.stderr
     name = {"ascii": "\\xfc\\udcff\\u2191", "utf-8": "ü\\udcff↑"}[encoding]
     assert done.stderr.decode(encoding).startswith(f"error: No such command '{name}'")
@@ -195,8 +192,7 @@ def test_an_interrupt_during_imports_is_one_line(module: str) -> None:
         "sys.meta_path.insert(0, Interrupt())\n"
         "from hf_posenc.cli import main; main(['methods'])"
     )
-    process = command(code)
-    out, error = process.communicate(timeout=300)
+    out, error = (process := command(code)).communicate(timeout=300)
     assert (process.returncode, out, error) == (130, "", "error: interrupted\n")
 
 
@@ -216,9 +212,7 @@ def test_an_interrupt_in_a_measurement_is_one_line(
 @pytest.mark.parametrize("options", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_a_closed_pipe_is_quiet(options: list[str]) -> None:
-    process = command(f"from hf_posenc.cli import main; main({['methods', *options]})")
-    assert process.stdout is not None
-    assert process.stderr is not None
+    process: Any = command(f"from hf_posenc.cli import main; main({['methods', *options]})")
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=300) == 1

@@ -29,8 +29,7 @@ def results() -> dict[str, Result]:
     gpu = read(GpuResult, "gpu/h200_model.json")
     sweep = read(SweepResult, "benchmarks/sweep.json")
     extend = read(ExtendResult, "real_model/extend.json")
-    every = (bench, bench.perplexity, retrieval, gpu, sweep, extend)
-    return {each.kind: each for each in every}
+    return {each.kind: each for each in (bench, bench.perplexity, retrieval, gpu, sweep, extend)}
 
 
 @pytest.mark.parametrize("kind", ["bench", "perplexity", "retrieval", "gpu", "sweep", "extend"])

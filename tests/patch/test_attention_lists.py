@@ -47,8 +47,6 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prefill, "ROWS", request.param)
 
 
-# Lists of methods
-
 YARN = ("yarn", {"scale": 4.0})
 LISTS: dict[str, tuple[list[Any], Case]] = {
     "yarn, log_n": ([YaRN(scale=4), LogN()], Case("log_n", law="log_n", table=YARN)),
@@ -114,8 +112,6 @@ def test_lists_without_a_meaning(model: PreTrainedModel, methods: list[Any], mes
 
 
 # Methods of one's own
-
-
 @dataclass(frozen=True, kw_only=True)
 class Half(RotaryBands):
     """Past the window distances grow half as fast."""
@@ -158,8 +154,7 @@ def test_a_users_own_bands(model: PreTrainedModel, each_path: None) -> None:
     patch_model(model, Half(window=8))
     got = zoo.logits(model, IDS)
     assert_close(token_by_token(model, IDS), got)
-    case = Case("leaky_rerope", relative={"window": 8, "k": 2.0})
-    assert_close(got, reference(model, case, IDS))
+    assert_close(got, reference(model, Case("leaky_rerope", relative={"window": 8, "k": 2.0}), IDS))
 
 
 def test_a_users_own_bias(model: PreTrainedModel, each_path: None) -> None:

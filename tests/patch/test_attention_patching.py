@@ -15,7 +15,6 @@ from hf_posenc.methods import ReRoPE, YaRN
 from hf_posenc.model.unwrapping import default_dtype
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
-from tests.support.attention_llama import CASES, ORIGINAL
 from tests.support.attention_ways import token_by_token
 from tests.support.selection import quick
 
@@ -96,13 +95,7 @@ def test_peft_before_and_after(model: PreTrainedModel, name: str) -> None:
     wrapped = peft.get_peft_model(apply(model, name), config)
     adapted = zoo.logits(wrapped, IDS)
     assert_close(token_by_token(wrapped, IDS), adapted)
-    unpatch_model(wrapped)
-    patch_model(
-        wrapped,
-        CASES[name].method,
-        original_max_position_embeddings=ORIGINAL,
-        **CASES[name].options,
-    )
+    apply(unpatch_model(wrapped), name)
     if name == "rerope":
         assert torch.equal(zoo.logits(wrapped, IDS), adapted)
     loss = wrapped(input_ids=IDS, labels=IDS, use_cache=False).loss

@@ -113,11 +113,8 @@ def test_filters_beside_attention_hold_in_every_way_to_run(way: Any, methods: An
     full = zoo.logits(model, IDS)
     assert zoo.relative_difference(way(model, IDS), full) < 1e-4
     unpatch_model(model)
-    patch_model(
-        model,
-        [method for method in methods if not isinstance(method, Clip)],
-        original_max_position_embeddings=ORIGINAL,
-    )
+    others = [method for method in methods if not isinstance(method, Clip)]
+    patch_model(model, others, original_max_position_embeddings=ORIGINAL)
     assert zoo.relative_difference(zoo.logits(model, IDS), full) > 1e-3  # the filter was in force
 
 
@@ -145,17 +142,17 @@ def test_p_rope_saves_natively(model_type: str, tmp_path: Path) -> None:
     assert torch.equal(zoo.logits(plain, IDS), zoo.logits(model, IDS))
 
 
+CLIP, YARN = Clip(pairs=2), YaRN(scale=2)
+
+
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        (
-            [Clip(pairs=2), YaRN(scale=2)],
-            "clip changes the table of the method before it.*yarn first",
-        ),
-        ([YaRN(scale=2), Clip(pairs=2), NTKAware(scale=2)], "clip changes the table"),
-        ([YaRN(scale=2), NTKAware(scale=2)], "Two methods on one seam exclude each other"),
-        ([YaRN(scale=2), DynamicPI()], "Two rotary tables exclude each other: yarn, dynamic_pi"),
-        ([DynamicYaRN(), YaRN(scale=2)], "Two rotary tables exclude each other"),
+        ([CLIP, YARN], "clip changes the table of the method before it.*yarn first"),
+        ([YARN, CLIP, NTKAware(scale=2)], "clip changes the table"),
+        ([YARN, NTKAware(scale=2)], "Two methods on one seam exclude each other"),
+        ([YARN, DynamicPI()], "Two rotary tables exclude each other: yarn, dynamic_pi"),
+        ([DynamicYaRN(), YARN], "Two rotary tables exclude each other"),
     ],
 )
 def test_lists_without_an_order_are_refused(methods: list[Method], message: str) -> None:

@@ -39,16 +39,14 @@ def test_what_stands_beside_the_type_travels_too() -> None:
 
 def test_a_type_that_it_has_not() -> None:
     assert LegacyKeys().values({"rope_type": "proportional", "rope_theta": 1e4}) == {}
-    assert not LegacyKeys(rope_types=("default",)).expresses(
-        {"rope_type": "yarn", "rope_theta": 1e4}
-    )
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4}
+    assert not LegacyKeys(rope_types=("default",)).expresses(yarn)
 
 
 def test_olmo3_has_one_theta_for_all_layers(tmp_path: Path) -> None:
     config = saved("olmo3", tmp_path, "ntk", scale=4)
-    full, sliding = (
-        config["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention")
-    )
+    rope = config["rope_parameters"]
+    full, sliding = rope["full_attention"], rope["sliding_attention"]
     assert full["rope_type"] == "longrope"  # as another theta, 4.57 could not have it
     assert config["rope_theta"] == full["rope_theta"] == sliding["rope_theta"]
 

@@ -176,28 +176,25 @@ def test_its_own_scaling_is_one_patch_among_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "longest"),
+    ("rope_type", "more", "longest"),
     [
-        (
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            1024,
-        ),
-        ({"rope_type": "longrope", "factor": 2.0, **LISTS}, 128),
-        ({"rope_type": "yarn", "factor": 4.0}, 64),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1024),
+        ("longrope", {"factor": 2.0, **LISTS}, 128),
+        ("yarn", {"factor": 4.0}, 64),
     ],
 )
-def test_its_own_scaling_reaches_as_far(rope: dict[str, Any], longest: int, tmp_path: Path) -> None:
-    rope = {"rope_theta": 1e4, **ORIGINAL, **rope}
+def test_its_own_scaling_reaches_as_far(
+    rope_type: str, more: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, **ORIGINAL, **more}
     model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=longest)
-    patch_model(model, rope["rope_type"])
+    patch_model(model, rope_type)
     model.save_pretrained(tmp_path)
     for one in (model, hf_posenc.from_pretrained(tmp_path)):
         assert zoo.in_force(one).extended_length == one.config.max_position_embeddings == longest
 
 
 # One list for all texts
-
-
 @dataclass(frozen=True, kw_only=True)
 class _LongList(RopeScaling):
     """The divisors of long texts, with the factor of LongRoPE's formula (arXiv 2402.13753) for 4 times the context."""
@@ -271,7 +268,6 @@ def test_a_table_that_was_set_by_hand_is_refused() -> None:
 
 
 # What replaces a scaling of the same type
-
 
 GPT_OSS = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
 GPT_OSS |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64}

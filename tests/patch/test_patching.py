@@ -271,12 +271,10 @@ class TestScaledCheckpoints:
 
     @pytest.fixture
     def scaled(self) -> PreTrainedModel:
-        parameters = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 2.0}
-        more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        length = {"original_max_position_embeddings": 64}
-        return zoo.build(
-            "llama", max_position_embeddings=128, rope_parameters={**parameters, **more, **length}
-        )
+        rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 2.0}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 64
+        return zoo.build("llama", max_position_embeddings=128, rope_parameters=rope)
 
     def test_replace_starts_from_the_original_length(self, scaled: PreTrainedModel) -> None:
         patch_model(scaled, "pi", scale=4, replace=True)
@@ -335,12 +333,8 @@ class TestLayers:
         tables = inspect_rope(model)
         assert len(tables) == 2  # equal ones are listed once
         kinds = {name: table.rope_type for table in tables for name in table.modules}
-        assert [kinds[f"model.layers.{i}.self_attn.rotary_emb"] for i in range(4)] == [
-            "default",
-            "yarn",
-            "yarn",
-            "default",
-        ]
+        of_layers = [kinds[f"model.layers.{i}.self_attn.rotary_emb"] for i in range(4)]
+        assert of_layers == ["default", "yarn", "yarn", "default"]
 
 
 def test_inspect_rope_is_a_tuple_that_prints_as_a_table() -> None:
@@ -444,27 +438,23 @@ class TestPrecision:
         model.bfloat16()  # rounds the native table to 8 bits
         patch_model(model, "pi", scale=2)
         expected = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / 2
-        torch.testing.assert_close(
-            inspect_rope(model)[0].inv_freq.double(), expected, rtol=1e-6, atol=0
-        )
+        (table,) = inspect_rope(model)
+        torch.testing.assert_close(table.inv_freq.double(), expected, rtol=1e-6, atol=0)
 
 
-class TestHazards:
-    """Operations of other code on models."""
-
-    @pytest.mark.parametrize("method", ["yarn", *late(["dynamic_ntk", "rerope"])])
-    def test_compiled_before_and_after(self, method: str) -> None:
-        model = zoo.build("llama", num_hidden_layers=1)  # each layer is traced, for a second
-        torch._dynamo.reset()
-        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-        before = logits(compiled)
-        option = "window" if method == "rerope" else "scale"
-        for value in (4, 8):  # the second is not what was traced for the first
-            with patched(compiled, method, **{**OPTIONS.get(method, {}), option: value}):
-                expected = logits(model)
-                assert zoo.relative_difference(expected, before) > 1e-2
-                assert zoo.relative_difference(logits(compiled), expected) < 1e-5
-        assert torch.equal(logits(compiled), before)
+@pytest.mark.parametrize("method", ["yarn", *late(["dynamic_ntk", "rerope"])])
+def test_compiled_before_and_after(method: str) -> None:
+    model = zoo.build("llama", num_hidden_layers=1)  # each layer is traced, for a second
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    before = logits(compiled)
+    option = "window" if method == "rerope" else "scale"
+    for value in (4, 8):  # the second is not what was traced for the first
+        with patched(compiled, method, **{**OPTIONS.get(method, {}), option: value}):
+            expected = logits(model)
+            assert zoo.relative_difference(expected, before) > 1e-2
+            assert zoo.relative_difference(logits(compiled), expected) < 1e-5
+    assert torch.equal(logits(compiled), before)
 
 
 class TestDynamicAndCache:
@@ -503,18 +493,15 @@ class TestDynamicAndCache:
             assert not any(module._forward_pre_hooks for module in one.modules())
 
 
-class TestPatch:
-    """get_patch reads the model."""
-
-    def test_prints_well(self, model: PreTrainedModel) -> None:
-        patch_model(model, "yarn", scale=4, beta_fast=16)
-        patch = zoo.in_force(model)
-        text, page = str(patch), patch._repr_html_()
-        for part in ("yarn(scale=4, beta_fast=16)", "64 -> 256 tokens", "native rope_parameters"):
-            assert part in text
-        assert "<table>" in page
-        assert "64 -&gt; 256 tokens" in page
-        assert "yarn(scale=4, beta_fast=16)" in repr(model.get_submodule("model.rotary_emb"))
+def test_a_patch_prints_well(model: PreTrainedModel) -> None:
+    patch_model(model, "yarn", scale=4, beta_fast=16)
+    patch = zoo.in_force(model)
+    text, page = str(patch), patch._repr_html_()
+    for part in ("yarn(scale=4, beta_fast=16)", "64 -> 256 tokens", "native rope_parameters"):
+        assert part in text
+    assert "<table>" in page
+    assert "64 -&gt; 256 tokens" in page
+    assert "yarn(scale=4, beta_fast=16)" in repr(model.get_submodule("model.rotary_emb"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -542,8 +529,7 @@ def test_edits_of_the_config_in_a_block_stay(family: str) -> None:
     with patched(model, "pi", scale=2, replace=True):
         del model.config.get_text_config(decoder=True).added
     assert not hasattr(text, "added")
-    patch = zoo.in_force(model)
-    assert patch.method == "yarn"
+    assert zoo.in_force(model).method == "yarn"
     unpatch_model(model)
     assert (text.use_cache, text.max_position_embeddings) == (False, zoo.ORIGINAL_LENGTH)
 

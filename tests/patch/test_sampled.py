@@ -252,8 +252,6 @@ def test_of_offloaded_blocks_one_is_run() -> None:
 
 
 # The core does things once: rotary tables per patch, bands and windows per patch and not per forward.
-
-
 @pytest.fixture
 def model() -> PreTrainedModel:
     return build()

@@ -17,7 +17,7 @@ from hf_posenc.methods import ALiBi, DynamicNTK, ReRoPE
 from tests.attention.test_attention import apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
-from tests.support.selection import quick
+from tests.support.selection import late, quick
 
 GROUPS = "torch.export cannot trace {}, which computes several tokens of a call in groups"
 TOKEN = "What can be exported: calls of one token each, with a static cache"
@@ -98,13 +98,10 @@ def test_a_padded_batch_of_any_size() -> None:
     model: Any = apply(layer(), "rerope").bfloat16()
     inputs = {"input_ids": zoo.tokens(30, 2), "attention_mask": torch.ones(2, 30, dtype=torch.long)}
     sizes = {0: torch.export.Dim("rows", max=8), 1: torch.export.Dim("tokens", min=2, max=100)}
+    shapes = {**dict.fromkeys(inputs, sizes), "use_cache": None}
+    given = {**inputs, "use_cache": False}
     with torch.no_grad():
-        exported = torch.export.export(
-            model,
-            (),
-            {**inputs, "use_cache": False},
-            dynamic_shapes={**dict.fromkeys(inputs, sizes), "use_cache": None},
-        )
+        exported = torch.export.export(model, (), given, dynamic_shapes=shapes)
     ids, mask = zoo.tokens(50, 3), torch.ones(3, 50, dtype=torch.long)
     mask[0, :9] = 0
     got = exported.module()(input_ids=ids, attention_mask=mask, use_cache=False).logits.double()
@@ -115,17 +112,13 @@ def test_a_padded_batch_of_any_size() -> None:
 def through_static_cache(model: PreTrainedModel, ids: Tensor, tokens: int) -> Tensor:
     """The logits of transformers' own exported module, so many tokens a call."""
     config = {"batch_size": 1, "max_cache_len": ids.shape[1], "device": "cpu"}
-    model.generation_config.update(
-        cache_implementation="static", cache_config=config, use_cache=True
-    )
-    module: Any = TorchExportableModuleForDecoderOnlyLM(
-        model, batch_size=1, max_cache_len=ids.shape[1]
-    )
+    static: dict[str, Any] = {"cache_implementation": "static", "cache_config": config}
+    model.generation_config.update(**static, use_cache=True)
+    sizes: dict[str, Any] = {"batch_size": 1, "max_cache_len": ids.shape[1]}
+    module: Any = TorchExportableModuleForDecoderOnlyLM(model, **sizes)
+    first = {"input_ids": ids[:, :tokens], "cache_position": torch.arange(tokens)}
     with torch.no_grad():
-        exported = module.export(
-            input_ids=ids[:, :tokens], cache_position=torch.arange(tokens), strict=False
-        )
-    program = exported.module()
+        program = module.export(**first, strict=False).module()
     parts = [
         program(input_ids=ids[:, i : i + tokens], cache_position=torch.arange(i, i + tokens))
         for i in range(0, ids.shape[1], tokens)
@@ -135,12 +128,7 @@ def through_static_cache(model: PreTrainedModel, ids: Tensor, tokens: int) -> Te
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [
-        pytest.param("rerope", 8, marks=pytest.mark.slow),
-        ("dynamic_ntk_row", 1),
-        pytest.param("dual_chunk", 8, marks=pytest.mark.slow),
-        pytest.param("alibi", 1, marks=pytest.mark.slow),
-    ],
+    [("dynamic_ntk_row", 1), *late(["rerope", "dual_chunk"], [8]), *late(["alibi"], [1])],
 )
 def test_through_a_static_cache(name: str, tokens: int) -> None:
     model, ids = apply(layer(), name), zoo.tokens(48)

@@ -139,9 +139,8 @@ def test_loading_reports_no_key_but_those_that_matter(
 def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = patch_model(reader(), method, **KNOBS.get(method, {}))
-    frozen = {
-        name: value.clone() for name, value in model.state_dict().items() if ".posenc." not in name
-    }
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    frozen = {name: value for name, value in state.items() if ".posenc." not in name}
     choose_parameters(model, "encoding")
     fresh, delay = batch(1000), DELAY[method]
     with torch.no_grad():

@@ -223,9 +223,8 @@ class TestPlainConfig:
         trainer.train()
         whole = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-        assert all(
-            torch.equal(whole[name], value) for name, value in trainer.model.state_dict().items()
-        )
+        resumed = trainer.model.state_dict()
+        assert all(torch.equal(whole[name], value) for name, value in resumed.items())
         return trainer.model, folder / "checkpoint-2"
 
     def test_what_is_lost_is_a_warning(self, base: Path, tmp_path: Path) -> None:
@@ -238,8 +237,7 @@ class TestPlainConfig:
             saved(model, tmp_path)
 
     @pytest.mark.parametrize(
-        ("way", "method"),
-        covering(("get_peft_model", *ADD, "after"), ("kerple_log", "fire", "t5")),
+        ("way", "method"), covering(("get_peft_model", *ADD, "after"), ("kerple_log", "fire", "t5"))
     )
     def test_patch_parameters(self, base: Path, tmp_path: Path, method: str, way: str) -> None:
         """They start from random values, and are trained where the patch comes after the adapter."""
@@ -270,9 +268,8 @@ class TestPlainConfig:
         with pytest.warns(UserWarning, match="of the patch's weights"):
             from_pretrained(adapter, allow_missing_weights=True)
         unpatch_model(model)
-        assert not any(
-            "posenc" in key for config in model.peft_config.values() for key in vars(config)
-        )
+        configs = model.peft_config.values()
+        assert not any("posenc" in key for config in configs for key in vars(config))
 
 
 def test_an_adapter_that_lacks_weights(base: Path, tmp_path: Path) -> None:
@@ -400,8 +397,6 @@ def test_a_model_without_a_patch_gets_a_plain_lora(base: Path, tmp_path: Path) -
     values = json.loads((adapter / "adapter_config.json").read_text())
     assert values["peft_type"] == "LORA"
     assert "hf_posenc" not in values
-    for loaded in (
-        peft.PeftModel.from_pretrained(load(base), str(adapter)),
-        from_pretrained(adapter),
-    ):
+    plain = peft.PeftModel.from_pretrained(load(base), str(adapter))
+    for loaded in (plain, from_pretrained(adapter)):
         assert torch.equal(zoo.logits(loaded.eval(), IDS), zoo.logits(model, IDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from hf_posenc.evaluation.loading import load_tokenizer, open_session
 from hf_posenc.evaluation.measuring.identity import model_identity
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
-from tests.support.commands import invoke
+from tests.support.commands import refused, said, succeeded
 from tests.support.gguf_files import header_file, model_file
 from tests.support.tiny_text import sizes
 
@@ -102,9 +103,8 @@ class TestWeights:
         config = json.loads((tmp_path / "saved" / "config.json").read_text())
         assert "quantization_config" not in config
         assert config["gguf_source"]["file"] == "m.gguf"
-        assert model_identity(again, "saved")["name"].endswith(
-            "(Q8_0 GGUF, dequantized to float32)"
-        )
+        name = model_identity(again, "saved")["name"]
+        assert name.endswith("(Q8_0 GGUF, dequantized to float32)")
 
     def test_trainable(self, plain: tuple[Any, Path]) -> None:
         loaded = from_pretrained(plain[1])
@@ -138,11 +138,8 @@ class TestWeights:
         assert tokenizer.eos_token_id == 258
 
 
-YARN = {
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 4.0,
-    "rope.scaling.original_context_length": 32,
-}
+YARN: dict[str, Any] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+YARN["rope.scaling.original_context_length"] = 32
 
 
 def llama3(theta: float, factor: float, original: int, high: float = 4.0) -> dict[str, Any]:
@@ -204,9 +201,8 @@ class TestRope:
     def test_the_factor_of_the_checkpoint(self, tmp_path: Path) -> None:
         """The converter writes `attention_factor` of a config as yarn_attn_factor; llama.cpp does not read it."""
         keys = {**YARN, "rope.scaling.yarn_attn_factor": 1.5}
-        (table,) = inspect_rope(
-            from_pretrained(model_file(tmp_path / "m.gguf", llama(), keys=keys))
-        )
+        file = model_file(tmp_path / "m.gguf", llama(), keys=keys)
+        (table,) = inspect_rope(from_pretrained(file))
         assert table.attention_factor == pytest.approx(1.5)
 
     def test_llama3(self, tmp_path: Path) -> None:
@@ -227,8 +223,7 @@ class TestRope:
         ],
     )
     def test_llama3_of_published_sizes(self, head_dim: int, rope: dict[str, Any]) -> None:
-        found = _llama3(llama3_divisors(rope, head_dim), rope["rope_theta"])
-        assert found is not None
+        found: Any = _llama3(llama3_divisors(rope, head_dim), rope["rope_theta"])
         assert {**found, "rope_theta": rope["rope_theta"]} == pytest.approx(rope)
 
     def test_divisors_of_no_formula(self, tmp_path: Path) -> None:
@@ -242,21 +237,13 @@ class TestRope:
         assert table.attention_factor == 1
 
     def test_two_lists(self, tmp_path: Path) -> None:
-        keys = {
-            "rope.scaling.type": "longrope",
-            "rope.scaling.original_context_length": 64,
-            "rope.scaling.attn_factor": 1.19,
-        }
-        lists: dict[str, Any] = {
-            "rope_factors_short": [1.0] * 8,
-            "rope_factors_long": [1.5, *range(2, 9)],
-        }
-        config = from_pretrained(
-            model_file(tmp_path / "m.gguf", llama(), keys=keys, **lists)
-        ).config
-        rope = config.rope_parameters
-        assert rope["long_factor"] == lists["rope_factors_long"]
-        assert rope["short_factor"] == lists["rope_factors_short"]
+        keys = {"type": "longrope", "original_context_length": 64, "attn_factor": 1.19}
+        keys = {f"rope.scaling.{name}": value for name, value in keys.items()}
+        short, long = [1.0] * 8, [1.5, *range(2, 9)]
+        lists: dict[str, Any] = {"rope_factors_short": short, "rope_factors_long": long}
+        file = model_file(tmp_path / "m.gguf", llama(), keys=keys, **lists)
+        rope = from_pretrained(file).config.rope_parameters
+        assert (rope["short_factor"], rope["long_factor"]) == (short, long)
         assert rope["attention_factor"] == pytest.approx(1.19)
         assert rope["original_max_position_embeddings"] == 64
 
@@ -299,14 +286,9 @@ class TestRope:
         assert not dim or {2 * len(table) for table in tables} == {dim}
 
     def test_scaling_of_the_layers_with_full_attention(self, tmp_path: Path) -> None:
-        scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
-        sizes = {"attention.key_length": 16, "attention.sliding_window": 64}
-        keys: dict[str, Any] = {
-            **scaling,
-            **sizes,
-            "rope.freq_base": 1e6,
-            "rope.freq_base_swa": 2e4,
-        }
+        keys: dict[str, Any] = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+        keys |= {"attention.key_length": 16, "attention.sliding_window": 64}
+        keys |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 2e4}
         config = config_of(header_file(tmp_path / "m.gguf", "gemma3", **keys))
         assert config.rope_parameters == {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -335,49 +317,36 @@ class TestCommands:
     ) -> None:
         file = model_file(tmp_path / "m.gguf", llama(), "Q8_0", keys=YARN)
         monkeypatch.setattr("hf_posenc.evaluation.loading.load_model", None)
-        result = invoke("inspect", file, "--no-weights")
-        assert result.exit_code == 0, result.output
-        text = " ".join(result.output.split())
+        text = said("inspect", file, "--no-weights")
         assert re.search(r"architecture llama, weights: Q8_0 \(99\.\d%\), F32 \(0\.\d%\)", text)
         assert "rope.scaling.type yarn, rope.scaling.factor 4" in text
         assert "the same as --patch yarn:scale=4 on the unscaled model" in text
-        about = json.loads(invoke("inspect", file, "--no-weights", "--json").stdout)
+        about = json.loads(succeeded("inspect", file, "--no-weights", "--json").stdout)
         assert about["gguf"]["rope"]["rope.scaling.original_context_length"] == 32
-        assert invoke("recommend", file, "--target-length", "512").exit_code == 0
+        succeeded("recommend", file, "--target-length", "512")
 
     def test_perplexity_names_the_quantization(self, tmp_path: Path) -> None:
         file = model_file(tmp_path / "m.gguf", llama(), "Q4_0")
         (tmp_path / "text.txt").write_text("the rest of the text " * 40)
         options = ("--text", tmp_path / "text.txt", "--lengths", 64, "--output", tmp_path / "out")
-        result = invoke("perplexity", file, *options, "--patch", "none", "--patch", "yarn:scale=2")
-        assert result.exit_code == 0, result.output
+        patches = ("--patch", "none", "--patch", "yarn:scale=2")
+        result = succeeded("perplexity", file, *options, *patches)
         assert "Converting" not in result.output
         told = "m.gguf (Q4_0 GGUF, dequantized to float32)"
         assert told in " ".join(result.output.split())
         values = json.loads((tmp_path / "out" / "perplexity.json").read_text())
         assert values["model"]["name"].endswith(told)
         assert told in (tmp_path / "out" / "perplexity.svg").read_text()
-        assert invoke("report", tmp_path / "out", "--output", tmp_path / "page.html").exit_code == 0
+        succeeded("report", tmp_path / "out", "--output", tmp_path / "page.html")
         assert told in " ".join((tmp_path / "page.html").read_text().split())
 
     def test_export_writes_plain_weights(self, plain: tuple[Any, Path], tmp_path: Path) -> None:
         folder = tmp_path / "out"
-        result = invoke(
-            "export",
-            plain[1],
-            "--to",
-            "transformers5",
-            "--patch",
-            "yarn:scale=4",
-            "--output",
-            folder,
-        )
-        assert result.exit_code == 0, result.output
-        model = llama()
-        patch_model(model, "yarn", scale=4)
-        torch.testing.assert_close(
-            logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model)
-        )
+        options = "--to transformers5 --patch yarn:scale=4 --output"
+        succeeded("export", plain[1], *options.split(), folder)
+        exported = AutoModelForCausalLM.from_pretrained(folder)
+        patched = patch_model(llama(), "yarn", scale=4)
+        torch.testing.assert_close(logits(exported), logits(patched))
         config = json.loads((folder / "config.json").read_text())
         assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
         assert load_tokenizer(str(folder)).encode("the", add_special_tokens=False) == [257]
@@ -392,31 +361,32 @@ class TestErrors:
         (tmp_path / "config.json").write_text("{}")  # a folder with a config is no GGUF model
         assert find_gguf(tmp_path) is None
 
-    def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(PosencError, match=r"There is no file .*m\.gguf"):
-            from_pretrained(tmp_path / "m.gguf")
-
-    @pytest.mark.parametrize("kept", [0, 3, 100, 5000, -40])
-    def test_damaged(self, kept: int, plain: tuple[Any, Path], tmp_path: Path) -> None:
-        (file := tmp_path / "m.gguf").write_bytes(plain[1].read_bytes()[:kept])
-        with pytest.raises(PosencError, match="is not a GGUF file"):
-            from_pretrained(file)
-
     def test_one_of_several_parts(self, tmp_path: Path) -> None:
         file = model_file(tmp_path / "m.gguf", llama(), keys={"split.count": 3})
         with pytest.raises(PosencError, match="is one of 3 parts"):
             from_pretrained(file)
 
-    def test_an_unknown_architecture(self, plain: tuple[Any, Path], tmp_path: Path) -> None:
-        content = plain[1].read_bytes().replace(b"llama", b"lloma")
-        (file := tmp_path / "m.gguf").write_bytes(content)
-        with pytest.raises(PosencError, match="architecture lloma is not supported"):
+    @pytest.mark.parametrize(
+        ("made_of", "message"),
+        [
+            (lambda _: None, r"There is no file .*m\.gguf"),
+            (lambda data: data.replace(b"llama", b"lloma"), "architecture lloma is not supported"),
+            *(
+                (operator.itemgetter(slice(n)), "is not a GGUF file")
+                for n in (0, 3, 100, 5000, -40)
+            ),
+        ],
+    )
+    def test_what_is_no_whole_file(
+        self, made_of: Any, message: str, plain: tuple[Any, Path], tmp_path: Path
+    ) -> None:
+        file, content = tmp_path / "m.gguf", made_of(plain[1].read_bytes())
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(PosencError, match=message):
             from_pretrained(file)
 
     def test_no_package(self, plain: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gguf", None)
-        result = invoke("inspect", plain[1])
-        assert result.exit_code == 2
-        assert result.stderr == (
-            "error: GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'.\n"
-        )
+        advice = "GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'."
+        assert refused("inspect", plain[1]) == f"error: {advice}"

@@ -44,9 +44,8 @@ class Published:
     max_position_embeddings: int
     scaling: dict[str, Any] | None = None
     base_theta: float | None = None  # before the training on long texts, where that changed it
-    base_length: int | None = (
-        None  # max_position_embeddings of the base model, where not the original length
-    )
+    # max_position_embeddings of the base model, where not the original length
+    base_length: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)  # rope parameters with and without scaling
 
@@ -60,12 +59,12 @@ def _yarn(factor: float, original: int, **more: Any) -> dict[str, Any]:
 
 
 def _llama3(factor: float) -> dict[str, Any]:
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {
         "rope_type": "llama3",
         "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
+        **bounds,
     }
 
 
@@ -76,12 +75,8 @@ def _phi_factors() -> dict[str, Any]:
 
 _DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _GPT_OSS_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-
-_QWEN3_5_ROPE = {
-    "mrope_interleaved": True,
-    "mrope_section": [11, 11, 10],
-    "partial_rotary_factor": 0.25,
-}
+_QWEN3_5_ROPE: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+_QWEN3_5_ROPE["partial_rotary_factor"] = 0.25
 _QWEN3_VL_ROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
 
 PUBLISHED = {
@@ -236,10 +231,8 @@ def _logits(model: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
     ids = torch.arange(positions.numel())[None] % 61 + 3
     # With a mask transformers does not take the jump in the positions for the start of another document.
     output = model(input_ids=ids, position_ids=positions[None], attention_mask=torch.ones_like(ids))
-    logits: torch.Tensor | None = getattr(output, "logits", None)
-    if logits is None:
-        return torch.as_tensor(output.last_hidden_state)
-    return logits
+    logits = getattr(output, "logits", None)
+    return torch.as_tensor(output.last_hidden_state if logits is None else logits)
 
 
 def test_every_recipe_has_a_published_configuration_to_hold_it_against() -> None:
@@ -253,18 +246,15 @@ def test_a_recipe_is_complete(name: str) -> None:
     recipe = _recipe(name)
     about = recipe.pop("recipe")
     assert about.pop("name") == name
-    model_types = about.pop("model_types")
-    if name in PUBLISHED:
-        assert PUBLISHED[name].model_type in model_types
-    unscaled = about.pop("unscaled", None)
-    if unscaled is not None and name in PUBLISHED:
-        published = PUBLISHED[name]
+    model_types, unscaled = about.pop("model_types"), about.pop("unscaled", None)
+    published: Any = PUBLISHED.get(name)
+    assert published is None or published.model_type in model_types
+    if unscaled is not None and published is not None:
         length = published.base_length or published.max_position_embeddings
         assert unscaled == {"max_position_embeddings": length, "rope_theta": published.theta}
     if (scaled := about.pop("scaled", None)) is not None:
-        published = PUBLISHED[name]
-        assert published.scaling is not None
-        known = {"rope_type": published.scaling["type"], "factor": published.scaling["factor"]}
+        scaling: Any = published.scaling
+        known = {"rope_type": scaling["type"], "factor": scaling["factor"]}
         known["max_position_embeddings"] = published.max_position_embeddings
         assert scaled == {**known, "rope_theta": published.theta} or scaled == known
         assert about.pop("reach", None) in (None, published.max_position_embeddings)
@@ -272,16 +262,8 @@ def test_a_recipe_is_complete(name: str) -> None:
     assert all(isinstance(value, str) and value for value in about.values())
     others = recipe.pop("others", [])
     assert all(get_method(other["method"]).name == other["method"] for other in others)
-    assert set(recipe) == {
-        "format",
-        "method",
-        "options",
-        "scale",
-        "original_max_position_embeddings",
-        "layers",
-        "compose",
-        "replace",
-    }
+    keys = "format method options scale original_max_position_embeddings layers compose replace"
+    assert set(recipe) == {*keys.split()}
     method = get_method(recipe["method"])
     assert method.name == recipe["method"], "a recipe uses the canonical name, not an alias"
     assert (recipe["scale"] is not None) == method.takes_scale()
@@ -370,9 +352,8 @@ def test_dpe_has_the_sizes_of_its_authors(name: str) -> None:
     assert near.below == far.least == 1024
     query, key = torch.tensor(original - 1), torch.tensor(777)
     distances = far.query_position(query) - far.key_position(key)
-    assert distances.tolist() == [
-        (original - 1) // g + 1024 - 1024 // g - 777 // g for g in factors
-    ]
+    last = original - 1
+    assert distances.tolist() == [last // g + 1024 - 1024 // g - 777 // g for g in factors]
 
 
 @pytest.mark.parametrize("name", OF_LAMPE)

@@ -81,14 +81,8 @@ def plain(path: Path) -> nn.Module:
 )
 def test_deepseek_keeps_its_factor_of_scores(model_type: str, method: str, tmp_path: Path) -> None:
     """Its attention reads `factor` beside `mscale_all_dim`, whatever the table."""
-    rope = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 1e4,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+    rope |= {"original_max_position_embeddings": 16, "mscale_all_dim": 1.0}
     model = zoo.build(model_type, rope_parameters=rope)
     patch_model(model, method, scale=2.0, compose=True)
     model.save_pretrained(tmp_path)
@@ -109,8 +103,7 @@ def test_a_patch_on_what_plain_transformers_loaded_is_saved(
         warnings.simplefilter("ignore")
         saved(second, tmp_path / "second")
     again = from_pretrained(tmp_path / "second")
-    patch = zoo.in_force(again)
-    assert patch.method == method
+    assert zoo.in_force(again).method == method
     assert torch.equal(logits(again), logits(second))
 
 
@@ -124,20 +117,20 @@ def test_a_config_that_is_passed_keeps_its_patch(model: PreTrainedModel, tmp_pat
         assert get_patch(from_pretrained(tmp_path, config=config)) is not None
 
 
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+
+
 @pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": 6}, {"num_hidden_layers": 2}, "heads", "damaged"]
+    "change", [{"num_hidden_layers": 6}, {"num_hidden_layers": 2}, HEADS, {}], ids=str
 )
 def test_parameters_of_another_model_leave_it_as_it_was(
-    change: dict[str, Any] | str, model: PreTrainedModel, tmp_path: Path
+    change: dict[str, int], model: PreTrainedModel, tmp_path: Path
 ) -> None:
+    """Or damaged ones, which no change stands for."""
     patch_model(model, "fire")
     save_patch(model, tmp_path)
-    given = {
-        "heads": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8},
-        "damaged": {},
-    }
-    other = zoo.build("llama", **(change if isinstance(change, dict) else given[change]))
-    if change == "damaged":
+    other = zoo.build("llama", **change)
+    if not change:
         (tmp_path / "posenc.safetensors").write_bytes(b"no tensors")
     before = logits(other)
     with pytest.raises(PosencError, match=r"posenc\.safetensors"):
@@ -225,11 +218,9 @@ class TestOnlyWithHfPosenc:
         patch = zoo.in_force(model)
         with quiet():
             model.save_pretrained(tmp_path)
-        auto = AutoModelForCausalLM
-        loaders: list[Any] = [
-            type(model),
-            *([auto] if type(model.config) in auto._model_mapping else []),
-        ]
+        auto: Any = AutoModelForCausalLM
+        known = type(model.config) in auto._model_mapping
+        loaders: list[Any] = [type(model), *([auto] if known else [])]
         ids = zoo.tokens(60)
         for loader, attention in itertools.product(loaders, (None, "eager", "sdpa")):
             given = {} if attention is None else {"attn_implementation": attention}
@@ -504,27 +495,29 @@ class TestPatchFiles:
 
 class TestShortForm:
     @pytest.mark.parametrize(
-        ("text", "expected"),
+        ("text", "name", "options"),
         [
-            ("yarn", ("yarn", {})),
-            ("yarn:scale=8", ("yarn", {"scale": 8})),
-            ("linear:scale=2.5", ("pi", {"scale": 2.5})),
+            ("yarn", "yarn", {}),
+            ("yarn:scale=8", "yarn", {"scale": 8}),
+            ("linear:scale=2.5", "pi", {"scale": 2.5}),
             (
                 "yarn:truncate=false, ramp=rotations",
-                ("yarn", {"truncate": False, "ramp": "rotations"}),
+                "yarn",
+                {"truncate": False, "ramp": "rotations"},
             ),
-            ("yarn:scale=4,replace=true", ("yarn", {"scale": 4, "replace": True})),
-            ("dynamic-ntk:scale=2", ("dynamic_ntk", {"scale": 2})),
-            ("nope:layers=[1, 3]", ("nope", {"layers": [1, 3]})),
-            ("pi:layers=[0,2],scale=4", ("pi", {"layers": [0, 2], "scale": 4})),
+            ("yarn:scale=4,replace=true", "yarn", {"scale": 4, "replace": True}),
+            ("dynamic-ntk:scale=2", "dynamic_ntk", {"scale": 2}),
+            ("nope:layers=[1, 3]", "nope", {"layers": [1, 3]}),
+            ("pi:layers=[0,2],scale=4", "pi", {"layers": [0, 2], "scale": 4}),
             (
                 "abf:rope_theta=1e6,target_length=64",
-                ("abf", {"rope_theta": 1e6, "target_length": 64}),
+                "abf",
+                {"rope_theta": 1e6, "target_length": 64},
             ),
         ],
     )
-    def test_reads(self, text: str, expected: tuple[str, dict[str, Any]]) -> None:
-        assert parse_method(text) == expected
+    def test_reads(self, text: str, name: str, options: dict[str, Any]) -> None:
+        assert parse_method(text) == (name, options)
 
     @pytest.mark.parametrize("text", ["yran", "yarn:8", "yarn:beta=1", "pi:scale"])
     def test_refuses(self, text: str) -> None:
@@ -561,7 +554,7 @@ class TestMethodsOfOnesOwn:
         other = load_patch(zoo.build("llama"), tmp_path / "patch")
         for loaded in (from_pretrained(tmp_path / "model"), other):
             assert torch.equal(logits(loaded), logits(model))
-            assert isinstance(get_patch(unpatched := unpatch_model(loaded)), type(None))
+            assert get_patch(unpatched := unpatch_model(loaded)) is None
             assert not torch.equal(logits(unpatched), logits(model))
         assert zoo.relative_difference(logits(plain(tmp_path / "model")), logits(model)) < 1e-4
 
@@ -633,9 +626,8 @@ class TestMethodsOfOnesOwn:
         assert "third  " in capsys.readouterr().out.partition("Of installed packages")[2]
 
     def test_what_an_installed_package_offers_in_vain_is_named(self, package: Path) -> None:
-        package.write_text(
-            "[hf_posenc.methods]\nfourth = own_methods:Third\nfifth = own_methods:Fifth\n"
-        )
+        offers = "fourth = own_methods:Third\nfifth = own_methods:Fifth\n"
+        package.write_text(f"[hf_posenc.methods]\n{offers}")
         with pytest.raises(PosencError, match=r"own-methods offers .*'fourth'.*is 'third'"):
             get_method("fourth")
         with pytest.raises(PosencError, match=r"own-methods offers own_methods:Fifth.*Attribute"):
@@ -672,26 +664,18 @@ class TestMethodsOfOnesOwn:
             register_method("yarn")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "warns"),
-    [
-        ("alibi", {}, True),
-        ("log_n", {}, True),
-        ("dynamic_yarn", {}, True),
-        ("yarn", {"scale": 4}, False),
-    ],
-)
+@pytest.mark.parametrize("method", ["alibi", "log_n", "dynamic_yarn", "yarn"])
 def test_saving_warns_once_where_plain_transformers_cannot_compute_the_patch(
-    method: str, options: dict[str, Any], warns: bool, tmp_path: Path
+    method: str, tmp_path: Path
 ) -> None:
-    model = patch_model(zoo.build("llama"), method, **options)
+    warns = method != "yarn"
+    model = patch_model(zoo.build("llama"), method, scale=None if warns else 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.save_pretrained(tmp_path / "first")
         model.save_pretrained(tmp_path / "second")
-    messages = [
-        str(one.message) for one in caught if "hf_posenc.from_pretrained" in str(one.message)
-    ]
+    every = [str(one.message) for one in caught]
+    messages = [message for message in every if "hf_posenc.from_pretrained" in message]
     assert len(messages) == warns
     if warns:
         assert method in messages[0]

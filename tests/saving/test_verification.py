@@ -65,15 +65,9 @@ def test_a_missing_weight(clean: bool, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_far_positions_count() -> None:
     """Lists that differ only past the trained length: a text within it could not tell."""
-    model = patch_model(
-        zoo.build("llama"),
-        "longrope",
-        scale=4,
-        attention_factor=1.0,
-        short_factor=[1.0] * 8,
-        long_factor=[3.0] * 8,
-    )
+    lists: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     plain = zoo.build("llama")
+    model = patch_model(zoo.build("llama"), "longrope", scale=4, attention_factor=1.0, **lists)
     near, far = verification._probes(model)
     assert near["input_ids"].shape == (1, 64)
     (a, b), (c, d) = (verification._logits(one, [near, far]) for one in (model, plain))

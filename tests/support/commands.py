@@ -19,3 +19,26 @@ def invoke(*arguments: object, columns: int = 160) -> Any:
     environment = {"COLUMNS": str(columns), "TERM": "dumb"}
     words = [str(argument) for argument in arguments]
     return _testing.CliRunner().invoke(app, words, env=environment, catch_exceptions=False)
+
+
+def succeeded(*arguments: object, columns: int = 160) -> Any:
+    """The result of a command whose exit status is 0."""
+    result = invoke(*arguments, columns=columns)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def said(*arguments: object) -> str:
+    """What a command with exit status 0 prints, on one line."""
+    return " ".join(succeeded(*arguments).stdout.split())
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that must be refused, warnings aside."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in result.output
+    return str(lines[0])

@@ -6,9 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Any, Protocol, TypeVar
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.grid import MethodEntry
@@ -17,11 +15,11 @@ from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.tuning.search import SearchJob
-from hf_posenc.evaluation.tuning.sweep import Race, SweepJob, SweepResult, TuningResult
-from tests.support import zoo
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
+from tests.support.perplexities import reference
+from tests.support.tiny_text import byte_tokenizer, prose
 
-ResultT = TypeVar("ResultT", bound=TuningResult)
+ResultT = TypeVar("ResultT", covariant=True)
 SETTINGS = Settings((64, 160), ("tail",))
 ABOUT: dict[str, Any] = {
     "model": {"name": "tiny"},
@@ -30,11 +28,6 @@ ABOUT: dict[str, Any] = {
     "skipped": (),
     "command": "test",
 }
-
-
-def tiny() -> Any:
-    """A random Llama of 64 trained positions."""
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
 
 
 @functools.cache
@@ -56,20 +49,22 @@ def search_of(model: Any, count: int, own: SearchSettings, bound: float | None =
     return SearchJob(whole=whole, own=own, max_regression=bound)
 
 
-def finished(job: Race[ResultT], folder: Path | None = None) -> ResultT:
+class Job(Protocol[ResultT]):
+    """What measures and has a result."""
+
+    def run(self, folder: Path | None = None) -> ResultT | None: ...
+
+
+def finished(job: Job[ResultT], folder: Path | None = None) -> ResultT:
     """The result of a job."""
     result = job.run(folder)
     assert result is not None
     return result
 
 
-def reference(model: Any, document: TokenizedDocument, length: int, tail: int) -> float:
-    """Nats of the last tokens of a document, from one plain forward over the tokens that end it, in float64."""
-    ids = document.ids[-length:].unsqueeze(0)
-    with torch.no_grad():
-        logs = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
-    targets = ids[0, length - tail :]
-    return -float(logs[length - tail - 1 : -1].gather(1, targets[:, None]).sum())
+def tail_nats(model: Any, document: TokenizedDocument, length: int = 160) -> float:
+    """Nats of the last 32 tokens of a document, from one plain forward over the tokens that end it, in float64."""
+    return reference(model, document, "tail", length, 32)[0]
 
 
 def loss(method: str, length: int, document: str, nats: float, tokens: int = 1) -> Record:

@@ -43,6 +43,11 @@ def sizes(
     }
 
 
+def tiny(**overrides: Any) -> Any:
+    """A random Llama of one layer and 64 trained positions, for the tokens of `byte_tokenizer`."""
+    return zoo.build("llama", **{"vocab_size": VOCABULARY, "num_hidden_layers": 1, **overrides})
+
+
 def tiny_checkpoint(
     folder: Path, model_type: str = "llama", *, tokenizer: bool = True, **overrides: Any
 ) -> Path:

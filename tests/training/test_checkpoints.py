@@ -45,8 +45,7 @@ def make(folder: Path, step: int, *, complete: bool = True, age: float = 0.0) ->
     (path / "global_step").mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / "trainer_state.json").write_text("{}")
-    shard = path / "global_step" / "shard_0.pt"  # DeepSpeed and FSDP have folders
-    shard.write_bytes(b"optimizer")
+    (path / "global_step" / "shard_0.pt").write_bytes(b"optimizer")  # DeepSpeed's and FSDP's
     if complete:
         mark_complete(path)
     os.utime(path, (time.time() - age, time.time() - age))
@@ -78,8 +77,7 @@ def test_a_whole_one_that_lost_a_file_since_is_an_error_and_never_removed(tmp_pa
 
 
 def test_a_torn_manifest_is_a_partial_checkpoint(tmp_path: Path) -> None:
-    path = make(tmp_path, 3)
-    (path / MANIFEST).write_text('{"kind": "checkp')
+    (make(tmp_path, 3) / MANIFEST).write_text('{"kind": "checkp')
     assert complete_checkpoints(tmp_path) == []
 
 
@@ -273,7 +271,6 @@ def test_one_folder_holds_no_search_over_hyperparameters(tmp_path: Path) -> None
 
 
 # The final save: the old result or the new one, never a mixture that loads.
-
 
 NAMES = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -66,8 +66,7 @@ def assert_same(
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        difference = (found[1][name] - gradient).abs().max()
-        assert difference <= tolerance * gradient.abs().max(), name
+        assert (found[1][name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
 
 
 def both(model: nn.Module, chunk: int = CHUNK, **given: Any) -> None:
@@ -96,9 +95,8 @@ def test_the_loss_is_the_mean_over_labels() -> None:
     learned = targets != -100
     losses = -logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0][learned]
     chunk_loss(model, 7)
-    torch.testing.assert_close(
-        trained(model, **given)[0].double(), losses.mean(), rtol=1e-6, atol=0
-    )
+    loss = trained(model, **given)[0]
+    torch.testing.assert_close(loss.double(), losses.mean(), rtol=1e-6, atol=0)
     items = trained(model, **given, num_items_in_batch=torch.tensor(1000))[0]
     torch.testing.assert_close(items.double(), losses.sum() / 1000, rtol=1e-6, atol=0)
 
@@ -199,8 +197,6 @@ def test_logits_never_exceed_a_chunk() -> None:
 
 
 # The handle: what a model keeps, what it gets back, and when it is tried.
-
-
 def test_everything_is_put_back() -> None:
     model = zoo.build("gemma2").train()
     model.model.layers[1].eval()

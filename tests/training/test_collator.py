@@ -61,9 +61,6 @@ def collator(positions: str, **options: Any) -> PositionCollator:
     return PositionCollator(positions, **{**target, **options})
 
 
-# What a batch holds
-
-
 def test_contiguous_batches_need_nothing_but_tokens() -> None:
     rows = examples(3)
     batch = collator("contiguous")(rows)
@@ -164,8 +161,6 @@ def test_errors(positions: str, options: dict[str, Any], row: Any, message: str)
 
 
 # The draws, against the papers: references that enumerate every outcome with its probability
-
-
 def pose_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
     """PoSE, section 3.2, two chunks: l_0 in 1 .. ceil(n/2), u_1 in 0 .. L - n, both uniform."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
@@ -253,9 +248,6 @@ def test_together_the_draws_reach_every_position_of_the_long_context(draw: Draw)
     assert {round(p) for row in rows for p in row.tolist()} == set(range(96))
 
 
-# A curriculum: what a batch holds for each length, and which one a step gets
-
-
 @pytest.mark.parametrize("positions", DRAWS)
 def test_a_batch_holds_the_draws_of_every_length_of_the_curriculum(positions: str) -> None:
     rows, lengths = examples(3), (20, 32, 64)
@@ -282,10 +274,8 @@ def test_steps_share_the_lengths_of_a_curriculum_equally(steps: int, expected: l
     rows = examples(40)
     made = PositionCollator("random", curriculum=[16, 32, 48, 64])
     batch = made(rows)
-    reached = [
-        int(made.at_step(batch, step, steps)["position_ids"].max()) + 1 for step in range(steps)
-    ]
-    assert reached == expected  # of 40 rows, some reach the end
+    at = [made.at_step(batch, step, steps)["position_ids"] for step in range(steps)]
+    assert [int(rows.max()) + 1 for rows in at] == expected  # of 40 rows, some reach the end
     assert made.at_step(batch, steps, steps)["position_ids"].dim() == 2  # behind the last step
     plain = collator("random")(rows)
     assert collator("random").at_step(plain, 0, steps) == plain
@@ -314,9 +304,6 @@ def test_positions_are_chosen_by_the_callback_and_its_copies_have_no_model() -> 
         model(**batch)
 
 
-# What a draw depends on
-
-
 def drawn(made: PositionCollator, rows: Iterable[dict[str, Any]]) -> list[list[int]]:
     found: list[list[int]] = made(list(rows))["position_ids"].tolist()
     return found
@@ -327,8 +314,7 @@ def test_epochs_and_seeds_differ_and_come_again(positions: str) -> None:
     rows, made = examples(4), collator(positions)
     first = drawn(made, rows)
     made.set_epoch(1)
-    second = drawn(made, rows)
-    assert all(a != b for a, b in zip(first, second, strict=True))
+    assert all(a != b for a, b in zip(first, drawn(made, rows), strict=True))
     made.set_epoch(0)
     assert drawn(made, rows) == first
     assert drawn(collator(positions, seed=1), rows) != first

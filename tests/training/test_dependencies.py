@@ -72,8 +72,7 @@ def patched(name: str, attention: str = "sdpa") -> PreTrainedModel:
     if name in FREQUENCIES:
         patch_model(model, name, **FREQUENCIES[name])
     else:
-        case = CASES[name]
-        window = {"window": WIDE[name]} if name in WIDE else {}
+        case, window = CASES[name], ({"window": WIDE[name]} if name in WIDE else {})
         options: Any = {**case.options, **window}
         patch_model(model, case.method, original_max_position_embeddings=ORIGINAL, **options)
         randomise(model)
@@ -141,8 +140,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
 ]
-
-
 MODELS = [
     (model_type, attention)
     for model_type in ARCHITECTURES
@@ -193,18 +190,12 @@ def test_packed_documents_read_as_they_do_alone(name: str) -> None:
     assert together == pytest.approx(sum(losses) / counted, rel=1e-5)
 
 
-# The traps of transformers that the collator goes around; should they vanish one day, so may the collator's care
-
-
+# A trap of transformers that the collator goes around; should it vanish one day, so may the collator's care
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_with_a_mask_packed_documents_see_each_other(attention: str) -> None:
     batch = batch_of("packed")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    found = by_change(tiny("llama", attention), batch)
-    assert torch.equal(found, expected("contiguous"))
-
-
-# The check
+    assert torch.equal(by_change(tiny("llama", attention), batch), expected("contiguous"))
 
 
 @pytest.mark.parametrize(

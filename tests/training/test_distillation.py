@@ -72,9 +72,8 @@ def defined(model: Any, batch: dict[str, Any], teaches: bool, items: int | None)
     view = {k: v for k, v in trained_at.items() if k not in ("labels", "use_cache")}
     again = model(**view, use_cache=False).logits
     if teaches:
-        term = divergence(
-            again, zoo.build("llama")(**view, use_cache=False).logits, batch["labels"]
-        )
+        theirs = zoo.build("llama")(**view, use_cache=False).logits
+        term = divergence(again, theirs, batch["labels"])
     else:
         term = divergence(output.logits, again, batch["labels"])
     count = items or int((batch["labels"][:, 1:] != -100).sum())
@@ -92,12 +91,10 @@ def defined(model: Any, batch: dict[str, Any], teaches: bool, items: int | None)
         (True, "pose", "yarn", "lora", False),
         (True, "packed", "rerope", "full", False),
         (True, "endprompt", "kerple_log", "encoding", True),
-        *late(
-            [False], ["random", "cream"], ["yarn"], ["full"], [False]
-        ),
+        *late([False], ["random", "cream"], ["yarn"], ["full"], [False]),
         *late([True], ["contiguous", "random"], ["yarn"], ["full", "lora"], [True]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("items", [None, *late([ITEMS])])
 def test_loss_and_gradients_are_those_of_the_definition(
     teaches: bool, positions: str, method: str, train: str, checkpointing: bool, items: int | None
@@ -111,8 +108,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
     given = {k: v for k, v in batch.items() if k != "use_cache"}
     found = trained(model, **given, **({} if items is None else {"num_items_in_batch": items}))
     assert_same(found, expected, 2e-5)
-    plain = model.eval()(**batch).loss
-    assert plain < found[0] - 0.01  # in evaluation, the loss alone
+    assert model.eval()(**batch).loss < found[0] - 0.01  # in evaluation, the loss alone
 
 
 def test_what_is_trained_does_not_change_the_teacher_and_frozen_weights_are_one() -> None:

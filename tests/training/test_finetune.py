@@ -29,8 +29,6 @@ QUICK = (
     *("--eval_strategy", "no", "--score_lengths", "64", "128", "--block_length", "64"),
     *("--warmup_steps", "0", "--use_cpu"),
 )
-
-
 RANDOM = ("--positions", "random", "--curriculum")
 
 
@@ -133,8 +131,7 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
     ("recipe", "layers", "target"), [("drope", "full", 256), ("swan", (1, 3), 1024)]
 )
 def test_recipes_drop_the_embedded_rotation(recipe: str, layers: Any, target: int) -> None:
-    given = ["--recipe", recipe, "--use_cpu"]
-    choice, data, _ = parse_arguments(given)
+    choice, data, _ = parse_arguments(["--recipe", recipe, "--use_cpu"])
     model = from_pretrained(model_path(), dtype=torch.float32)
     apply_patch(model, choice.patch, data.target_length)
     patch = zoo.in_force(model)
@@ -165,12 +162,10 @@ def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Pat
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*as it is\.$"):
         run(tmp_path, texts, "--model", str(first), "--patch", "none", name="second")
     second = run(tmp_path, texts, "--no_score", "--model", str(first), name="second")
-    patch = zoo.in_force(from_pretrained(second))
-    assert patch.options == {"scale": 4.0}
+    assert zoo.in_force(from_pretrained(second)).options == {"scale": 4.0}
     other = ("--model", str(first), "--patch", "yarn:scale=8,replace=true")
     third = run(tmp_path, texts, "--no_score", *other, name="third")
-    longer = zoo.in_force(from_pretrained(third))
-    assert longer.extended_length == 2048
+    assert zoo.in_force(from_pretrained(third)).extended_length == 2048
 
 
 @pytest.mark.slow
@@ -324,16 +319,13 @@ def test_a_terminal_shows_the_loss_and_the_time_left_in_one_bar(
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     evaluated = ("--eval_strategy", "steps", "--eval_steps", "2", "--score_lengths", "64")
-    output = run(tmp_path, texts, *evaluated)
-    first, last = losses(output)
+    first, last = losses(run(tmp_path, texts, *evaluated))
     shown = capsys.readouterr()
-    assert f"100%|██████████| step 2 of 2, loss {last:.4g}, 00:00 left" in shown.err.replace(
-        " |", "|"
-    )
+    bar = f"100%|██████████| step 2 of 2, loss {last:.4g}, 00:00 left"
+    assert bar in shown.err.replace(" |", "|")
     assert f"loss {first:.4g}" in shown.err
-    assert re.search(
-        r"^step 2: prefix perplexity 64: [\d.]+, tail perplexity 64: ", shown.out, re.MULTILINE
-    )
+    line = r"^step 2: prefix perplexity 64: [\d.]+, tail perplexity 64: "
+    assert re.search(line, shown.out, re.MULTILINE)
     assert "'loss'" not in shown.out + shown.err
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.engines.engine import empty_model
+from hf_posenc.evaluation.device.run import LLAMA_8B
 from hf_posenc.evaluation.loading import load_tokenizer
 from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
 from hf_posenc.evaluation.scoring.estimate import read_shape, run_cost
@@ -27,6 +28,7 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.selection import late
 
 TOKENS, CHUNK = 512, 64
+DTYPES = (torch.float32, torch.bfloat16)
 LEAST, MOST = 0.85, 2.1  # as the module and the last line of a dry run say
 SIZES = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 4, "vocab_size": 512}
 
@@ -51,12 +53,7 @@ def trained(model: Any, train: Trained, checkpointing: bool, **options: int) -> 
     [
         ("llama", torch.bfloat16, "lora", True),
         ("llama", torch.float32, "full", False),
-        *late(
-            ["llama", "gpt2", "qwen3"],
-            [torch.float32, torch.bfloat16],
-            ["full", "lora"],
-            [False, True],
-        ),
+        *late(["llama", "gpt2", "qwen3"], DTYPES, ["full", "lora"], [False, True]),
     ],
 )
 def test_memory_is_near_the_tensors_of_a_step(
@@ -73,24 +70,16 @@ def test_memory_is_near_the_tensors_of_a_step(
         with autocast:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-    cost = step_cost(
-        shape,
-        [*model.parameters()],
-        tokens=TOKENS,
-        chunk=CHUNK,
-        train=train,
-        mixed=mixed,
-        checkpointing=checkpointing,
-    )
+    ways: dict[str, Any] = {"train": train, "mixed": mixed, "checkpointing": checkpointing}
+    cost = step_cost(shape, [*model.parameters()], tokens=TOKENS, chunk=CHUNK, **ways)
     held = sum(each.numel() * each.itemsize for each in model.parameters())
     ratio = (cost.total - cost.optimizer - held) / live.peak
     assert LEAST < ratio < MOST, f"{ratio:.2f}: {cost} for {live.peak:,} bytes"
     optimizer = torch.optim.AdamW(each for each in model.parameters() if each.requires_grad)
     optimizer.step()
-    states = [
-        state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
-    ]
-    assert cost.optimizer == sum(state.numel() * state.itemsize for state in states)
+    names, states = ("exp_avg", "exp_avg_sq"), optimizer.state.values()
+    averages = [state[name] for state in states for name in names]
+    assert cost.optimizer == sum(each.numel() * each.itemsize for each in averages)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -116,9 +105,8 @@ def test_operations_are_those_that_pytorch_counts(train: Trained, checkpointing:
     pairs, whole = (flops[1] - 2 * flops[0] for flops in (computed, counted))
     assert pairs == pytest.approx(whole / 2, rel=0.02)
     maps, others = (2 * flops[0] - flops[1] / 2 for flops in (computed, counted))
-    assert maps == pytest.approx(
-        others, rel=0.1
-    )  # a recomputed layer stops before its last product
+    # a recomputed layer stops before its last product
+    assert maps == pytest.approx(others, rel=0.1)
 
 
 @pytest.mark.slow
@@ -149,22 +137,15 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(
 CARDS = {"lora_24gb": 24e9, "lora_80gb": 80e9}
 RESERVED = 1.2e9
 """Bytes for a CUDA context, workspaces and fragmentation."""
-LLAMA_3_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-}
-LLAMA_3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
 def cost_of(recipe: str, *more: str) -> tuple[Step, float]:
     """The cost of a recipe for an 8B model, and the bytes that scoring its longest length takes beside the weights."""
-    choice, data, arguments = parse_arguments(
-        ["--recipe", recipe, "--model", str(model_path()), "--use_cpu", *more]
-    )
+    given = ["--recipe", recipe, "--model", str(model_path()), "--use_cpu", *more]
+    choice, data, arguments = parse_arguments(given)
     assert data.target_length is not None
     dtype = getattr(torch, choice.dtype)
-    model = empty_model(LlamaConfig(**LLAMA_3_8B, max_position_embeddings=8192, dtype=dtype))
+    model = empty_model(LlamaConfig(**LLAMA_8B, dtype=dtype))
     mark_sizes_alone(model, torch.device("cpu"))
     shape, chunk = read_shape(model), default_chunk(model)
     assert sum(each.numel() for each in model.parameters()) == 8_030_261_248  # Llama 3 8B

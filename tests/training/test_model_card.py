@@ -122,19 +122,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"url": f"{hub.endpoint}/{name}", "name": name})
         if self.path == "/api/validate-yaml":
             content = json.loads(body)["content"]
-            valid = content.startswith("---\n")
-            problem = {"errors": [{"message": "no metadata"}], "warnings": []}
-            return self._answer(
-                {"errors": [], "warnings": []} if valid else problem, 200 if valid else 400
-            )
+            errors = [] if content.startswith("---\n") else [{"message": "no metadata"}]
+            return self._answer({"errors": errors, "warnings": []}, 400 if errors else 200)
         if "/branch/" in self.path:
             return self._answer({})
         if "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            regular = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
-            ]
-            return self._answer({"files": regular})
+            how, files = {"uploadMode": "regular", "shouldIgnore": False}, json.loads(body)["files"]
+            return self._answer({"files": [{"path": file["path"], **how} for file in files]})
         if "/commit/" in self.path:
             return self._answer(self._commit(body))
         return self._answer({"error": f"unknown: {self.path}"}, 404)
@@ -226,8 +220,7 @@ def test_the_numbers_are_those_of_the_table(made: Made) -> None:
     assert len(rows) == len(table.settings.protocols)
     for row, protocol in zip(rows, table.settings.protocols, strict=True):
         for shown, length in zip(row.split("|")[2:], table.settings.lengths, strict=False):
-            cell = table.cell("yarn (scale 2), after 4 steps", protocol, length)
-            assert cell is not None
+            cell: Any = table.cell("yarn (scale 2), after 4 steps", protocol, length)
             assert shown.split("<br>")[0].strip(" *").split()[0] == number(cell.perplexity)
     assert f"| steps | 4 of 2 sequences, {4 * 2 * 64:,} tokens, 0.50 epochs |" in text
     assert f"all weights: {sum(p.numel() for p in tiny_model().parameters()):,} parameters" in text
@@ -277,8 +270,7 @@ def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
 def test_a_config_that_an_engine_does_not_read_is_exported(made: Made, tmp_path: Path) -> None:
     log, table = made[1:]
     folder = shutil.copytree(made[0], tmp_path / "made")
-    source = open_source(folder)
-    exports = [export_source(source, engine) for engine in ENGINES]
+    exports = [export_source(open_source(folder), engine) for engine in ENGINES]
     config = json.loads((folder / "config.json").read_text())
     whole = write_card(folder, log, table, exports).read_text()
     del config["rope_scaling"]  # what transformers 4 reads
@@ -379,9 +371,7 @@ def test_the_result_is_pushed_and_nothing_else(made: Made, pushed: Any) -> None:
     (folder / "checkpoint-4" / "model.safetensors").write_bytes(b"old")
     torch.save({"hub_token": TOKEN}, folder / "training_args.bin")
     with FakeHub() as hub:
-        assert pushed(hub, folder, private_repo=True).endswith(
-            "/me/it/commit/" + "1".rjust(40, "0")
-        )
+        assert pushed(hub, folder, private_repo=True).endswith(f"/me/it/commit/{1:040}")
         private = {"checkpoint-4", "training_args.bin"}
         expected = {path.name: path for path in folder.iterdir() if path.name not in private}
         saved = {"model.safetensors", "tokenizer.json"}

@@ -83,12 +83,10 @@ def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) ->
     assert len(losses) == STEPS
     assert losses[0] == pytest.approx(before, rel=1e-5)
     assert losses[-1] < losses[0] - 1
-    after = zoo.in_force(trained)
-    assert after.config == patch.config
+    assert zoo.in_force(trained).config == patch.config
     trainer.save_model(str(folder / "saved"))
     loaded: Any = from_pretrained(folder / "saved").eval()
-    found = zoo.in_force(loaded)
-    assert found.config == patch.config
+    assert zoo.in_force(loaded).config == patch.config
     trained.eval()
     assert torch.equal(zoo.logits(loaded, ids), zoo.logits(trained, ids))
     return loaded
@@ -149,8 +147,6 @@ def test_sft_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str, train: 
 
 
 # docs/trainers.md: its lines for TRL run, on shorter texts, and its callback patches a model in time.
-
-
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
@@ -176,8 +172,7 @@ def test_the_lines_run(
     assert trainer.optimizer is None
     trainer.train()
     trainer.save_model("hooked/final")
-    found = zoo.in_force(from_pretrained("hooked/final"))
-    assert "yarn" in str(found)
+    assert "yarn" in str(zoo.in_force(from_pretrained("hooked/final")))
 
 
 def test_the_version_of_trl_is_the_pinned_one() -> None:

@@ -190,13 +190,11 @@ def test_processes_with_different_weights(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Iterator[TrainingArguments]:
-    """Arguments of one process, whose state is no other test's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    check_launch(arguments)
-    yield arguments
-    AcceleratorState._reset_state(reset_partial_state=True)
+def given(tmp_path: Path) -> TrainingArguments:
+    """Arguments of one process."""
+    made = arguments(tmp_path)
+    check_launch(made)
+    return made
 
 
 def test_sharding_is_not_done(given: TrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +243,7 @@ def test_how_many_processes_were_asked_for(line: str, monkeypatch: pytest.Monkey
 
     yaml = Path(__file__).parents[2] / "scripts" / "configs" / "two_cpu_processes.yaml"
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    words = line.format(yaml=yaml).split()
-    process = SimpleNamespace(pid=1, cmdline=lambda: words)
+    process = SimpleNamespace(pid=1, cmdline=lambda: line.format(yaml=yaml).split())
     monkeypatch.setattr(psutil, "Process", lambda pid: process)
     assert launched_processes() == LAUNCHERS[line]
 

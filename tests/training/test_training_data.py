@@ -67,9 +67,6 @@ def rows_of(blocks: Blocks, column: str = "input_ids") -> list[list[int]]:
     return [row[column].tolist() for row in blocks.dataset]
 
 
-# Which tokens stand where
-
-
 @pytest.mark.parametrize("positions", [p for p in POSITIONS if p != "packed"])
 def test_a_block_is_of_one_document(positions: str) -> None:
     made, entries = tokenizer(), documents(25, 7, 40)
@@ -136,8 +133,7 @@ def test_no_token_is_lost_doubled_or_moved(
     for number, size in enumerate(sizes):
         ids = list(range(1000 * number, 1000 * number + size))
         stream += [*ids, *suffix]
-        whole = TokenizedDocument(str(number), torch.tensor(ids), None, None)
-        for block in cutter.cut(whole):
+        for block in cutter.cut(TokenizedDocument(str(number), torch.tensor(ids), None, None)):
             assert sum(block.documents) == len(block.ids) == length
             assert packed or block.documents == (length,)
             begin = 0
@@ -165,9 +161,6 @@ def test_reading_stops_at_the_limit() -> None:
 
     blocks = prepare_blocks(entries(), tokenizer(), length=10, limit=2)
     assert (blocks.counts.documents, blocks.counts.skipped) == (2, 1)
-
-
-# Bad input
 
 
 def from_rows(folder: Path, *rows: dict[str, Any], **options: Any) -> Iterable[Entry]:
@@ -229,9 +222,6 @@ def test_bad_settings_say_so(options: dict[str, Any], message: str) -> None:
         prepare_blocks(documents(30, 30), tokenizer(bos=True), **options)
 
 
-# The default text
-
-
 def test_the_standard_library_is_read_without_what_is_held_out() -> None:
     names = [document.name for document in read_standard_library()]
     assert names == sorted(names)
@@ -242,8 +232,6 @@ def test_the_standard_library_is_read_without_what_is_held_out() -> None:
 
 
 # Training data on disk: found again, read by one process for all, whole after any interruption.
-
-
 def unread() -> Iterator[Entry]:
     pytest.fail("the documents were read again")
     yield
@@ -258,9 +246,8 @@ def cached(folder: Path, entries: Iterable[Entry], **options: Any) -> Blocks:
 def test_a_cache_gives_what_reading_gives(tmp_path: Path, positions: str) -> None:
     entries = documents(25, 7, 40)
     fresh = prepare_blocks(entries, byte_tokenizer(), length=10, positions=positions)
-    first = cached(tmp_path, entries, positions=positions)
-    again = cached(tmp_path, unread(), positions=positions)
-    for other in (first, again):
+    for read in (entries, unread()):
+        other = cached(tmp_path, read, positions=positions)
         assert other.counts == fresh.counts
         assert rows_of(other) == rows_of(fresh)
 
@@ -339,8 +326,7 @@ def _rank(folder: Path, rank: int) -> None:
             time.sleep(0.2)
             yield entry
 
-    blocks = cached(folder, entries())
-    (folder / f"hash-{rank}").write_text(blocks.counts.sha256)
+    (folder / f"hash-{rank}").write_text(cached(folder, entries()).counts.sha256)
 
 
 @pytest.mark.slow
@@ -390,15 +376,12 @@ def test_a_cache_that_lost_a_batch_of_blocks_says_so(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(
-        PosencError, match=r"cannot be written to the cache .*: (File exists|Not a)"
-    ):
+    message = r"cannot be written to the cache .*: (File exists|Not a)"
+    with pytest.raises(PosencError, match=message):
         cached(tmp_path, documents(25))
 
 
 # Which documents are held out to be scored, and that no other part of them is trained on.
-
-
 TEXT = "".join(chr(97 + i % 26) for i in range(120))
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_posenc import from_pretrained
@@ -22,6 +21,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.processes import group_shard
 from hf_posenc.training.scoring import FILE, Scores, stages_of
+from tests.evaluation.retrieval.test_retrieval_scoring import forwards
 from tests.support.killing import in_two_processes
 from tests.support.tiny_text import byte_tokenizer, prose
 from tests.training.test_training_scoring import (
@@ -96,8 +96,7 @@ def score_sharded(folder: Path) -> None:
     scores.measure(model)
     one_step(model)
     scores.measure(model, 1)
-    again = make_scores(folder).measure(model, 1)
-    assert [stage.step for stage in stages_of(again)] == [0, 1]
+    assert [stage.step for stage in stages_of(make_scores(folder).measure(model, 1))] == [0, 1]
     one_step(model)
     scores.measure(model, 2)
 
@@ -171,19 +170,8 @@ def test_launched_processes_that_are_apart_are_refused(monkeypatch: pytest.Monke
 
 
 # Held-out scores in a folder: what an interruption leaves, another training there, and other documents.
-
-
 class StoppedError(Exception):
     pass
-
-
-def forwards_of(model: nn.Module) -> list[int]:
-    """Counts the tokens of every forward of a model from now on."""
-    seen: list[int] = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    return seen
 
 
 def test_damaged_rows_are_reported_and_not_used(tmp_path: Path) -> None:
@@ -211,14 +199,12 @@ def test_an_interruption_loses_and_repeats_nothing(tmp_path: Path) -> None:
     kept = [line for path in folder.glob("records/*/*.jsonl") for line in path.open()]
     assert 0 < len(kept) < len(HELD_OUT)
     model = patched_model()
-    seen = forwards_of(model)
-    result = make_scores(folder).measure(model)
-    assert result.to_dict() == whole.to_dict()
+    seen = forwards(model)
+    assert make_scores(folder).measure(model).to_dict() == whole.to_dict()
     assert (folder / FILE).read_text() == (tmp_path / "whole" / FILE).read_text()
     assert seen.count(LENGTHS[-1]) == 2 * (len(HELD_OUT) - len(kept))  # a prefix and a tail each
     seen.clear()
-    again = make_scores(folder).measure(model)
-    assert again.to_dict() == whole.to_dict()
+    assert make_scores(folder).measure(model).to_dict() == whole.to_dict()
     assert not seen
 
 

@@ -19,7 +19,7 @@ from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
-from hf_posenc.evaluation.measuring.execute import collected, execute
+from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records, Shard
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.perplexity.run import measure_perplexity
@@ -29,17 +29,13 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.suites import SUITES, get_suite
 from hf_posenc.files import to_json
 from hf_posenc.patch.patching import get_patch
-from tests.support import zoo
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.sweep_cases import finished
+from tests.support.tiny_text import byte_tokenizer, prose, tiny
 
 LENGTHS = (64, 640)  # of 64 trained tokens; passkey's shortest prompt is in between
 METHODS = ("none", "sliding_window", "yarn")
 TEXTS = [prose(700 + 13 * n, n) for n in range(3)]
 PASSKEY: dict[str, Any] = {"suite": "smoke", "lengths": LENGTHS, "tasks": ("passkey",)}
-
-
-def tiny(**overrides: Any) -> Any:
-    return zoo.build("llama", **{"vocab_size": VOCABULARY, "num_hidden_layers": 1, **overrides})
 
 
 def measured(model: Any = None, **options: Any) -> BenchResult:
@@ -58,8 +54,7 @@ def without_speed(result: BenchResult) -> str:
 
 def edited(result: BenchResult, **changes: Any) -> BenchResult:
     """The same result with other values in its JSON."""
-    values = json.loads(to_json(result.to_dict()))
-    return BenchResult.from_dict({**values, **changes})
+    return BenchResult.from_dict({**json.loads(to_json(result.to_dict())), **changes})
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +81,11 @@ def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
     assert {k: v for k, v in ours.items() if k not in known} == {
         k: v for k, v in theirs.items() if k not in known
     }
-    assert result.retrieval is not None
-    settings = result.retrieval.settings
-    found = measure_retrieval(
-        model, words, methods=METHODS, lengths=LENGTHS, tasks=("passkey",),
-        depths=settings.depths, samples=settings.samples,
-    )  # fmt: skip
-    assert found.to_dict() == result.retrieval.to_dict()
+    retrieval: Any = result.retrieval
+    options: dict[str, Any] = {"lengths": LENGTHS, "tasks": ("passkey",)}
+    options |= {name: getattr(retrieval.settings, name) for name in ("depths", "samples")}
+    found = measure_retrieval(model, words, methods=METHODS, **options)
+    assert found.to_dict() == retrieval.to_dict()
 
 
 def test_a_result_comes_back_from_its_json(result: BenchResult) -> None:
@@ -125,14 +118,8 @@ def hungry(model: Any, most: int) -> None:
     """Lets memory run out where more tokens than that are run at once under a patch other than the control."""
 
     def check(module: Any, args: Any, kwargs: Any) -> None:
-        patch = get_patch(model)
-        ids = kwargs.get("input_ids")
-        if (
-            patch is not None
-            and patch.method == "yarn"
-            and ids is not None
-            and ids.shape[-1] > most
-        ):
+        patch, ids = get_patch(model), kwargs.get("input_ids")
+        if patch and patch.method == "yarn" and ids is not None and ids.shape[-1] > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
@@ -142,7 +129,7 @@ def hungry(model: Any, most: int) -> None:
 def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     model = tiny()
     hungry(model, 100)
-    result = measured(model)
+    result: Any = measured(model)
     fields = rows(result)["yarn (auto)"]
     assert fields[0] not in ("OOM", "")
     assert fields[1:] == ["OOM"] * 4
@@ -151,7 +138,6 @@ def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     said = list(result.problems())
     assert len(said) == 3
     assert all("yarn (auto)" in line and "out of memory" in line for line in said)
-    assert result.speed is not None
     assert result.speed.row("none").tokens_per_second is not None
 
 
@@ -161,10 +147,10 @@ def test_speed_is_timed_in_pieces_where_the_whole_does_not_fit() -> None:
     model.set_attn_implementation("eager")  # whose scores in pieces are fewer
     hungry(model, 600)
     result = measured(model, tasks=(), rounds=2)
-    assert result.speed is not None
-    assert result.speed.row("yarn (auto)").failed is None
-    assert result.speed.pieces("yarn (auto)") == 512
-    assert result.speed.pieces("none") is None
+    speed: Any = result.speed
+    assert speed.row("yarn (auto)").failed is None
+    assert speed.pieces("yarn (auto)") == 512
+    assert speed.pieces("none") is None
     assert any("yarn (auto): prefill in pieces of 512 tokens" in line for line in result.notes())
 
 
@@ -177,9 +163,7 @@ def work(model: Any, **changes: Any) -> BenchJob:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = work(tiny()).run(tmp_path_factory.mktemp("whole"))
-    assert made is not None
-    return without_speed(made)
+    return without_speed(finished(work(tiny()), tmp_path_factory.mktemp("whole")))
 
 
 def test_what_the_other_commands_measured_is_not_measured_again(tmp_path: Path) -> None:
@@ -197,9 +181,7 @@ def test_two_processes_give_what_one_gives(whole: str, tmp_path: Path) -> None:
     first = work(tiny())
     assert first.run(tmp_path, Shard(0, 2)) is None
     assert first.missing > 0
-    second = work(tiny())
-    made = second.run(tmp_path, Shard(1, 2))
-    assert made is not None
+    made: Any = work(tiny()).run(tmp_path, Shard(1, 2))
     assert without_speed(made) == whole
     assert made.speed is not None
 
@@ -270,7 +252,6 @@ def test_the_page_shows_the_command_of_its_json() -> None:
 
 # The timed prefill: what is timed, in which order, and what the numbers are.
 
-
 WINDOW = torch.arange(1, 129) % 250
 
 
@@ -304,9 +285,8 @@ def test_methods_take_turns_after_a_forward_of_the_window(monkeypatch: pytest.Mo
     monkeypatch.setattr(TokenScorer, "__call__", spy)
     monkeypatch.setattr(Clock, "time", watch)
     execute(run, Records())
-    turn = [None, "sliding_window", "yarn"]
-    each = [[("forward", m), ("clock", m), ("forward", m)] for m in turn]
-    assert events == [event for _ in range(2) for events_of in each for event in events_of]
+    turn, parts = (None, "sliding_window", "yarn"), ("forward", "clock", "forward")
+    assert events == [(part, method) for method in turn for part in parts] * 2
     assert get_patch(model) is None
 
 
@@ -342,12 +322,13 @@ def test_the_memory_of_a_cpu_is_the_peak_of_this_piece_of_work() -> None:
         pytest.skip("this system does not say")
     assert clock.memory == ON_CPU
     size = 200 * 2**20
-    _, before = clock.time(lambda: None)
-    _, large = clock.time(lambda: torch.ones(size, dtype=torch.uint8))
-    _, after = clock.time(lambda: None)
-    assert before is not None
-    assert large is not None
-    assert after is not None
+
+    def peak(work: Callable[[], object]) -> Any:
+        return clock.time(work)[1]
+
+    before = peak(lambda: None)
+    large = peak(lambda: torch.ones(size, dtype=torch.uint8))
+    after = peak(lambda: None)
     assert size * 0.95 < large - before < size * 1.2
     assert after < before + size / 4  # set back
 
@@ -382,11 +363,9 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
             calls.append(1)
             raise RuntimeError("no kernel\nmore of it")
 
-    run, store = speed_run(model, rounds=3), Records()
+    run = speed_run(model, rounds=3)
     model.register_forward_pre_hook(fail, with_kwargs=True)
-    execute(run, store)
-    result = collected(run, store)
-    assert result is not None
+    result = finished(run)
     assert len(calls) == 1
     assert result.row("yarn (auto)").failed == "RuntimeError: no kernel"
     assert result.row("yarn (auto)").tokens_per_second is None
@@ -396,25 +375,20 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
 def test_a_round_is_stored_whole_and_other_methods_make_another_run(tmp_path: Path) -> None:
     model = tiny()
     run = speed_run(model, rounds=2)
+    calls = iter(range(3))
+
+    def stop(label: str, done: int, total: int) -> None:
+        if next(calls, None) is None:  # the first method of the second round
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt), run.open(tmp_path) as store:
-        execute(run, store, progress=_stop_at(4))  # the first method of the second round
+        execute(run, store, progress=stop)
     with run.open(tmp_path) as store:
         assert store.get(("round", 0)) is not None
         assert store.get(("round", 1)) is None
         first = store.fingerprint
-    fewer = speed_run(model, methods=METHODS[:2])
-    with fewer.open(tmp_path) as other:
+    with speed_run(model, methods=METHODS[:2]).open(tmp_path) as other:
         assert other.fingerprint != first
-
-
-def _stop_at(calls: int) -> Any:
-    left = iter(range(calls - 1))
-
-    def progress(label: str, done: int, total: int) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 def test_the_window_is_text_with_special_tokens_in_front() -> None:
@@ -427,13 +401,9 @@ def test_the_window_is_text_with_special_tokens_in_front() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_peak_is_that_of_pytorch_and_the_forward_is_in_the_time() -> None:
-    run, store = speed_run(tiny().to("cuda")), Records()
-    execute(run, store)
-    result = collected(run, store)
-    assert result is not None
+    result = finished(speed_run(tiny().to("cuda")))
     assert result.threads is None
     assert torch.cuda.get_device_name() in result.device
     for cell in map(result.row, result.methods):
-        assert cell.peak_bytes is not None
-        assert 0 < cell.peak_bytes <= torch.cuda.get_device_properties(0).total_memory
+        assert 0 < (cell.peak_bytes or 0) <= torch.cuda.get_device_properties(0).total_memory
         assert cell.tokens_per_second is not None

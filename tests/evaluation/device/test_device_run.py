@@ -35,6 +35,7 @@ from hf_posenc.files import to_json
 from hf_posenc.methods import get_method
 from scripts import benchmark_gpu, gpu_table
 from scripts.peers import PEERS
+from tests.support.sweep_cases import finished
 from tests.support.tiny_text import sizes
 
 CPU = torch.device("cpu")
@@ -42,7 +43,6 @@ LENGTHS = (16, 32)
 METHODS = ("rerope", "alibi", "yarn")
 LAYERS = (PLAIN, "rerope", "alibi")
 WHOLE = ("none", "rerope", "alibi", "yarn (auto)")
-ROWS = len(LENGTHS) * (len(PHASES) * len(LAYERS) + 2 * len(WHOLE))
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
@@ -67,18 +67,9 @@ def work(**options: Any) -> GpuRun:
     return GpuRun(BenchOptions(**given), config(), device="cpu", peers=PEERS)
 
 
-def measured(run: GpuRun, folder: Path | None = None) -> GpuResult:
-    result = run.run(folder)
-    assert result is not None
-    return result
-
-
 def row(result: GpuResult, method: str, phase: str, length: int = LENGTHS[-1]) -> Any:
-    return next(
-        row
-        for row in result.records
-        if (row.method, row.phase, row.length) == (method, phase, length)
-    )
+    wanted = (method, phase, length)
+    return next(r for r in result.records if (r.method, r.phase, r.length) == wanted)
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +100,11 @@ def test_every_method_is_measured_in_every_phase(command: tuple[Path, Callable[.
     assert to_json(result.to_dict()) == text
     found = [(each.length, each.phase, each.method) for each in result.records]
     phases = {GENERATION: WHOLE, PERPLEXITY: WHOLE, **dict.fromkeys(PHASES, LAYERS)}
-    assert found == [
-        (n, phase, name) for n in LENGTHS for phase in phases for name in phases[phase]
-    ]
+    rows = [(phase, name) for phase in phases for name in phases[phase]]
+    assert found == [(length, *row) for length in LENGTHS for row in rows]
     for each in result.records:
         assert each.failed is None, each
-        assert each.milliseconds is not None
-        assert each.milliseconds > 0
+        assert (each.milliseconds or 0) > 0
         assert each.backend
         if each.phase == PERPLEXITY:
             assert each.tokens_per_second == pytest.approx(each.length / each.seconds[0])
@@ -127,8 +116,8 @@ def test_every_method_is_measured_in_every_phase(command: tuple[Path, Callable[.
     assert result.sizes == {"heads": 4, "key_heads": 2, "head_dim": 8}
     assert result.model["dtype"] == "float32"
     assert result.environment["torch"] == torch.__version__
-    rows = list(csv.DictReader((folder / "gpu.csv").open()))
-    assert [line["status"] for line in rows] == ["ok"] * ROWS
+    lines = csv.DictReader((folder / "gpu.csv").open())
+    assert [line["status"] for line in lines] == ["ok"] * len(LENGTHS) * len(rows)
     page = (folder / "gpu.md").read_text()
     assert page == result._repr_markdown_()
     assert all(f"| {name} |" in page for name in (*LAYERS, *WHOLE))
@@ -169,7 +158,7 @@ def lack(*_: Any) -> Any:
 def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PEERS, "rerope", ("two score matrices", lack))
     monkeypatch.setattr(gpu, "_built", lack)
-    result = measured(work(methods=("rerope",)))
+    result = finished(work(methods=("rerope",)))
     lost = {(each.method, each.phase) for each in result.records if each.failed}
     whole = {(name, phase) for phase in (GENERATION, PERPLEXITY) for name in ("none", "rerope")}
     assert lost == {("rerope, two score matrices", phase) for phase in PHASES} | whole
@@ -206,9 +195,8 @@ def test_the_formulations_of_others_compute_the_same(name: str, phase: str) -> N
     encoding = encoding_of(method, 8, CPU, 16, (4, 2))
     with forced("exact"):
         expected, _ = attend(layer.call(), encoding)
-    torch.testing.assert_close(
-        PEERS[name][1](layer.call(), encoding), expected, rtol=1e-6, atol=1e-6
-    )
+    found = PEERS[name][1](layer.call(), encoding)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(layer.plain(), expected, atol=1e-2)
 
 
@@ -247,8 +235,7 @@ def test_what_was_run_in_pieces_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", hungry)
     run = GpuRun(BenchOptions(lengths=(1024,)), config(attn_implementation="eager"), device="cpu")
-    row = run._forward(Candidate.parse("none"), 1024)
-    assert row["backend"].endswith("prefill by 512 tokens")
+    assert run._forward(Candidate.parse("none"), 1024)["backend"].endswith("prefill by 512 tokens")
 
 
 def test_training_reaches_queries_keys_values_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,21 +293,20 @@ def test_a_budget_leaves_out_what_is_last(
         return measure(run, item, attempt)
 
     monkeypatch.setattr(GpuRun, "measure", measured_late)
-    result = measured(work(**few, budget=600), tmp_path)
+    result = finished(work(**few, budget=600), tmp_path)
     found = [(each.method, each.phase) for each in result.records]
     assert found == [("none", GENERATION), ("rerope", GENERATION), ("none", PERPLEXITY)]
     assert any("10 of 13 measurements were not begun in time" in line for line in result.notes())
     assert GpuResult.from_dict(result.to_dict()).missing == 10
     assert "| rerope |" in result._repr_markdown_()
-    assert not measured(work(**few, budget=600), tmp_path).missing
+    assert not finished(work(**few, budget=600), tmp_path).missing
     assert len(begun) == 13
     assert command[1]("--suite", "smoke", "--budget", "8m").exit_code == 2
 
 
 @pytest.mark.slow
 def test_by_default_all_methods_of_the_engine_and_the_embedded_sizes() -> None:
-    options = BenchOptions(suite="gpu", lengths=(64, 128), rounds=1)
-    result = measured(GpuRun(options, device="cpu"))
+    result = finished(GpuRun(BenchOptions(suite="gpu", lengths=(64, 128), rounds=1), device="cpu"))
     names = {each.method.partition(" (")[0].partition(",")[0] for each in result.records}
     assert {method.name for method in methods()} | {PLAIN, "none", "yarn"} == names
     assert not list(result.problems())
@@ -330,6 +316,6 @@ def test_by_default_all_methods_of_the_engine_and_the_embedded_sizes() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     options = BenchOptions(suite="gpu", lengths=(512,), rounds=2)
-    result = measured(GpuRun(options, config(), device="cuda"), tmp_path)
+    result = finished(GpuRun(options, config(), device="cuda"), tmp_path)
     assert not list(result.problems())
     assert all(each.peak_bytes is not None for each in result.records if not each.failed)

@@ -22,10 +22,7 @@ from hf_posenc.evaluation.device.result import PHASES, PLAIN, GpuResult, Row
 from hf_posenc.evaluation.device.selftest import selftest
 from hf_posenc.evaluation.options import SelftestOptions
 from hf_posenc.evaluation.page import collect, render
-from tests.support import (
-    broken_backends,
-    emulated,  # noqa: F401  (registers its backends)
-)
+from tests.support import broken_backends, emulated
 from tests.support.commands import invoke
 
 CPU = torch.device("cpu")
@@ -70,7 +67,8 @@ def timed(result: GpuResult, method: str, phase: str) -> Row:
 def test_every_backend_of_a_cpu_is_right(result: GpuResult) -> None:
     assert result.passed
     assert not result.not_reached
-    on_cpu = {"prefill", "few", "moving", "exact", "emulated flash", "emulated cudnn"}
+    own = {emulated.EmulatedFlash.name, emulated.EmulatedCudnn.name}
+    on_cpu = {"prefill", "few", "moving", "exact", *own}
     assert {case.backend for case in result.checks} == on_cpu
     assert {case.kind for case in result.checks} == {*kinds()}
     assert {case.gradients for case in result.checks} == {False, True}
@@ -150,8 +148,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     broken(monkeypatch, "wrong")
     few = {name: kinds()[name] for name in ("bands", "alibi")}
     monkeypatch.setattr(run, "kinds", lambda: few)
-    small = functools.partial(selftest, **SMALL, seconds=1000)
-    monkeypatch.setattr(run, "selftest", small)
+    monkeypatch.setattr(run, "selftest", functools.partial(selftest, **SMALL, seconds=1000))
     verdicts.write(CPU, {Case("old", "bands", "float32", 16): None})
     file = tmp_path / "selftest.json"
     result = invoke("selftest", "--device", "cpu", file)
@@ -163,8 +160,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     assert last.startswith("Not used, since its check failed: wrong (")
     assert {"bands", "bands in training"} <= {*last.partition("(")[2].rstrip(").").split(", ")}
     assert "failed: wrong, bands, float32, head dimension 16: its output differs" in result.stdout
-    known = verdicts.read(CPU)
-    assert {case.backend for case in known} == {"wrong"}, "the old ones are replaced"
+    assert {case.backend for case in verdicts.read(CPU)} == {"wrong"}, "the old ones are replaced"
     assert timed(GpuResult.from_dict(values), "rerope", "prefill").backend != "wrong"
 
 
@@ -189,8 +185,7 @@ def test_the_most_telling_cases_come_first() -> None:
     assert {(case.backend, case.kind) for case in every[:first]} == {
         (name, kind) for name in backends for kind in kinds()
     }
-    usual = every[: 2 * first]
-    assert {(case.dtype, case.head_dim) for case in usual} == {("float32", 16)}
+    assert {(case.dtype, case.head_dim) for case in every[: 2 * first]} == {("float32", 16)}
     # Of the others, one kind is enough to see every backend in every dtype and head dimension.
     breadth = every[2 * first : 2 * first + 2 * 3 * len(backends)]
     assert len({case.kind for case in breadth}) == 1
@@ -200,9 +195,9 @@ def test_the_most_telling_cases_come_first() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_the_last_line_says_what_had_no_time() -> None:
     hurried = selftest(**SMALL)
-    every = len(hurried.not_reached)
+    every = f"{len(hurried.not_reached):,} cases had no time"
     first = "triton decode, causal, float32, head dimension 16"
-    assert hurried.summary.endswith(f". {every:,} cases had no time, first {first}: give more --seconds.")  # fmt: skip
+    assert hurried.summary.endswith(f". {every}, first {first}: give more --seconds.")
 
 
 def test_cases_that_no_backend_computes_need_no_time() -> None:

@@ -40,9 +40,14 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def names(source: object) -> list[str]:
-    assert not isinstance(source, str)
-    return [Path(entry.name).name for entry in source]  # type: ignore[attr-defined]
+def names(source: Any) -> list[str]:
+    return [Path(entry.name).name for entry in source]
+
+
+def listed(ends: Any) -> list[int]:
+    """The numbers of a tensor that is there."""
+    found: list[int] = ends.tolist()
+    return found
 
 
 def test_files_folders_and_patterns_each_file_once(tmp_path: Path) -> None:
@@ -59,10 +64,8 @@ def test_tokens_know_the_bytes_of_their_text() -> None:
     document = tokenize(Document("d", text), byte_tokenizer())
     assert len(document.ids) == len(text.encode()) == 11  # a token a byte
     # the bytes of a character count with its first token
-    assert document.byte_ends is not None
-    assert document.byte_ends.tolist() == [1, 3, 3, 6, 6, 6, 10, 10, 10, 10, 11]
-    spans = [document.bytes_between(*span) for span in ((0, 11), (1, 3), (3, 6))]
-    assert spans == [11, 2, 3]
+    assert listed(document.byte_ends) == [1, 3, 3, 6, 6, 6, 10, 10, 10, 10, 11]
+    assert [document.bytes_between(*span) for span in ((0, 11), (1, 3), (3, 6))] == [11, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_bytes_follow_from_offsets_alone(fast: bool, ends: list[int] | None) -> 
             return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 2), (0, 0), (2, 3)]}
 
     document = tokenize(Document("d", "aéb"), Tokenizer())
-    assert (None if document.byte_ends is None else document.byte_ends.tolist()) == ends
+    assert (document.byte_ends if ends is None else listed(document.byte_ends)) == ends
     assert document.bytes_between(0, 3) == (ends and 4)
 
 
@@ -118,9 +121,8 @@ def test_unusable_documents_are_counted_and_reading_stops_at_the_limit() -> None
         *(Document(f"long {index}", prose(100, index)) for index in range(5)),
     ]
     seen: list[str] = []
-    usable, skipped = load_documents(
-        source, byte_tokenizer(), min_tokens=64, limit=2, seen=seen.append
-    )
+    given: dict[str, Any] = {"min_tokens": 64, "limit": 2, "seen": seen.append}
+    usable, skipped = load_documents(source, byte_tokenizer(), **given)
     assert [document.name for document in usable] == ["long 0", "long 1"]
     assert skipped == [
         Skipped("short", "too short: 20 tokens, 64 are needed"),
@@ -154,8 +156,6 @@ def test_no_usable_document_is_an_error_that_says_what_to_do() -> None:
 
 
 # Names, links, pipes and permissions: each file is read once.
-
-
 @pytest.mark.timeout(60)  # nothing waits for what never comes
 def test_links_and_pipes(tmp_path: Path) -> None:
     (tmp_path / "dangling.txt").symlink_to("nowhere")
@@ -221,20 +221,13 @@ def test_what_nobody_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             os.seteuid(0)
         (tmp_path / "closed").chmod(0o755)
     denied = "cannot be read (Permission denied)"
-    names = ("closed", "secret.jsonl", "secret.txt")
-    skipped = [Skipped(name, denied) for name in names]
+    skipped = [Skipped(name, denied) for name in ("closed", "secret.jsonl", "secret.txt")]
     assert entries == [skipped[0], Document("open.txt", GOOD), *skipped[1:]]
 
 
 NAMES = [
-    *(
-        b"new\nline.txt",
-        b"tab\t\x1b[31mred.txt",
-        b"[bold]x.txt",
-        b"[/red].txt",
-        b"not-utf8-\xff.txt",
-    ),
-    *("naïve 東京 😀.txt".encode(), b"-dash.txt", b"%s {} $HOME `x`.txt", b"*.txt"),
+    *(b"new\nline.txt", b"tab\t\x1b[31mred.txt", b"[bold]x.txt", b"[/red].txt", b"-dash.txt"),
+    *(b"not-utf8-\xff.txt", "naïve 東京 😀.txt".encode(), b"%s {} $HOME `x`.txt", b"*.txt"),
     "\u202e.txt".encode(),
 ]
 
@@ -257,7 +250,6 @@ def test_names_can_be_printed_on_one_line(tmp_path: Path) -> None:
 
 # Long texts stay in their files, and many tokens go to files.
 
-
 DIGESTS = ["8ebeee326cac", "630e8391e42b"]
 _FRAGMENTS = "the |def |\n|  | |\t|\r\n|\u00a0|\u3000|\x85|a|Word|x_y|don't|12|½|e\u0301|東京|😀|क्षि|\u200d|<s>|▁"
 FRAGMENTS = _FRAGMENTS.split("|")
@@ -277,8 +269,7 @@ def test_long_files_stay_on_disk_and_give_the_same_tokens(ending: str, tmp_path:
     (entry,) = read_paths([str(path)])
     assert isinstance(entry, LongDocument)
     (found,), _ = load_documents([entry], byte_tokenizer(), min_tokens=9)
-    expected = tokenize(Document(str(path), text), byte_tokenizer())
-    assert found.to_dict() == expected.to_dict()
+    assert found.to_dict() == tokenize(Document(str(path), text), byte_tokenizer()).to_dict()
     assert found.to_dict()["text_sha256_of"] == "all"
 
 
@@ -289,11 +280,9 @@ def test_bytes_and_words_are_those_of_the_text(fragments: list[str]) -> None:
     document = tokenize(Document("d", text), tokenizer)
     places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ends = np.maximum.accumulate([end for _, end in places["offset_mapping"]])
-    assert document.byte_ends is not None
-    assert document.byte_ends.tolist() == [len(text[:end].encode()) for end in ends]
+    assert listed(document.byte_ends) == [len(text[:end].encode()) for end in ends]
     begins = [match.start() for match in re.finditer(r"\S+", text)]
-    assert document.word_ends is not None
-    assert document.word_ends.tolist() == np.searchsorted(begins, ends, side="left").tolist()
+    assert listed(document.word_ends) == np.searchsorted(begins, ends, side="left").tolist()
     assert document.words_between(0, len(document)) == len(text.split())
 
 
@@ -304,13 +293,8 @@ def test_a_very_long_text_is_tokenized_in_parts(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(joining, "PART", 1000)
     document = tokenize(Document("d", text), tokenizer)
     assert document.to_dict() == whole.to_dict()
-    for ours, theirs in (
-        (document.byte_ends, whole.byte_ends),
-        (document.word_ends, whole.word_ends),
-    ):
-        assert ours is not None
-        assert theirs is not None
-        assert ours.tolist() == theirs.tolist()
+    assert listed(document.byte_ends) == listed(whole.byte_ends)
+    assert listed(document.word_ends) == listed(whole.word_ends)
     first = tokenize(Document("d", text), tokenizer, max_tokens=9).to_dict()
     assert first["tokens"] == 9
     end = text[:1000].rindex("\n") + 1
@@ -379,17 +363,15 @@ def test_tokens_stay_fixed(limit: int, tmp_path: Path, monkeypatch: pytest.Monke
     write(Path("b.txt.gz"), gzip.compress((prose(9000, 1) + " é").encode()))
     rows = [{"text": prose(200 + row, row), "ids": [5, 6, row]} for row in range(3)]
     write(Path("c.jsonl"), json_lines(rows))
-    write(
-        Path("f.txt"), prose(300, 2) + "\ud83d".encode("utf-16", "surrogatepass").decode("latin-1")
-    )
+    half = "\ud83d".encode("utf-16", "surrogatepass").decode("latin-1")
+    write(Path("f.txt"), prose(300, 2) + half)
     tokenizer, digests = AutoTokenizer.from_pretrained(model_path()), []
     files = ["a.txt", "b.txt.gz", "c.jsonl", "f.txt", "a.txt", "none.txt"]
     for most in (None, 1000):
-        entries = read_paths(files)
-        usable, skipped = load_documents(entries, tokenizer, min_tokens=25, max_tokens=most)
-        ends = [
-            end.tolist() for d in usable for end in (d.byte_ends, d.word_ends) if end is not None
-        ]
+        given: dict[str, Any] = {"min_tokens": 25, "max_tokens": most}
+        usable, skipped = load_documents(read_paths(files), tokenizer, **given)
+        every = (end for d in usable for end in (d.byte_ends, d.word_ends))
+        ends = [listed(end) for end in every if end is not None]
         known = [document.to_dict() for document in usable], skipped, ends
         digests.append(hashlib.sha256(repr(known).encode()).hexdigest()[:12])
     assert digests == DIGESTS

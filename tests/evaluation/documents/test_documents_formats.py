@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
-    Entry,
     Skipped,
     TokenizedDocument,
     load_documents,
@@ -36,8 +35,6 @@ from tests.support.documents_forms import GOOD, PACK, json_lines, refusal
 from tests.support.tiny_text import byte_tokenizer, prose
 
 ROWS = [{"text": prose(80, row), "input_ids": [5 + row, 6, 7], "n": row} for row in range(3)]
-
-
 TEXTS = [str(row["text"]) for row in ROWS]
 
 
@@ -112,10 +109,8 @@ def test_the_rule_that_picks_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model("f_part", "2026", configuration=lines("part", 4000))  # no model of its own
     (tmp_path / "models" / "g_mixed").mkdir()
     for year in (2023, 2026):
-        write(
-            tmp_path / f"models/g_mixed/modeling_{year}.py",
-            f"# Copyright {year}\n{lines('m', 4000)}",
-        )
+        file = tmp_path / f"models/g_mixed/modeling_{year}.py"
+        write(file, f"# Copyright {year}\n{lines('m', 4000)}")
     documents = {entry.name: "".join(entry.chunks()) for entry in named.code.__wrapped__()}
     assert list(documents) == ["transformers==9.9/d_other", "transformers==9.9/a_new"]
     head = "# Copyright 2025 The Team\n"
@@ -129,9 +124,8 @@ def test_the_code_of_the_installed_transformers_is_new_long_and_enough() -> None
     assert len(sizes) >= 24
     assert min(sizes) >= 3.6 * 16384  # characters of a token of SmolLM2 and Gemma 3
     assert sum(size >= 3.6 * 32768 for size in sizes) >= 12
-    assert (
-        source_of(DocumentOptions(text=["code"])).about["transformers"] == transformers.__version__
-    )
+    about = source_of(DocumentOptions(text=["code"])).about
+    assert about["transformers"] == transformers.__version__
 
 
 @pytest.fixture
@@ -147,6 +141,9 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
+NO_BODY = "no column 'body'; its columns are text, input_ids, n"
+
+
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "saved", "splits"])
 def test_rows_of_texts_and_of_tokens(data: Path, name: str) -> None:
     path = str(data / name)
@@ -156,29 +153,22 @@ def test_rows_of_texts_and_of_tokens(data: Path, name: str) -> None:
         assert texts(read_dataset(path)) == TEXTS
         assert ids(read_dataset(path, tokenized="input_ids"))[2] == [7, 6, 7]
     else:
-        (missing, *_) = read_paths([path], column="body")
-        assert isinstance(missing, Skipped)
-        expected = "no column 'body'; its columns are text, input_ids, n. Pass --column"
-        assert missing.reason == expected
-        (wrong, *_) = read_paths([path], tokenized="n")
-        assert isinstance(wrong, Skipped)
-        assert wrong.reason == "holds int, not a list of token ids"
+        missing = f"{NO_BODY}. Pass --column"
+        for given, reason in (
+            ({"column": "body"}, missing),
+            ({"tokenized": "n"}, "holds int, not a list of token ids"),
+        ):
+            (entry, *_) = read_paths([path], **given)
+            assert isinstance(entry, Skipped)
+            assert entry.reason == reason
 
 
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
         ("splits", {"split": "dev"}, r"no split 'dev'; it has train, test\. Pass --split"),
-        (
-            "saved",
-            {"column": "body"},
-            r"no column 'body'; its columns are text, input_ids, n\. Pass",
-        ),
-        (
-            "loaded",
-            {"column": "body"},
-            r"no column 'body'; its columns are text, input_ids, n\. Pass",
-        ),
+        ("saved", {"column": "body"}, rf"{NO_BODY}\. Pass"),
+        ("loaded", {"column": "body"}, rf"{NO_BODY}\. Pass"),
         ("loaded", {"split": "train"}, "split 'train'"),
         ("absent", {}, "cannot be read"),
     ],
@@ -202,12 +192,10 @@ def test_rows_of_a_dataset(data: Path, streaming: bool, monkeypatch: pytest.Monk
 
 
 def test_token_documents_lose_their_special_tokens_and_know_no_text() -> None:
-    def entry() -> list[Entry]:
-        ready = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
-        return [TokenizedDocument("t", ready, None, None)]
-
-    (plain,), _ = load_documents(entry(), byte_tokenizer(), min_tokens=2)
-    (without,), _ = load_documents(entry(), byte_tokenizer(bos=True), min_tokens=2, max_tokens=2)
+    ready = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
+    entry = TokenizedDocument("t", ready, None, None)
+    (plain,), _ = load_documents([entry], byte_tokenizer(), min_tokens=2)
+    (without,), _ = load_documents([entry], byte_tokenizer(bos=True), min_tokens=2, max_tokens=2)
     assert (plain.ids.tolist(), without.ids.tolist()) == ([0, 5, 6, 7], [5, 6])
     known = without.to_dict()
     assert [known[key] for key in ("tokens", "bytes", "words")] == [2, None, None]
@@ -221,15 +209,12 @@ def test_documents_of_one_name_are_numbered() -> None:
 
 
 def test_what_the_command_line_asks_for(data: Path) -> None:
-    source = source_of(DocumentOptions(text=[str(data / "saved")], tokenized="input_ids"))
-    about = source.about
-    assert ids(source.read()) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
-    assert (about["kind"], about["tokenized"]) == ("text", "input_ids")
-    source = source_of(DocumentOptions(dataset=str(data / "saved"), tokenized="input_ids"))
-    about = source.about
-    assert ids(source.read())[0] == [5, 6, 7]
-    assert (about["kind"], about["tokenized"]) == ("dataset", "input_ids")
-    assert about["streaming"] is True
+    asked: dict[str, Any] = {"text": [str(data / "saved")], "dataset": str(data / "saved")}
+    for kind, value in asked.items():
+        source = source_of(DocumentOptions(**{kind: value}, tokenized="input_ids"))
+        assert ids(source.read()) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
+        assert (source.about["kind"], source.about["tokenized"]) == (kind, "input_ids")
+    assert source.about["streaming"] is True
     assert source_of(DocumentOptions()) == Source()
     assert Source().embedded
     with pytest.raises(PosencError, match="--tokenized names a column"):
@@ -250,9 +235,6 @@ def test_a_model_has_an_embedding_for_every_token() -> None:
         PerplexityRun(model, [fits, too_large], [plain], settings)
 
 
-# Rows that are invalid or very large.
-
-
 def test_rows_that_are_no_documents(tmp_path: Path) -> None:
     lines = [json.dumps({"text": GOOD}), "", "[]", json.dumps({"text": 1.5}), '{"text": "to']
     path = tmp_path / "a.jsonl"
@@ -271,17 +253,15 @@ def test_rows_that_are_no_documents(tmp_path: Path) -> None:
 def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     pyarrow = pytest.importorskip("pyarrow")
-    parquet.write_table(
-        pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "a.parquet"
-    )
+    nothing = pyarrow.table({"text": pyarrow.array([], "string")})
+    parquet.write_table(nothing, tmp_path / "a.parquet")
     assert "a parquet file without rows" in refusal(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
     assert list(read_paths([str(tmp_path / "b.parquet")])) == [
         Document(f"{tmp_path}/b.parquet#0", "a"),
         Skipped(f"{tmp_path}/b.parquet#1", "column 'text' holds null, not text"),
     ]
-    whole = (tmp_path / "b.parquet").read_bytes()
-    (tmp_path / "c.parquet").write_bytes(whole[:-20])
+    (tmp_path / "c.parquet").write_bytes((tmp_path / "b.parquet").read_bytes()[:-20])
     assert "not a parquet file, or damaged" in refusal(tmp_path / "c.parquet")
 
 

@@ -32,8 +32,9 @@ from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.tuning import Course
 from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 from tests.support import zoo
-from tests.support.commands import invoke
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
+from tests.support.commands import invoke, succeeded
+from tests.support.sweep_cases import finished
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny, tiny_checkpoint
 
 ORIGINAL, TARGET = 64, 512
 LEAST = 4.5
@@ -43,10 +44,6 @@ TEXTS = [prose(TARGET + 8, seed) for seed in range(24)]
 Loss = Callable[[str, int, int], float]
 Finds = Callable[[str, int, bool], bool]
 CONTROLS = ("truncation", "attention_sinks", "none")
-
-
-def tiny(**config: Any) -> Any:
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1, **config)
 
 
 def job_of(model: Any, texts: Any = TEXTS, **options: Any) -> ExtendJob:
@@ -81,8 +78,7 @@ def prepared(advise: Callable[..., Advice]) -> ExtendJob:
 
 def with_budget(job: ExtendJob, budget: Any) -> ExtendJob:
     """The same job."""
-    options = dataclasses.replace(job.options, budget=budget)
-    return dataclasses.replace(job, options=options)
+    return dataclasses.replace(job, options=dataclasses.replace(job.options, budget=budget))
 
 
 def fitted(job: ExtendJob, budget: Any = None) -> Plan:
@@ -118,6 +114,10 @@ def nobody(label: str, order: int, far: bool) -> bool:
     return False
 
 
+def few_far_ones(label: str, order: int, far: bool) -> bool:
+    return not far or (label != "truncation" and order < 5)
+
+
 def near_ones_lost(lost: int) -> Finds:
     """Methods find every needle but some of the near ones, truncation every near one."""
     return lambda label, order, far: not far if label == "truncation" else far or order >= 12 + lost
@@ -150,11 +150,8 @@ class Planted:
         self._spend(item, attempt)
         sums = []
         for span in (span for window in item.windows for span in window.spans):
-            tokens = span.stop - span.first
-            nats = (
-                self.loss(item.label, span.length, int(re.findall(r"\d+", item.document)[-1]))
-                * tokens
-            )
+            tokens, document = span.stop - span.first, int(re.findall(r"\d+", item.document)[-1])
+            nats = self.loss(item.label, span.length, document) * tokens
             sums.append([*span.cell, nats, tokens, None, None, nats, float(tokens)])
         return {"sums": sums, "curve": None, "forwarded": item.cost}
 
@@ -171,27 +168,16 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Planted:
     return Planted().install(monkeypatch)
 
 
-def verdict(job: ExtendJob, folder: Path | None = None) -> ExtendResult:
-    result = job.run(folder)
-    assert result is not None
-    return result
-
-
 @pytest.fixture(scope="module")
 def plain(prepared: ExtendJob) -> ExtendResult:
     """The result of good methods, for tests that change a copy."""
     with pytest.MonkeyPatch.context() as patch:
         Planted().install(patch)
-        return verdict(with_budget(prepared, LEAST))
+        return finished(with_budget(prepared, LEAST))
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 2.0,
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 64,
-}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+YARN = {**LINEAR, "rope_type": "yarn", "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +210,7 @@ def test_a_patched_model_is_refused() -> None:
 def test_too_few_documents_are_refused_and_few_are_named(planted: Planted) -> None:
     with pytest.raises(PosencError, match="3 of the documents have 512 tokens; 4 are needed"):
         job_of(tiny(), TEXTS[:3])
-    result = verdict(job_of(tiny(), TEXTS[:6]))
+    result = finished(job_of(tiny(), TEXTS[:6]))
     assert result.extended
     assert [line for line in result.remarks if "6 documents are long enough, 10 are needed" in line]
 
@@ -256,13 +242,12 @@ def test_the_plan_fits_the_budget_and_says_what_it_leaves_out(
     small = with_budget(job, budget)
     plan, rate = fitted(small), 1e-4
     assert plan.tokens * rate <= budget
-    result = verdict(small)
+    result: Any = finished(small)
     assert result.plan["seconds_per_token"] == pytest.approx(rate)
     # the estimate covers what is measured; the answers of passkeys come on top of the planted cost
     assert 0.7 * plan.tokens * rate < result.plan["measured"] <= plan.tokens * rate
     assert len(result.choosing.documents) == plan.documents
     assert len(result.kinds) == 2 * plan.each
-    assert result.perplexity is not None
     assert len(result.perplexity.documents) == plan.documents
     left = [line for line in result.remarks if "leaves out" in line]
     assert bool(left) == (budget < 100)
@@ -305,7 +290,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
 
     monkeypatch.setattr(room, "verify_export", verified)
     monkeypatch.setattr(room, "require", lambda _: None)
-    result = verdict(job, tmp_path)
+    result = finished(job, tmp_path)
     assert result.extended
     assert all(demand.met for demand in result.demands)
     assert result.lines()[0].startswith("Extend to 512 tokens: ")
@@ -313,8 +298,9 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert result.kinds[str(result.winner)] == "table"
     assert asked == [True]
     patch = zoo.in_force(from_pretrained(tmp_path))
-    assert result.recipe is not None
-    assert patch.config.to_dict() == {k: v for k, v in result.recipe.items() if k != "recipe"}
+    recipe = dict(result.recipe or {})
+    assert recipe.pop("recipe")
+    assert patch.config.to_dict() == recipe
     assert get_patch(job.whole.model) is None
     card = (tmp_path / "README.md").read_text()
     assert result.lines()[1] in card
@@ -323,8 +309,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
 
 def losing_to(control: str, ratio: float = 0.03) -> Loss:
     def loss(label: str, length: int, document: int) -> float:
-        better = ratio * (label == control and length == TARGET)
-        return good(label, length, document) - better
+        return good(label, length, document) - ratio * (label == control and length == TARGET)
 
     return loss
 
@@ -349,11 +334,7 @@ LONG = ["long texts against truncation", "long texts against attention_sinks"]
         (losing_to("attention_sinks", 0.05), only_methods, LONG[1:]),
         (slightly_worse, only_methods, LONG),
         (good, lambda *_: True, ["needles beyond 64 tokens"]),
-        (
-            good,
-            lambda label, order, far: not far or (label != "truncation" and order < 5),
-            ["needles beyond 64 tokens"],
-        ),
+        (good, few_far_ones, ["needles beyond 64 tokens"]),
         (good, near_ones_lost(6), ["needles within 64 tokens"]),
         (short_texts_suffer, only_methods, ["short texts"]),
     ],
@@ -362,7 +343,7 @@ def test_one_demand_that_is_not_met_is_enough(
     loss: Loss, finds: Finds, failed: list[str], job: ExtendJob, planted: Planted, tmp_path: Path
 ) -> None:
     planted.loss, planted.finds = loss, finds
-    result = verdict(job, tmp_path)
+    result = finished(job, tmp_path)
     assert not result.extended
     assert [demand.name for demand in result.demands if not demand.met] == failed
     first = result.lines()[0]
@@ -391,7 +372,7 @@ def test_a_difference_within_the_tolerance_that_may_be_chance_is_no_loss(
     loss: Loss, finds: Finds, budget: float, line: int, said: str, job: ExtendJob, planted: Planted
 ) -> None:
     planted.loss, planted.finds = loss, finds
-    result = verdict(with_budget(job, budget))
+    result = finished(with_budget(job, budget))
     assert result.extended
     assert said in result.lines()[line]
 
@@ -408,11 +389,12 @@ def test_a_result_without_near_needles_has_no_demand_on_them(plain: ExtendResult
 
 def test_methods_that_fail_are_an_answer(job: ExtendJob, planted: Planted, tmp_path: Path) -> None:
     planted.loss = lambda label, *key: good(label, *key) if label in CONTROLS else float("nan")
-    result = verdict(job, tmp_path)
+    result = finished(job, tmp_path)
     assert result.winner is None
     assert result.lines()[0].startswith("Do not extend to 512 tokens: no method gave numbers.")
-    again = ExtendResult.from_dict(json.loads(json.dumps(result.to_dict())))
-    assert again.lines() == result.lines()
+    assert (
+        ExtendResult.from_dict(json.loads(json.dumps(result.to_dict()))).lines() == result.lines()
+    )
 
 
 def best_is(kind: str, job: ExtendJob, gain: float) -> Loss:
@@ -450,7 +432,7 @@ def test_among_equals_a_table_comes_before_attention(
     loss: Any, budget: float, kind: str, job: ExtendJob, planted: Planted
 ) -> None:
     planted.loss = lambda *key: loss(*key, job)
-    result = verdict(with_budget(job, budget))
+    result = finished(with_budget(job, budget))
     assert result.kinds[result.choice.ranked[0]] == "attention"
     assert result.kinds[str(result.winner)] == kind
     if loss is best_attention:
@@ -469,11 +451,10 @@ def test_the_reporting_half_does_not_choose(job: ExtendJob, planted: Planted) ->
         return good(label, length, document) + worse * (length == TARGET)
 
     planted.loss = loss
-    result = verdict(job)
+    result = finished(job)
     assert result.winner == chosen
     assert not result.extended
-    assert result.perplexity is not None
-    parts = (result.choosing, result.perplexity)
+    parts: Any = (result.choosing, result.perplexity)
     names = [{document["name"] for document in part.documents} for part in parts]
     assert names[0] == {f"#{n}" for n in range(0, 10, 2)}
     assert names[1] == {f"#{n}" for n in range(1, 10, 2)}
@@ -484,16 +465,16 @@ def test_a_killed_run_resumes_and_another_budget_reuses_its_records(
 ) -> None:
     whole = Planted(finds=nobody).install(monkeypatch)
     job = with_budget(job, 5)
-    expected = verdict(job, tmp_path / "whole")
+    expected = finished(job, tmp_path / "whole")
     for stop in (3, whole.count // 2, whole.count - 2):
         Planted(finds=nobody, stop_after=stop).install(monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             job.run(tmp_path / str(stop))
         rest = Planted(finds=nobody).install(monkeypatch)
-        assert verdict(job, tmp_path / str(stop)).to_dict() == expected.to_dict()
+        assert finished(job, tmp_path / str(stop)).to_dict() == expected.to_dict()
         assert rest.count == whole.count - stop
     again = Planted(seconds=9.0, finds=nobody).install(monkeypatch)
-    result = verdict(with_budget(job, LEAST), tmp_path / "whole")
+    result = finished(with_budget(job, LEAST), tmp_path / "whole")
     assert again.count == 0
     assert len(result.choosing.documents) < len(expected.choosing.documents)
 
@@ -509,14 +490,13 @@ def test_what_a_sweep_has_measured_is_not_measured_again(
     planted.finds = nobody  # nothing is saved
     job = job_of(tiny(), budget=100, **tail)
     methods = [str(candidate.method) for candidate in job.taken(3)]
-    options = SweepOptions(
-        methods=methods, target_length=TARGET, scales=(8.0,), first_documents=24, **tail
-    )
+    given: dict[str, Any] = {"target_length": TARGET, "scales": (8.0,), "first_documents": 24}
+    options = SweepOptions(methods=methods, **given, **tail)
     prepare_sweep(job.whole.model, WORDS, Source.of(TEXTS), options).run(tmp_path)
     planted.count = 0
-    verdict(job, tmp_path)
+    finished(job, tmp_path)
     left, planted.count = planted.count, 0
-    verdict(job)
+    finished(job)
     # all windows of all methods are the sweep's, and the passkeys are left
     assert (left, planted.count) == (2 * 8 * 10, 2 * 8 * 10 + 12 * (7 + 4))
 
@@ -526,7 +506,7 @@ def test_two_processes_share_the_measurements_and_the_first_has_the_verdict(
     job: ExtendJob, planted: Planted, tmp_path: Path
 ) -> None:
     planted.finds = nobody  # nothing is saved
-    expected, alone = verdict(job, tmp_path / "alone"), planted.count
+    expected, alone = finished(job, tmp_path / "alone"), planted.count
     planted.count = 0
 
     def second() -> None:
@@ -535,9 +515,8 @@ def test_two_processes_share_the_measurements_and_the_first_has_the_verdict(
 
     process = multiprocessing.get_context("fork").Process(target=second)  # what is planted stays
     process.start()
-    first = with_budget(job, LEAST).run(tmp_path / "shared", Shard(0, 2))
+    first: Any = with_budget(job, LEAST).run(tmp_path / "shared", Shard(0, 2))
     process.join(60)
-    assert first is not None
     assert first.to_dict() == expected.to_dict()
     result, count = (tmp_path / "second").read_text().split()
     assert result == "None"
@@ -549,14 +528,13 @@ def test_an_earlier_verdict_is_named(job: ExtendJob, planted: Planted, tmp_path:
     (tmp_path / "records").mkdir()
     (tmp_path / "config.json").write_text("{}")
     planted.finds = nobody
-    said = verdict(job, tmp_path).remarks[-1]
+    said = finished(job, tmp_path).remarks[-1]
     assert "an earlier run saved, and this one does not confirm it" in said
 
 
 def test_exact_answers_count_where_the_model_can_write_them(plain: ExtendResult) -> None:
     assert not plain.answers  # a passkey does not fit into 64 tokens
-    retrieval = plain.retrieval
-    assert retrieval is not None
+    retrieval: Any = plain.retrieval
     own = [r for r in retrieval.records if r.method == "truncation"]
     short = [dataclasses.replace(r, length=ORIGINAL, correct=True) for r in own]
     changed = [dataclasses.replace(r, correct=False) for r in retrieval.records]
@@ -599,11 +577,13 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number:02}.txt").write_text(text)
     out = tmp_path / "out"
-    given = [str(folder), "--text", str(tmp_path), "--target-length", "512"]
-    given += ["--budget", f"{LEAST}s"]
-    ran = invoke("extend", *given, "--no-plot", "--output", out)
-    assert ran.exit_code == 0, ran.output
-    text = " ".join(ran.output.split())
+    given = [
+        str(folder),
+        "--text",
+        str(tmp_path),
+        *f"--target-length 512 --budget {LEAST}s".split(),
+    ]
+    text = " ".join(succeeded("extend", *given, "--no-plot", "--output", out).output.split())
     assert "Do not extend to 512 tokens: " in text
     assert "or fine-tune: hf-posenc finetune" in text
     assert f"--model {folder} --text YOUR_TRAINING_TEXT --score-text {tmp_path}" in text
@@ -619,13 +599,10 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
 def test_the_embedded_model_from_end_to_end(tmp_path: Path) -> None:
     """Twice the trained length: saved, verified in a process of its own, exported; and once more from the records."""
     given = ["extend", "--target-length", "512", "--budget", "10m", "--max-regression", "0.2"]
-    given += ["--no-plot", "--output", str(tmp_path)]
-    first = invoke(*given)
-    assert first.exit_code == 0, first.output
+    succeeded(*(given := [*given, "--no-plot", "--output", str(tmp_path)]))
     values = json.loads((tmp_path / "extend.json").read_text())
     assert values["verdict"] == "extend", values["lines"]
     assert "the same model" in values["saved"]["verified"]
     assert get_patch(from_pretrained(tmp_path)) is not None
-    again = invoke(*given)
-    assert again.exit_code == 0, again.output
+    succeeded(*given)
     assert json.loads((tmp_path / "extend.json").read_text()) == values

@@ -34,24 +34,20 @@ def llama() -> Any:
 )
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
 def test_every_method_is_patched_in_by_its_name_alone(name: str, llama: Any) -> None:
-    model = llama
     spec = f"{name}:{NEEDS_MORE[name]}" if name in NEEDS_MORE else name
-    candidate = Candidate.parse(spec).checked(model)
-    assert hf_posenc.get_patch(model) is None
-    with candidate.applied(model, 256):
-        patch = zoo.in_force(model)
+    candidate = Candidate.parse(spec).checked(llama)
+    assert hf_posenc.get_patch(llama) is None
+    with candidate.applied(llama, 256):
+        patch = zoo.in_force(llama)
         assert patch.method == name
-        scaled = candidate.scale_at(256)
-        assert patch.config.scale == (
-            4.0 if scaled else getattr(patch.config.build()[0], "scale", None)
-        )
-    assert hf_posenc.get_patch(model) is None
+        own = getattr(patch.config.build()[0], "scale", None)
+        assert patch.config.scale == (4.0 if candidate.scale_at(256) else own)
+    assert hf_posenc.get_patch(llama) is None
 
 
 def test_which_methods_scale_automatically() -> None:
-    automatic = {
-        m.name for m in METHODS if m.name not in NEEDS_MORE and Candidate.parse(m.name).auto_scale
-    }
+    alone = [method.name for method in METHODS if method.name not in NEEDS_MORE]
+    automatic = {name for name in alone if Candidate.parse(name).auto_scale}
     required = {m.name for m in METHODS if m.knobs().get("scale") is dataclasses.MISSING}
     assert automatic == required | {"self_extend", "leaky_rerope"}
     for given in ("self_extend:group=4", "leaky_rerope:k=8", "self_extend:scale=4", "dynamic_ntk"):
@@ -88,19 +84,9 @@ def test_in_a_composition_a_scale_that_can_be_left_out_is_left_out_beside_one_th
 
 @pytest.mark.parametrize("name", [m.name for m in METHODS if issubclass(m, LengthDependent)])
 def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
-    modes = {
-        mode: Candidate.parse(f"{name}:update={mode}") for mode in ("sequence", "request", "row")
-    }
-    assert {mode: r.parts[0].length_dependent for mode, r in modes.items()} == {
-        "sequence": True,
-        "request": True,
-        "row": False,
-    }
-    assert {mode: r.changes_attention for mode, r in modes.items()} == {
-        "sequence": False,
-        "request": True,
-        "row": True,
-    }
+    modes = [Candidate.parse(f"{name}:update={mode}") for mode in ("sequence", "request", "row")]
+    assert [mode.parts[0].length_dependent for mode in modes] == [True, True, False]
+    assert [mode.changes_attention for mode in modes] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +110,7 @@ def test_a_composition_is_stored_with_all_its_parts() -> None:
     candidate = Candidate.parse("yarn:scale=4,layers=all+log_n").checked(zoo.build("llama"))
     stored = MethodEntry.of(candidate, shared=True)
     assert stored.method == "yarn+log_n"
-    assert stored.parts == [
-        {"method": "yarn", "options": {"scale": 4}},
-        {"method": "log_n", "options": {}},
-    ]
+    parts = [(part["method"], part["options"]) for part in stored.parts]
+    assert parts == [("yarn", {"scale": 4}), ("log_n", {})]
     assert stored.beside == {"layers": "all"}
     assert (stored.scale, stored.auto_scale) == (4, False)

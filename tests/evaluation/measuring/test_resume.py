@@ -24,24 +24,17 @@ from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun, joined
 from hf_posenc.files import to_json
 from scripts.measure_real_model import copied_share
-from tests.support import zoo
 from tests.support.processes import PATIENCE, start
 from tests.support.selection import late
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.tiny_text import byte_tokenizer, prose, tiny
 
 LENGTHS = (32, 64, 128)
 SPECS = ["none", "yarn", "pi:scale=2", "rerope:window=24"]
-
-
 WORDS = byte_tokenizer()
 
 
 def described(model: Any) -> dict[str, Any]:
     return describe_model("tiny", model, WORDS, (), "never")
-
-
-def tiny() -> Any:
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
 
 
 @cache
@@ -73,8 +66,7 @@ def result(folder: Path) -> str:
     """The finished result; whatever is missing is an error."""
     run = make_run()
     with run.open(folder, Shard(0, 99)) as store:
-        made = collected(run, store)
-    assert made is not None
+        made: Any = collected(run, store)
     return to_json(made.to_dict())
 
 
@@ -121,8 +113,7 @@ def test_nothing_that_was_reported_is_measured_again(whole: str, tmp_path: Path)
 
     with run.open(tmp_path / "first") as store, pytest.raises(KeyboardInterrupt):
         execute(run, store, progress=copy)
-    before = lines(killed)
-    assert len(before) == 5 < len(run.items)
+    assert len(lines(killed)) == 5 < len(run.items)
     work(killed, Shard(1, 2))
     work(killed, Shard(0, 2))
     after = [tuple(line["key"]) for line in lines(killed)]
@@ -141,18 +132,14 @@ def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> Non
     run = make_run()
     with run.open(tmp_path) as store:
         execute(run, store)
-    first, *others = run.documents
-    assert first.byte_ends is not None
+    others: list[Any] = [*run.documents]
     # such as a normalizer or unknown tokens make of it
-    edited = dataclasses.replace(first, byte_ends=first.byte_ends * 2, sha256="0" * 64)
-    again = PerplexityRun(
-        run.model, [edited, *others], run.candidates, run.settings, metadata=run.metadata
-    )
+    others[0] = dataclasses.replace(others[0], byte_ends=2 * others[0].byte_ends, sha256="0" * 64)
+    again = PerplexityRun(run.model, others, run.candidates, run.settings, metadata=run.metadata)
     with again.open(tmp_path) as store:
         assert collected(again, store) is None
         execute(again, store)
-        measured = collected(again, store)
-    assert measured is not None
+        measured: Any = collected(again, store)
     for record in measured.records:  # a byte is a token of these texts
         if record.protocol == "tail":
             assert record.bytes == record.tokens * (2 if record.document == "d0" else 1)

@@ -46,7 +46,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.files import to_json
 from tests.support import zoo
 from tests.support.selection import late
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny
 
 SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
 KEYS: list[Key] = [("yarn", 4, f"d{n}") for n in range(4)]
@@ -231,7 +231,6 @@ def test_a_place_that_does_not_exist(
 
 # The machine for measuring: one kind of measurement stands for all of them.
 
-
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
 Sums = dict[Key, float]
 
@@ -285,9 +284,7 @@ def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[in
     store = Records()
     for index in order:
         execute(Losses(("none",), unlucky=(1, 2)), store, Shard(index, 2))
-    run = Losses(("none",))
-    result = collected(run, store)
-    assert result is not None
+    result: Any = collected(Losses(("none",)), store)
     assert result[1] == {("none", (32,)): "RuntimeError: no luck with 1"}
     assert store.get(("none", 3)) == {"skipped": True}
     alone = Losses(("none",), unlucky=(1, 2))
@@ -298,8 +295,7 @@ def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[in
 def test_a_method_that_the_model_refuses_is_a_failure_and_the_others_are_measured() -> None:
     run, store = Losses(("yarn:scale=2,layers=[99]", "none")), Records()
     execute(run, store)
-    result = collected(run, store)
-    assert result is not None
+    result: Any = collected(run, store)
     losses, failures = result
     assert len(losses) == 4
     assert [label for label, _ in failures] == [run.items[0].label]
@@ -331,14 +327,13 @@ def test_a_dynamic_table_of_the_model_is_reset_whatever_is_patched_in_beside_it(
         for index in range(count):
             run = PerplexityRun(model, documents, [candidate], settings)
             execute(run, store, Shard(index, count))
-        measured = collected(run, store)
-        assert measured is not None
+        measured: Any = collected(run, store)
         results.append([record.nats for record in measured.records])
     assert results[0] == results[1]
 
 
 def test_processes_with_other_numbers_of_threads_give_the_same_bytes(tmp_path: Path) -> None:
-    model, computed_with = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1), []
+    model, computed_with = tiny(), []
     model.register_forward_pre_hook(lambda *_: computed_with.append(torch.get_num_threads()))
     texts = [prose(300, seed) for seed in range(4)]
     options = PerplexityOptions(methods=["none"], lengths=[64, 256])
@@ -350,11 +345,10 @@ def test_processes_with_other_numbers_of_threads_give_the_same_bytes(tmp_path: P
                 run = prepare(model, byte_tokenizer(), Source.of(texts), options)
                 computed_with.clear()
                 with warnings.catch_warnings(record=True) as caught:
-                    result = run.run(tmp_path / name, Shard(index, 2))
+                    result: Any = run.run(tmp_path / name, Shard(index, 2))
                 assert torch.get_num_threads() == number
                 assert set(computed_with) == {1}
                 assert len(caught) == (number == 2)
-            assert result is not None
             results.append(to_json(result.to_dict()))
         assert "begun with 1 threads; the others are computed with as many, not with 2" in str(
             caught[0].message

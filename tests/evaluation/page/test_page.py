@@ -42,17 +42,14 @@ def test_the_page_is_well_formed_and_its_links_lead_somewhere(one: Page) -> None
     everything = list(_walk(one.root))
     ids = [element.attributes["id"] for element in everything if "id" in element.attributes]
     assert len(ids) == len(set(ids))
-    inside = [
-        e.attributes["href"] for e in everything if e.attributes.get("href", "").startswith("#")
-    ]
+    links = [element.attributes.get("href", "") for element in everything]
+    inside = [link for link in links if link.startswith("#")]
     inside += [f"#{name}" for name in re.findall(r"url\(#([^)]+)\)", one.source)]
     assert len(inside) > 20
     assert {link.removeprefix("#") for link in inside} <= set(ids)
     headings = [int(e.tag[1]) for e in everything if re.fullmatch(r"h[1-6]", e.tag)]
     assert headings[0] == 1
-    assert all(b - a <= 1 for a, b in itertools.pairwise(headings)), (
-        "a level of headings is left out"
-    )
+    assert all(b - a <= 1 for a, b in itertools.pairwise(headings)), "a level is left out"
 
 
 def test_nothing_is_loaded_from_anywhere(one: Page) -> None:
@@ -65,7 +62,6 @@ def test_nothing_is_loaded_from_anywhere(one: Page) -> None:
                 assert element.attributes.get(name, "#").startswith("#")
         assert not [name for name in element.attributes if name.startswith("on")]
     assert not re.search(r"@import|url\((?!#)", one.source)
-    policy = one.root.all("meta", http_equiv_="")  # the attribute's name has a hyphen
     policy = [m for m in one.root.all("meta") if "http-equiv" in m.attributes]
     assert policy[0].attributes["content"].startswith("default-src 'none'")
 
@@ -82,16 +78,10 @@ def test_tables_and_figures_can_be_read_aloud(one: Page) -> None:
     for figure in figures:
         assert figure.attributes["role"] == "img"
         assert len(figure.attributes["aria-label"]) > 40
-    said = figures[0].attributes["aria-label"]
-    first, last = (
-        next(
-            c["perplexity"]
-            for c in result()["summary"]
-            if (c["method"], c["length"]) == ("yarn", n)
-        )
-        for n in (128, 1024)
-    )
-    assert f"yarn goes from {first:.2f} at 128 to {last:.2f} at 1,024" in said
+    said, summary = figures[0].attributes["aria-label"], result()["summary"]
+    cells = [c for c in summary if (c["method"], c["protocol"]) == ("yarn", "prefix")]
+    at = {cell["length"]: cell["perplexity"] for cell in cells}
+    assert f"yarn goes from {at[128]:.2f} at 128 to {at[1024]:.2f} at 1,024" in said
 
 
 @pytest.mark.parametrize("protocol", ["prefix", "tail"])
@@ -117,8 +107,7 @@ def test_every_number_is_that_of_the_result(one: Page, protocol: str) -> None:
         word = "better" if high < 1 else "worse" if low > 1 else ""
         assert _verdict(ratio) == word
         assert ("↓" in shown.text, "↑" in shown.text) == (word == "better", word == "worse")
-    words = {_verdict(cell) for cell in ratios.values()}
-    assert words == {"better", "worse", ""}
+    assert {_verdict(cell) for cell in ratios.values()} == {"better", "worse", ""}
 
 
 @pytest.mark.parametrize(
@@ -166,12 +155,10 @@ def test_names_from_outside_stay_text(tmp_path: Path) -> None:
     data["failures"] = [{"method": label, "protocol": "prefix", "length": 1024, "reason": HOSTILE}]
     folder = write(tmp_path / "<script>alert(3)<", data)
     made = Page(render(collect([folder]), title=HOSTILE))
-    tags = {element.tag for element in _walk(made.root)}
-    assert not tags & {"script", "img"}
+    assert not {element.tag for element in _walk(made.root)} & {"script", "img"}
     assert made.root.all("h1")[0].text == HOSTILE
     assert made.root.all("title")[0].text == HOSTILE
-    drawn = [text.text for svg in made.root.all("svg") for text in svg.all("text")]
-    assert label in drawn
+    assert label in [text.text for svg in made.root.all("svg") for text in svg.all("text")]
     assert made.source.count("<script") == 0
     assert "49" not in made.root.all("h1")[0].text
 
@@ -211,13 +198,11 @@ def _walk(element: Element) -> Any:
 
 
 def _verdict(cell: Element) -> str:
-    return " ".join(
-        span.text for word in ("better", "worse") for span in cell.all("span", class_=word)
-    )
+    spans = [span for word in ("better", "worse") for span in cell.all("span", class_=word)]
+    return " ".join(span.text for span in spans)
 
 
 # Colours: enough contrast in light (print too) and in dark, for text and for lines.
-
 
 PAGE = Path(hf_posenc.__file__).parent / "evaluation/page"
 COLOURS = (PAGE / "colours.css").read_text(encoding="utf-8")
@@ -228,10 +213,9 @@ def _palettes() -> dict[str, dict[str, str]]:
     pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", COLOURS)
     aliases = re.findall(r"--([\w-]+): var\(--([\w-]+)\);", COLOURS)
     found = {"light": {n: one for n, one, _ in pairs}, "dark": {n: two for n, _, two in pairs}}
-    return {
-        mode: palette | {name: palette[of] for name, of in aliases}
-        for mode, palette in found.items()
-    }
+    for palette in found.values():
+        palette.update({name: palette[of] for name, of in aliases})
+    return found
 
 
 def _luminance(colour: str) -> float:

@@ -24,22 +24,18 @@ from hf_posenc.evaluation.perplexity.protocols import (
     plan,
 )
 from hf_posenc.evaluation.perplexity.run import joined
-from tests.support import peers, zoo
+from tests.support import peers
 from tests.support.perplexities import measured
 from tests.support.selection import late
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.tiny_text import byte_tokenizer, prose, tiny
 
 BOS = 0
-DOCUMENTS = [
-    tokenize(Document(f"d{n}", prose(150 + 41 * n, n)), byte_tokenizer()) for n in range(3)
-]
+SOURCE = [Document(f"d{n}", prose(150 + 41 * n, n)) for n in range(3)]
+DOCUMENTS = [tokenize(document, byte_tokenizer()) for document in SOURCE]
 IDS = [document.ids.tolist() for document in DOCUMENTS]
 LENGTH = 48
+SLIDING, PAIRS = {"protocols": ("sliding",)}, ((13, 1), (16, 4))
 FLOAT32 = 1e-6  # transformers computes the losses of peers in float32, whatever the model's dtype
-
-
-def tiny() -> Any:
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1).double()
 
 
 def cell(
@@ -62,12 +58,8 @@ def cell(
     [
         ("yarn", {"bos": BOS, "truncate": True}, {}),
         *(
-            (
-                "yarn",
-                {"bos": BOS, "stride": n},
-                {"protocols": ("sliding",), "stride": n, "batch": m},
-            )
-            for n, m in ((13, 1), (16, 4))
+            ("yarn", {"bos": BOS, "stride": n}, {**SLIDING, "stride": n, "batch": m})
+            for n, m in PAIRS
         ),
         *(("pose", {"bos": BOS, "stride": n}, {"stride": n}) for n in (13, 16)),
         *(("hf-docs", {"stride": n}, {"stride": n}) for n in (13, LENGTH)),
@@ -81,7 +73,7 @@ def test_a_preset_gives_the_number_of_its_program(
     preset: str, program: dict[str, Any], given: dict[str, Any]
 ) -> None:
     """That of `pi` is the sliding window of Press et al."""
-    model, names = tiny(), {"hf-docs": "hf_docs", "pi": "press"}
+    model, names = tiny().double(), {"hf-docs": "hf_docs", "pi": "press"}
     expected = getattr(peers, names.get(preset, preset))(model, IDS, LENGTH, **program)
     special = () if program.get("bos") is None else (BOS,)
     precision = 1e-5 if preset == "hf-docs" else FLOAT32  # the page adds up in float32
@@ -91,7 +83,7 @@ def test_a_preset_gives_the_number_of_its_program(
 
 @pytest.mark.parametrize("stride", [*late([5]), 12])
 def test_longlora(stride: int) -> None:
-    model = tiny()
+    model = tiny().double()
     expected = peers.longlora(model, IDS, LENGTH, stride=stride)
     made = cell("longlora", model, stride=stride)
     assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
@@ -101,14 +93,14 @@ def test_longlora(stride: int) -> None:
 
 
 def test_su() -> None:
-    model = tiny()
+    model = tiny().double()
     expected = peers.su(model, IDS, LENGTH, tail=20)
     made = cell("su", model, tail_tokens=20)
     assert math.log(made.perplexity) == pytest.approx(expected, rel=FLOAT32)
 
 
 def test_lm_eval() -> None:
-    model = tiny()
+    model = tiny().double()
     sums = peers.lm_eval(model, IDS, LENGTH, prefix=BOS)
     made = cell("lm-eval", model, special=(BOS,))
     assert made.nats == pytest.approx(-math.fsum(sums), rel=FLOAT32)
@@ -116,9 +108,8 @@ def test_lm_eval() -> None:
     sizes = [document.bytes_between(0, len(document.ids)) or 0 for document in DOCUMENTS]
     assert made.bits_per_byte == pytest.approx(peers.bits_per_byte(sums, sizes), rel=FLOAT32)
     words = [(d.words_between(0, len(d.ids)) or 0) + d.white_ends for d in DOCUMENTS]
-    assert made.word_perplexity == pytest.approx(
-        peers.weighted_perplexity(sums, words), rel=FLOAT32
-    )
+    by_word = peers.weighted_perplexity(sums, words)
+    assert made.word_perplexity == pytest.approx(by_word, rel=FLOAT32)
 
 
 def test_every_preset_is_tested() -> None:
@@ -142,21 +133,13 @@ def test_what_is_given_comes_before_what_the_preset_says() -> None:
 @pytest.mark.parametrize("tokens", [5, 48, 49, 50, 97, 150])
 def test_every_token_is_scored_in_all_windows(special: int, bos_windows: str, tokens: int) -> None:
     for protocol in ("sliding", "disjoint"):
-        settings = Settings(
-            lengths=(LENGTH,),
-            protocols=(protocol,),
-            stride=7,
-            bos_windows=bos_windows,
-            min_tokens=1,
-        )
-        scored: list[int] = []
-        for window in plan(tokens, settings, special=special, shared_prefix=True):
-            assert window.forwarded <= LENGTH
-            for span in window.spans:
-                offset = window.begin - window.special
-                scored += range(offset + span.first, offset + span.stop)
-        skipped = 0 if special else 1  # nothing predicts the first token of a text
-        assert sorted(t for t in scored if t >= 0) == list(range(skipped, tokens))
+        options: dict[str, Any] = {"stride": 7, "bos_windows": bos_windows, "min_tokens": 1}
+        settings = make((LENGTH,), protocols=(protocol,), **options)
+        windows = plan(tokens, settings, special=special, shared_prefix=True)
+        assert all(window.forwarded <= LENGTH for window in windows)
+        # nothing predicts the first token of a text
+        expected = list(range(0 if special else 1, tokens))
+        assert sorted(t for t in scored(windows, protocol)[LENGTH] if t >= 0) == expected
 
 
 def test_a_64_point_curve_of_prefixes_costs_33_times_fewer_tokens_than_64_runs() -> None:
@@ -171,18 +154,14 @@ def test_a_64_point_curve_of_prefixes_costs_33_times_fewer_tokens_than_64_runs()
 def test_the_stream_keeps_bytes_and_words() -> None:
     (stream,) = joined(DOCUMENTS)
     assert stream.ids.tolist() == [token for ids in IDS for token in ids]
-    first, second = len(IDS[0]) - 3, len(IDS[0]) + 5
+    end = len(IDS[0])
     for count in ("bytes_between", "words_between"):
-        across = getattr(DOCUMENTS[0], count)(first, len(IDS[0])) + getattr(DOCUMENTS[1], count)(
-            0, 5
-        )
-        assert getattr(stream, count)(first, second) == across
+        within, one, two = (getattr(each, count) for each in (stream, *DOCUMENTS[:2]))
+        assert within(end - 3, end + 5) == one(end - 3, end) + two(0, 5)
     assert isinstance(stream.ids, torch.Tensor)
 
 
 # Windows of each protocol, and the tokens that count in them.
-
-
 def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:
     return Settings(lengths=lengths, **options)
 
@@ -245,9 +224,8 @@ def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
             plan(100, apart, special=special, shared_prefix=True)
         return
     tokens = scored(plan(100, apart, special=0, shared_prefix=True), "sliding")[16]
-    assert sorted(tokens) == [
-        t for t in range(100) if t % 16
-    ]  # the first of a window has no prediction
+    # the first of a window has no prediction
+    assert sorted(tokens) == [t for t in range(100) if t % 16]
 
 
 @pytest.mark.parametrize(
@@ -278,46 +256,34 @@ def test_windows_by_hand(options: dict[str, Any], special: int, expected: list[A
     ] == expected
 
 
+STREAM, PREFIX = "the documents as one stream", "the first L tokens of each document"
+READ = "tokens of each document, read with the L tokens that end there"
+WINDOWS = (
+    "windows of L tokens, 8 apart; each scores the tokens that the one before it did not reach; "
+    "up to 2 evenly spaced windows of each document, the first one left out"
+)
+ALIKE = "every window weighs the same, however many tokens it scores"
+LONGPPL = {"protocols": ("longppl",), "aggregate": "windows", "evaluator": {}}
+
+
 @pytest.mark.parametrize(
     ("options", "protocol", "definition"),
     [
-        (
-            {"tail_tokens": 9},
-            "tail",
-            "the same last 9 tokens of each document, read with the L tokens that end there",
-        ),
+        ({"tail_tokens": 9}, "tail", f"the same last 9 {READ}"),
         (
             {"windows_per_document": 1},
             "tail",
-            (
-                "the same last 8 tokens of each document, read with the L tokens that end there; "
-                "one window of each document"
-            ),
+            f"the same last 8 {READ}; one window of each document",
         ),
-        ({"windows_per_document": 3}, "prefix", "the first L tokens of each document"),
-        (
-            {"protocols": ("sliding",), "windows_per_document": 2, "joined": True},
-            "sliding",
-            (
-                "windows of L tokens, 8 apart; each scores the tokens that the one before it did not reach; "
-                "up to 2 evenly spaced windows of each document, the first one left out; the documents as one stream"
-            ),
-        ),
+        ({"windows_per_document": 3}, "prefix", PREFIX),
+        ({**SLIDING, "windows_per_document": 2, "joined": True}, "sliding", f"{WINDOWS}; {STREAM}"),
         (
             {"protocols": ("stream",), "joined": True},
             "stream",
-            "the documents as one stream, windows of L tokens 256 apart; all tokens of every window",
+            f"{STREAM}, windows of L tokens 256 apart; all tokens of every window",
         ),
-        (
-            {"aggregate": "windows"},
-            "prefix",
-            "the first L tokens of each document; every window weighs the same, however many tokens it scores",
-        ),
-        (
-            {"protocols": ("longppl",), "aggregate": "windows", "evaluator": {}},
-            "longppl",
-            "the key tokens of the first L tokens of each document, those that need far context (LongPPL)",
-        ),
+        ({"aggregate": "windows"}, "prefix", f"{PREFIX}; {ALIKE}"),
+        (LONGPPL, "longppl", f"the key tokens of {PREFIX}, those that need far context (LongPPL)"),
     ],
 )
 def test_definitions(options: dict[str, Any], protocol: str, definition: str) -> None:
@@ -343,10 +309,8 @@ def test_tails_score_every_token_once(tokens: int, windows: int, tail: int, spec
     settings = make(protocols=("tail",), tail_tokens=tail, windows_per_document=windows)
     made = plan(tokens, settings, special=special, shared_prefix=False)
     by_length = scored(made, "tail")
-    assert (
-        len({tuple(positions) for positions in by_length.values()}) == 1
-    )  # the same at every length
     positions = by_length[64]
+    assert all(each == positions for each in by_length.values())
     assert len(set(positions)) == len(positions)
     assert len(positions) % tail == 0
     assert 1 <= len(positions) // tail <= windows
@@ -439,13 +403,9 @@ def test_default_lengths_follow_the_model() -> None:
 @pytest.mark.parametrize("protocol", ["prefix", "tail", "sliding", "disjoint", "longppl", "stream"])
 @pytest.mark.parametrize(("special", "read_last"), [(0, True), (1, True), (1, False)])
 def test_truncated_windows_score_the_same(protocol: str, special: int, read_last: bool) -> None:
-    settings = make(
-        protocols=(protocol,),
-        tail_tokens=5,
-        stride=7,
-        read_last=read_last,
-        evaluator={} if protocol == "longppl" else None,
-    )
+    evaluator: Any = {} if protocol == "longppl" else None
+    options: dict[str, Any] = {"tail_tokens": 5, "stride": 7, "evaluator": evaluator}
+    settings = make(protocols=(protocol,), read_last=read_last, **options)
     whole = plan(100, settings, special=special, shared_prefix=True)
     windows = plan(100, settings, special=special, shared_prefix=True, most=16)
     assert max(window.forwarded for window in whole) > 16

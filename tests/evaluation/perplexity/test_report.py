@@ -30,14 +30,11 @@ LENGTHS = (256, 512, 1024)
 
 
 def example(
-    curves: Mapping[str, tuple[float, ...]],
-    *,
-    documents: int = 6,
-    failures: list[Failure] | None = None,
+    curves: Mapping[str, tuple[float, ...]], *failures: Failure, documents: int = 6
 ) -> PerplexityResult:
     """A result with these perplexities under both protocols; documents scatter around them."""
     candidates = [dataclasses.replace(Candidate.parse(spec), original=256) for spec in curves]
-    failed = {(failure.method, failure.protocol, failure.length) for failure in failures or []}
+    failed = {(failure.method, failure.protocol, failure.length) for failure in failures}
     records = [
         Record(candidate.label, protocol, length, f"d{index}", nats, 100, 400, 50, nats, 100)
         for candidate, curve in zip(candidates, curves.values(), strict=True)
@@ -49,7 +46,7 @@ def example(
     ]
     return PerplexityResult(
         records=records,
-        failures=failures or [],
+        failures=[*failures],
         curves={candidate.label: ([1.0] * 64, [16] * 64) for candidate in candidates},
         candidates=[MethodEntry.of(each, not each.auto_scale) for each in candidates],
         head_replay="bit-exact",
@@ -66,11 +63,8 @@ def example(
     )
 
 
-CURVES = {
-    "none": (14.55, 46.46, 12345.6),
-    "yarn": (14.55, 14.21, 15.66),
-    "pi:scale=4": (20.0, 19.5, 17.25),
-}
+CURVES = {"none": (14.55, 46.46, 12345.6), "yarn": (14.55, 14.21, 15.66)}
+CURVES["pi:scale=4"] = (20.0, 19.5, 17.25)
 
 
 def shown(result: PerplexityResult, protocol: str = "tail", width: int = 120) -> str:
@@ -94,8 +88,7 @@ def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
     assert rows["pi (scale 4)"][-2] == "17.25"
     assert rows["tokens scored"][-3:] == ["600", "600", "600"]
     assert rows["method"][1:4] == ["x1", "x2", "x4"]
-    cell = result.cell("yarn (auto)", "tail", 512)
-    assert cell is not None
+    cell: Any = result.cell("yarn (auto)", "tail", 512)
     low, high = cell.interval or (0, 0)
     # the mean of 6 documents, whose losses have the standard deviation 0.187: Student's t of 5 degrees of freedom
     assert math.log(high / low) == pytest.approx(2 * 2.571 * 0.187 / math.sqrt(6), rel=0.01)
@@ -109,45 +102,39 @@ def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
 def test_arrows_stand_where_the_paired_interval_says_so() -> None:
     result = example({"none": (14.55, 46.46, 20.0), "yarn": (14.55, 14.21, 30.0)})
     # the documents differ alike under both methods, so that every difference is certain, and equal is equal
-    rows = {
-        line.split("  ")[0].strip(): line.split() for line in shown(result).splitlines() if line
-    }
+    lines = [line for line in shown(result).splitlines() if line]
+    rows = {line.split("  ")[0].strip(): line.split() for line in lines}
     assert rows["yarn (auto)"][2:-1] == ["14.55", "14.21", "↓", "30.00", "↑"]
     assert rows["none"][1:-1] == ["14.55", "46.46", "20.00"]
-    scattered = [
-        dataclasses.replace(record, nats=record.nats + 800 * (int(record.document[1:]) % 2) - 400)
-        if record.method != "none"
-        else record
-        for record in result.records
-    ]
-    scattered = [dataclasses.replace(record, weighted=record.nats) for record in scattered]
+    scattered = []
+    for record in result.records:
+        more = 0 if record.method == "none" else 800 * (int(record.document[1:]) % 2) - 400
+        nats = record.nats + more
+        scattered.append(dataclasses.replace(record, nats=nats, weighted=nats))
     assert "↓" not in shown(dataclasses.replace(result, records=scattered))
 
 
 def test_short_texts_stand_beside_the_long_ones() -> None:
-    curves = {
-        "none": (10.0, 20.0, 40.0),
-        "yarn": (10.0, 11.0, 12.0),
-        "yarn:scale=4": (12.0, 12.0, 12.0),
-    }
+    curves = {"none": (10.0, 20.0, 40.0), "yarn": (10.0, 11.0, 12.0), "yarn:scale=4": (12.0,) * 3}
     notes = " ".join(example(curves).notes())
-    assert (
-        "Short texts (256 tokens, tail, against none): yarn (scale 4) +20.0 % (+20.0 to +20.0); "
-        in notes
-    )
+    worse = "yarn (scale 4) +20.0 % (+20.0 to +20.0)"
+    assert f"Short texts (256 tokens, tail, against none): {worse}; " in notes
     assert "the others as none." in notes
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
-    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result = example(curves, Failure("none", "tail", 1024, "out of memory"))
     result.write_json(tmp_path / "r.json")
     text = (tmp_path / "r.json").read_text()
     values = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert values["protocols"]["tail"].startswith("the same last 128 tokens")
     assert values["skipped"] == [{"name": "bad.txt", "reason": "not UTF-8"}]
-    shared = [method["prefix_from_one_forward"] for method in values["methods"]]
-    assert shared == [True, False, True]
+    assert [method["prefix_from_one_forward"] for method in values["methods"]] == [
+        True,
+        False,
+        True,
+    ]
     assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
     assert values["records"][-1]["nats"] is values["summary"][-1]["perplexity"] is None
     again = PerplexityResult.from_dict(values)
@@ -161,14 +148,9 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        *((14.554, "14.55"), (3.0, "3.000"), (999.96, "1000"), (1361.4, "1361"), (9999.4, "9999")),
-        *(
-            (12345.6, "1.2e4"),
-            (3.2e12, "3.2e12"),
-            (math.nan, "nan"),
-            (math.inf, "inf"),
-            (None, "-"),
-        ),
+        *((14.554, "14.55"), (3.0, "3.000"), (999.96, "1000"), (1361.4, "1361"), (None, "-")),
+        *((9999.4, "9999"), (12345.6, "1.2e4"), (3.2e12, "3.2e12")),
+        *((math.nan, "nan"), (math.inf, "inf")),
     ],
 )
 def test_numbers_have_four_digits(value: float | None, text: str) -> None:
@@ -180,12 +162,9 @@ def test_missing_numbers_are_shown_and_explained() -> None:
         Failure("none", "tail", 1024, "out of memory"),
         Failure("yarn (auto)", "tail", 512, "IndexError: index out of range"),
     ]
-    curves = {**CURVES, "pi:scale=4": (20.0, math.nan, math.nan)}
-    result = example(curves, failures=failures)
+    result = example({**CURVES, "pi:scale=4": (20.0, math.nan, math.nan)}, *failures)
     text = shown(result)
-    assert "OOM" in text
-    assert "failed" in text
-    assert "nan" in text
+    assert all(word in text for word in ("OOM", "failed", "nan"))
     assert list(result.problems()) == [
         "none: failed at length 1,024: out of memory",
         "yarn (auto): failed at length 512: IndexError: index out of range",
@@ -242,7 +221,7 @@ def test_notes_on_documents_and_windows(
 
 def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
     failures = [Failure("none", p, n, "no luck") for p in ("prefix", "tail") for n in LENGTHS]
-    result = example(CURVES, failures=failures)
+    result = example(CURVES, *failures)
     assert {cell.method for cell in result.cells} == {"yarn (auto)", "pi (scale 4)"}
     assert all(cell.ratio is None and not cell.differs for cell in result.cells)
 
@@ -255,19 +234,18 @@ def test_notes_and_guide() -> None:
     assert "2,048 of 5,000 tokens are read, at both ends of each text." in " ".join(book.notes())
     assert "(auto): scale = length / 256" in notes
     baseline, protocol = example(CURVES).guide()
-    assert baseline.startswith(
-        "Baseline: the unpatched model at 256 tokens, its original length (14.55)."
-    )
+    unpatched = "Baseline: the unpatched model at 256"
+    assert baseline.startswith(f"{unpatched} tokens, its original length (14.55).")
     assert "prefix averages" in protocol
     assert "tail scores the same tokens" in protocol
     saved = dataclasses.replace(example(CURVES), model={"patch": {"method": "yarn"}})
     assert next(saved.guide()).startswith("Baseline: the model as saved, with its patch, at 256")
     trained = dataclasses.replace(saved, source={"stages": []})  # `none` was measured without it
-    assert next(trained.guide()).startswith("Baseline: the unpatched model at 256")
+    assert next(trained.guide()).startswith(unpatched)
 
 
 def test_csv_has_a_row_for_every_cell() -> None:
-    result = example(CURVES, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result = example(CURVES, Failure("none", "tail", 1024, "out of memory"))
     reader = csv.DictReader(io.StringIO(result.files()["perplexity.csv"]))
     rows = {(row["method"], row["protocol"], int(row["length"])): row for row in reader}
     assert tuple(reader.fieldnames or ()) == tuple(COLUMNS)
@@ -275,13 +253,10 @@ def test_csv_has_a_row_for_every_cell() -> None:
     row = rows["yarn (auto)", "prefix", 512]
     assert float(row["perplexity"]) == pytest.approx(14.21)
     assert float(row["perplexity_low"]) < 14.21 < float(row["perplexity_high"])
-    assert float(row["ratio_low"]) == pytest.approx(
-        14.21 / 46.46
-    )  # the documents differ alike under both
-    assert (row["scale"], row["tokens"], row["bytes"], row["documents"], row["status"]) == (
-        *("2.0", "600", "2400", "6"),
-        "ok",
-    )
+    # the documents differ alike under both
+    assert float(row["ratio_low"]) == pytest.approx(14.21 / 46.46)
+    some = {"scale": "2.0", "tokens": "600", "bytes": "2400", "documents": "6", "status": "ok"}
+    assert row.items() >= some.items()
     failed = rows["none", "tail", 1024]
     assert (failed["perplexity"], failed["status"]) == ("", "out of memory")
 
@@ -290,8 +265,10 @@ def test_panels_lines_and_axes() -> None:
     pytest.importorskip("matplotlib")
     curves = {**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)}
     prefix, tail = plots.figure(example(curves)).axes
-    titles = [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)]
-    assert titles == ["prefix", "tail"]
+    assert [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)] == [
+        "prefix",
+        "tail",
+    ]
     assert (prefix.get_xscale(), prefix.get_yscale()) == ("log", "log")
     assert prefix.get_ylim() == tail.get_ylim()
     lines: dict[str, Any] = {str(line.get_label()): line for line in tail.get_lines()}
@@ -318,8 +295,7 @@ def test_a_method_has_one_colour_and_the_control_is_grey() -> None:
         assert lines[other].get_linestyle() != lines["yarn (auto)"].get_linestyle()
     red, green, blue = to_rgb(lines["truncation"].get_color())
     assert red == green == blue
-    colours = {line.get_color() for label, line in lines.items() if not label.startswith("_")}
-    assert len(colours) == 4
+    assert len({line.get_color() for label, line in lines.items() if label[0] != "_"}) == 4
 
 
 def test_without_matplotlib_a_plot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

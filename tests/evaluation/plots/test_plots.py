@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -79,9 +80,7 @@ def test_ratios_stand_at_their_lengths_with_their_intervals_and_the_baseline_at_
     assert list(named["pi"].get_ydata()) == [1.2, 1.1]  # nan is no point
     places = list(named["yarn"].get_xdata())
     assert places == pytest.approx(LENGTHS, rel=0.1)
-    assert all(
-        place != other for place, other in zip(places, named["pi"].get_xdata(), strict=False)
-    )
+    assert all(map(operator.ne, places, named["pi"].get_xdata()))
     assert any(list(line.get_ydata()) == [1.0, 1.0] for line in lines(panel).values())
     drawn_intervals = [
         (segment[0][1], segment[1][1])
@@ -89,10 +88,8 @@ def test_ratios_stand_at_their_lengths_with_their_intervals_and_the_baseline_at_
         for segment in getattr(collection, "get_segments")()  # noqa: B009
     ]
     expected = [(1.1 * 0.9, 1.1 * 1.2), (0.9, 1.2), (0.45, 0.6), (1.2 * 0.9, 1.2 * 1.2)]
-    for low, high in expected:
-        assert any(
-            (low, high) == pytest.approx((float(one), float(two))) for one, two in drawn_intervals
-        )
+    for interval in expected:
+        assert any(interval == pytest.approx((float(a), float(b))) for a, b in drawn_intervals)
     single = plots.ratio_figure(example(), "prefix").axes
     assert len(single) == 1
     assert list(lines(single[0])["yarn"].get_ydata()) == [1.1, 1.0, 0.5]
@@ -108,8 +105,7 @@ def test_the_figure_by_position_marks_the_trained_length() -> None:
     marks = [line for label, line in named.items() if label.startswith("_")]
     assert [list(line.get_xdata()) for line in marks] == [[256, 256]]
     assert "trained length" in {text.get_text() for text in panel.texts}
-    ticks = [text.get_text() for text in panel.get_xticklabels()]
-    assert {"64", "256", "512"} <= set(ticks)
+    assert {"64", "256", "512"} <= {text.get_text() for text in panel.get_xticklabels()}
     unknown = example()
     unknown.original = None
     assert not [label for label in lines(plots.position_figure(unknown).axes[0]) if label[0] == "_"]
@@ -119,9 +115,12 @@ def test_buckets_are_pooled_to_even_steps_and_no_token_is_lost() -> None:
     edges = list(range(0, 4097, 8))
     counts = [3] * 511 + [1]
     nats = [count * math.log(20.0 + index) for index, count in enumerate(counts)]
-    points = position_points(
-        {"edges": edges, "methods": {"m": {"nats": nats, "tokens": counts}}}, "m"
-    )
+
+    def pooled(sums: list[float]) -> Any:
+        methods = {"m": {"nats": sums, "tokens": counts}}
+        return position_points({"edges": edges, "methods": methods}, "m")
+
+    points = pooled(nats)
     places = [place for place, _ in points]
     assert places == sorted(places)
     steps = [b / a for a, b in itertools.pairwise(places[8:-1])]
@@ -130,10 +129,7 @@ def test_buckets_are_pooled_to_even_steps_and_no_token_is_lost() -> None:
     assert points[0] == pytest.approx((4.0, 20.0))
     last = [value for _, value in points][-1]
     assert 20 + 440 < last < 20 + 511
-    flat = [math.log(7.0) * count for count in counts]
-    same = position_points(
-        {"edges": edges, "methods": {"m": {"nats": flat, "tokens": counts}}}, "m"
-    )
+    same = pooled([math.log(7.0) * count for count in counts])
     assert [value for _, value in same] == pytest.approx([7.0] * len(same))
     assert position_points({"edges": edges, "methods": {}}, "m") == []
 

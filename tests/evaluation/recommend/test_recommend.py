@@ -43,7 +43,7 @@ from hf_posenc.methods import METHODS, NTKAware, RotaryBands, get_method
 from hf_posenc.rope import RopeSpec
 from scripts.results import EVIDENCE, TRANSCRIBED, evidence, read
 from tests.support import zoo
-from tests.support.commands import invoke
+from tests.support.commands import invoke, succeeded
 from tests.support.selection import quick
 from tests.support.tiny_text import sizes, tiny_checkpoint
 from tests.support.zoo import CACHE
@@ -110,9 +110,8 @@ def test_half_of_the_pairs_take_a_far_larger_base(only: Callable[..., None]) -> 
     assert least_base(spec, 16_384) == 1.7e6  # the fit for 128 dimensions is 310,000
     assert smallest(3.1e5, 64, 16_384) < 0
     assert least_base(RopeSpec(4, 1e4, 64), 4096) is None  # two pairs: no base
-    model = llama(head_dim=4)
     only("abf")
-    reason = by_name(recommend(model, 4096))["abf"].reason
+    reason = by_name(recommend(llama(head_dim=4), 4096))["abf"].reason
     assert "no base suffices for 4,096 tokens with 2 pairs" in reason
 
 
@@ -189,8 +188,7 @@ def test_slow_pairs_stay_where_they_were_trained(live: Any, advice: Advice) -> N
 
 
 def test_the_scale_of_ntk_is_the_least_that_reaches(live: Any, advice: Advice) -> None:
-    found = by_name(advice)["ntk"].options
-    assert found is not None
+    found: Any = by_name(advice)["ntk"].options
     table = inspect_rope(live)[0]
     slow = next(i for i, f in enumerate(table.inv_freq.tolist()) if TRAINED * f < 2 * math.pi)
     least = FACTOR ** ((table.dim - 2) / (2 * slow))
@@ -223,19 +221,16 @@ def test_distances_of_the_bands(factor: float, only: Callable[..., None]) -> Non
 
 
 def test_every_call_and_spec_is_what_was_tried(advice: Advice) -> None:
-    calls: list[Any] = []
-    names = {
-        "patch_model": lambda _, *given, **options: calls.append((*given, options)),
-        "model": 0,
-    }
-    for option in advice.options:
+    def patch_model(_: Any, *given: Any, **options: Any) -> Any:
+        return (*given, options)
+
+    every: tuple[Any, ...] = advice.options
+    for option in every:
         if option.call is None or option.spec is None:
             continue
         assert option.trial
-        assert option.candidate is not None
-        eval(option.call, names)
-        method, options = Candidate.parse(option.spec).arguments()
-        assert (method, options) == option.candidate.arguments() == calls.pop()
+        called = eval(option.call, {"patch_model": patch_model, "model": 0})
+        assert Candidate.parse(option.spec).arguments() == option.candidate.arguments() == called
 
 
 def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
@@ -244,10 +239,10 @@ def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     assert (advice.carried.original, advice.carried.reach) == (TRAINED // 8, TRAINED)
     assert advice.beside == {"compose": True}
     assert advice.factor == 2
-    assert by_name(advice)["pi"].options == {"target_length": TRAINED * 2, "compose": True}
-    assert by_name(advice)["pi"].trial
-    assert by_name(advice)["abf"].options is not None
-    assert by_name(advice)["abf"].options["replace"] is True  # type: ignore[index]
+    found: Any = by_name(advice)
+    assert found["pi"].options == {"target_length": TRAINED * 2, "compose": True}
+    assert found["pi"].trial
+    assert found["abf"].options["replace"] is True
     swept = next(command for command in advice.commands() if "sweep" in command)
     assert advice.first
     assert all(f"--patch {option.spec}" in swept for option in advice.first)
@@ -276,10 +271,8 @@ def test_a_moving_table_is_named_and_its_long_list_scaled(only: Callable[..., No
     assert dict(facts(advice))["in a cache"] == advice.carried.note
     assert advice.commands()[0].endswith("--patch none --patch longrope")
     assert "generate()" not in advice.carried.note
-    phi3 = {**config, "original_max_position_embeddings": TRAINED}
-    assert (
-        "(but by generate() of this class)" in recommend(zoo.build("phi3", **phi3), 99).carried.note
-    )
+    phi3 = zoo.build("phi3", **config, original_max_position_embeddings=TRAINED)
+    assert "(but by generate() of this class)" in recommend(phi3, 99).carried.note
     encoder = recommend(zoo.build("eurobert", **config), TRAINED * 2)
     assert "change past" in encoder.carried.note
     assert "patch_model" not in encoder.carried.note  # its text is read in both directions
@@ -329,12 +322,10 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
     advice = recommend(llama(), TRAINED * 2, original=half)
     assert advice.factor == 4
     for method in kinds:
-        options = by_name(advice)[method].options
-        assert options is not None
+        options: Any = by_name(advice)[method].options
         assert options["original_max_position_embeddings"] == half
         with patched(live, method, **options):
-            patch = zoo.in_force(live)
-            assert patch.original_max_position_embeddings == half
+            assert zoo.in_force(live).original_max_position_embeddings == half
 
 
 @pytest.mark.parametrize(("theta", "above"), [(1e4, "least"), (1e7, "ntk")])
@@ -343,13 +334,12 @@ def test_another_base(theta: float, above: str, only: Callable[..., None]) -> No
     more: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 2}
     config = LlamaConfig(rope_parameters=parameters, **more)
     only("abf")
-    found = by_name(recommend(on_meta(config), 8192))["abf"].options
-    assert found is not None
-    least = least_base(RopeSpec(128, theta, 1024), 8192)
+    options: Any = by_name(recommend(on_meta(config), 8192))["abf"].options
+    least, found = least_base(RopeSpec(128, theta, 1024), 8192), options["rope_theta"]
     bounds = {"least": least or 0, "ntk": theta * 8 ** (128 / 126)}
     assert max(bounds, key=lambda name: bounds[name]) == above
-    assert bounds[above] <= found["rope_theta"] < bounds[above] * 1.1
-    assert found["rope_theta"] == float(f"{found['rope_theta']:.1e}")
+    assert bounds[above] <= found < bounds[above] * 1.1
+    assert found == float(f"{found:.1e}")
 
 
 def test_what_the_architecture_does_not_take(only: Callable[..., None]) -> None:
@@ -374,9 +364,8 @@ def test_a_model_whose_full_layers_do_not_rotate_needs_no_patch(device: str) -> 
 
 
 def test_refusals(live: Any) -> None:
-    with pytest.raises(
-        PosencError, match=r"has no rotary embedding.* `hf-posenc inspect bloom-7b`"
-    ):
+    message = r"has no rotary embedding.* `hf-posenc inspect bloom-7b`"
+    with pytest.raises(PosencError, match=message):
         recommend(on_meta(zoo.tiny_config("bloom")), 1000, name="bloom-7b")
     with pytest.raises(PosencError, match="number of tokens"):
         recommend(live, 0)
@@ -387,12 +376,11 @@ def test_refusals(live: Any) -> None:
 def test_from_the_config_alone() -> None:
     """The numbers of four layers of Llama-2-7B, without a weight."""
     model = on_meta(LlamaConfig(max_position_embeddings=4096, num_hidden_layers=4))
-    advice = recommend(model, 32_768, name="llama")
+    advice: Any = recommend(model, 32_768, name="llama")
     found = by_name(advice)
     assert found["yarn"].trial
     assert found["rerope"].trial is None
     assert found["rerope"].works == AS_IT_IS
-    assert advice.cache is not None
     # tokens, layers, k and v, features, bytes
     assert advice.cache.bytes == 32_768 * 4 * 2 * 4096 * 2
 
@@ -400,8 +388,7 @@ def test_from_the_config_alone() -> None:
 def test_the_cache_of_windows_and_grouped_heads() -> None:
     config: Any = Gemma3TextConfig(num_hidden_layers=6)  # one of them full
     kinds = config.layer_types
-    cost = cache_cost(on_meta(config), 100_000, torch.float32)
-    assert cost is not None
+    cost: Any = cache_cost(on_meta(config), 100_000, torch.float32)
     assert cost.full_layers == kinds.count("full_attention")
     assert cost.window_layers == kinds.count("sliding_attention")
     size = 2 * config.num_key_value_heads * config.head_dim * 4
@@ -419,12 +406,9 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         cache = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True)[CACHE]
-    kept = sum(
-        tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values)
-    )
-    cost = cache_cost(model, tokens, torch.float32)
-    assert cost is not None
-    assert cost.bytes == kept
+    kept = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    cost: Any = cache_cost(model, tokens, torch.float32)
+    assert cost.bytes == 4 * kept
 
 
 @pytest.fixture(scope="module")
@@ -438,11 +422,8 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] |= scaled
     (folder / "config.json").write_text(json.dumps(config))
-    result = invoke(
-        "recommend", folder, "--target-length", "1k", *(["--original", 64] if scaled else [])
-    )
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
+    more = ("--original", 64) if scaled else ()
+    lines = succeeded("recommend", folder, "--target-length", "1k", *more).output.splitlines()
     assert 6 < len(lines) <= 10
     assert f"{folder}: LlamaForCausalLM, " in lines[0]
     assert any(line.startswith("as it is: frequencies ") for line in lines)
@@ -454,17 +435,15 @@ def test_the_command_answers_in_ten_lines(scaled: dict[str, Any], tmp_path: Path
 
 
 def test_the_command_prints_all_and_as_json(folder: Path, only: Callable[..., None]) -> None:
-    lines = invoke("recommend", folder, "--target-length", "1k", "--all").output.splitlines()
+    given = ("recommend", folder, "--target-length", "1k", "--all")
+    lines = invoke(*given).output.splitlines()
     first = next(line for line in lines if line.split()[:3] == ["as", "it", "is"])
     assert first.split()[3:5] == ["frequencies", "yarn"]
     assert "In Python: patch_model(model, 'yarn', target_length=1024)" in lines
     assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
     assert any("--weights" in line for line in lines)  # what it could not try
     only("yarn", "rerope")
-    assert (
-        "--weights"
-        not in invoke("recommend", folder, "--target-length", "1k", "--all", "--weights").output
-    )
+    assert "--weights" not in invoke(*given, "--weights").output
     found = json.loads(invoke("recommend", folder, "--target-length", 1024, "--json").output)
     model = AutoModelForCausalLM.from_pretrained(folder)
     expected = recommend(on_meta(model.config), 1024, name=str(folder)).to_dict()
@@ -517,8 +496,6 @@ def test_the_page_has_the_numbers_of_the_committed_run(committed: dict[str, Any]
 
 
 # The published tables, and the digest of them that comes with the package.
-
-
 TABLES: dict[str, Any] = {table["id"]: table for table in read(TRANSCRIBED)["tables"]}
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.grid import percent
+from hf_posenc.evaluation.grid import MethodEntry, percent
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.execute import collected, execute
-from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
+from hf_posenc.evaluation.measuring.execute import execute
+from hf_posenc.evaluation.measuring.store import Records, Shard
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.result import (
     Failure,
@@ -32,19 +32,16 @@ from hf_posenc.evaluation.retrieval.run import RetrievalRun, measure_retrieval
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from hf_posenc.files import to_json
 from hf_posenc.lengths import even_depths
-from tests.support import zoo
-from tests.support.commands import invoke
+from tests.evaluation.retrieval.test_retrieval_scoring import forwards
+from tests.support.commands import invoke, refused, succeeded
 from tests.support.retrieval_models import Copier
 from tests.support.selection import quick
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
+from tests.support.sweep_cases import finished
+from tests.support.tiny_text import byte_tokenizer, prose, tiny, tiny_checkpoint
 
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
-
-
-def entry(label: str, method: str | None, auto: bool = False) -> Any:
-    from hf_posenc.evaluation.grid import MethodEntry
-
-    return MethodEntry(label, label, method, [], {}, None, auto, 256, False)
+MODEL = {"name": "m", "class": "C", "parameters": 1, "dtype": "float32", "device": "cpu"}
+KNOWN: dict[str, Any] = {"model": {**MODEL, "attention": "sdpa"}, "haystack": {"kind": "noise"}}
 
 
 def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> RetrievalResult:
@@ -72,15 +69,17 @@ def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> Retrieva
         if not (method == "bad" and length == 1024) and not (task == "vt" and length == 256)
     ]
     return RetrievalResult(
-        model={"name": "m", "class": "C", "parameters": 1, "dtype": "float32", "device": "cpu", "attention": "sdpa"},
-        haystack={"kind": "noise"},
+        **KNOWN,
         settings=settings,
         original=256,
-        candidates=[entry("good (auto)", "yarn", auto=True), entry("bad", None)],
+        candidates=[
+            MethodEntry(label, label, method, [], {}, None, method is not None, 256, False)
+            for label, method in (("good (auto)", "yarn"), ("bad", None))
+        ],
         records=records,
         failures=[Failure("bad", task, 1024, "out of memory") for task in ("passkey", "vt")],
         left_out=[LeftOut("vt", 256, 300)],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("ranks", [True, False])
@@ -102,9 +101,8 @@ def test_columns_and_marks_of_a_table(ranks: bool) -> None:
     bad = [("33%", ""), ("\n10-70", "aside")]
     assert spans(0, 2) == good + ([("\n1st 100%", ""), ("\n61-100", "aside")] if ranks else [])
     assert spans(1, 2) == bad + ([("\n1st 0%", "aside"), ("\n0-39", "aside")] if ranks else [])
-    first, nothing = (
-        row.fields[2].spans[0] for row in result(right=False, ranks=ranks).tables()[0].rows
-    )
+    table, _ = result(right=False, ranks=ranks).tables()
+    first, nothing = (row.fields[2].spans[0] for row in table.rows)
     assert (first.text, first.mark) == ("0%", "best" if ranks else "")  # by rank alone
     assert (nothing.text, nothing.mark) == ("0%", "")  # the best of nothing is no best
 
@@ -273,10 +271,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> None:
     arguments = [model, "--lengths", "350,400", "--tasks", "passkey", "--samples", 1, "--depths", 3]
     arguments += ["--patch", "none", "--patch", "yarn", "--distractors", 2]
-    made = invoke(
-        "retrieval", *arguments, *(() if plot else ("--no-plot",)), "--output", tmp_path / "a"
-    )
-    assert made.exit_code == 0, made.output
+    quiet = () if plot else ("--no-plot",)
+    made = succeeded("retrieval", *arguments, *quiet, "--output", tmp_path / "a")
     assert "Retrieval, passkey" in made.output
     assert "yarn (auto)" in made.output
     values = json.loads((tmp_path / "a" / "retrieval.json").read_text())
@@ -288,14 +284,10 @@ def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> 
     assert {"retrieval.json", "retrieval.csv", "records"} <= names
     if plot and available():
         assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
-    first = invoke(
-        "retrieval", *arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2"
-    )
+    shared = ("retrieval", *arguments, "--no-plot", "--output", tmp_path / "b", "--shard")
+    first = invoke(*shared, "1/2")
     assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output
-    second = invoke(
-        "retrieval", *arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "2/2"
-    )
-    assert second.exit_code == 0, second.output
+    second = succeeded(*shared, "2/2")
     assert ("No plot: it needs matplotlib" in second.output) != available()
     files = [(tmp_path / name / "retrieval.json").read_bytes() for name in "ab"]
     assert files[0] == files[1]
@@ -305,30 +297,19 @@ def test_own_text_as_a_haystack(model: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(prose(900))
     options = "--lengths 500 --samples 1 --depths 1 --patch none --no-plot --tasks niah_single_1"
     arguments = [model, *options.split(), "--output", tmp_path / "out"]
-    made = invoke(
-        "retrieval",
-        *arguments,
-        "--haystack",
-        tmp_path / "book.txt",
-        "--haystack",
-        tmp_path / "none.txt",
-    )
-    assert made.exit_code == 0, made.output
+    none = ("--haystack", tmp_path / "none.txt")
+    made = succeeded("retrieval", *arguments, "--haystack", tmp_path / "book.txt", *none)
     assert "skipped" in made.stderr
     assert "Haystack: your own text" in made.output
     values = json.loads((tmp_path / "out" / "retrieval.json").read_text())
     assert values["haystack"]["characters"] == 901
-    made = invoke("retrieval", *arguments, "--haystack", tmp_path / "none.txt")
-    assert made.exit_code == 2
-    assert "has no text" in made.stderr
+    assert "has no text" in refused("retrieval", *arguments, *none)
 
 
 def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
     docs = Path(__file__).parents[3] / "docs"
     with (docs / "data" / "benchmarks" / "retrieval.csv").open() as file:
-        rows = {
-            (row["task"], row["method"], int(row["length"])): row for row in csv.DictReader(file)
-        }
+        rows = {(r["task"], r["method"], int(r["length"])): r for r in csv.DictReader(file)}
     page = (docs / "retrieval.md").read_text(encoding="utf-8")
     block = page.split("<!-- measured: retrieval -->")[1].split("<!-- end -->")[0]
     task, seen = "", 0
@@ -349,11 +330,6 @@ def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
 
 # Whole runs: cells, failures, shards, resuming, the papers' numbers.
 
-
-KNOWN: dict[str, Any] = {
-    "model": {"name": "m", "class": "C", "parameters": 1, "dtype": "float32", "device": "cpu", "attention": None},
-    "haystack": {"kind": "noise"},
-}  # fmt: skip
 THREE = (400, 800, 1600)
 
 
@@ -368,23 +344,10 @@ def run_of(model: Any, **given: Any) -> RetrievalRun:
     return RetrievalRun(model, byte_tokenizer(), [none], settings(**given), metadata=metadata)
 
 
-def measured(run: RetrievalRun, folder: Path, shard: Shard = ALONE) -> RetrievalResult | None:
-    with run.open(folder, shard) as store:
-        execute(run, store, shard)
-        store.refresh()
-        return collected(run, store)
-
-
-def whole(run: RetrievalRun, folder: Path) -> RetrievalResult:
-    result = measured(run, folder)
-    assert result is not None
-    return result
-
-
 def test_a_window_gives_the_papers_numbers(tmp_path: Path) -> None:
     """The heat map is a staircase, and both numbers follow from the distances."""
     window = 500
-    result = whole(run_of(Copier(window), depths=even_depths(9)), tmp_path)
+    result = finished(run_of(Copier(window), depths=even_depths(9)), tmp_path)
     for length in THREE:
         cells = result.by_depth("none", "passkey", length)
         assert [cell.depth for cell in cells] == list(even_depths(9))
@@ -397,85 +360,65 @@ def test_a_window_gives_the_papers_numbers(tmp_path: Path) -> None:
     shares = [cell.accuracy for cell in result.cells]
     assert shares[0] == 1.0 > shares[1] > shares[2] > 0.2
     context, mean = result.passing("none", "passkey")
-    expected = max(n for n, share in zip(THREE, shares, strict=True) if share >= 0.8)
-    assert context == expected
-    assert mean == pytest.approx(
-        sum(shares[: THREE.index(expected) + 1]) / (THREE.index(expected) + 1)
-    )
+    passed = 1 + max(n for n, share in enumerate(shares) if share >= 0.8)
+    assert context == THREE[passed - 1]
+    assert mean == pytest.approx(sum(shares[:passed]) / passed)
 
 
 def test_shards_give_the_same_bytes_and_nothing_is_measured_twice(tmp_path: Path) -> None:
     model = Copier(700)
-    alone = to_json(whole(run_of(model), tmp_path / "alone").to_dict())
-    first, second = (Shard(index, 2) for index in range(2))
-    assert measured(run_of(model), tmp_path / "shared", second) is None
-    shared = measured(run_of(model), tmp_path / "shared", first)
-    assert shared is not None
+    alone = to_json(finished(run_of(model), tmp_path / "alone").to_dict())
+    assert run_of(model).run(tmp_path / "shared", Shard(1, 2)) is None
+    shared: Any = run_of(model).run(tmp_path / "shared", Shard(0, 2))
     assert to_json(shared.to_dict()) == alone
     model.read.clear()
-    whole(run_of(model), tmp_path / "alone")
+    finished(run_of(model), tmp_path / "alone")
     assert not [n for n in model.read if n > 300]
 
 
 @pytest.mark.usefixtures("quick_collection")
 def test_what_fails_is_a_cell_and_no_crash(tmp_path: Path) -> None:
     model = Copier(most=900, error=torch.OutOfMemoryError("CUDA out of memory"))
-    result = whole(run_of(model), tmp_path / "a")
+    result = finished(run_of(model), tmp_path / "a")
     assert [cell.length for cell in result.cells] == [400, 800]
     assert [(f.length, f.reason) for f in result.failures] == [(1600, "out of memory")]
     assert len([n for n in model.read if n > 900]) == 1  # the other samples are not tried
-    broken = whole(run_of(Copier(most=500)), tmp_path / "b")
+    broken = finished(run_of(Copier(most=500)), tmp_path / "b")
     assert {f.reason for f in broken.failures} == {"RuntimeError: too long for me"}
-    shards = [Shard(index, 3) for index in range(3)]
-    for shard in shards:
-        shared = measured(run_of(Copier(most=500)), tmp_path / "c", shard)
-    assert shared is not None
+    for index in range(3):
+        shared: Any = run_of(Copier(most=500)).run(tmp_path / "c", Shard(index, 3))
     assert to_json(shared.to_dict()) == to_json(broken.to_dict())
 
 
 def test_lengths_that_are_too_short_for_a_task_are_left_out(tmp_path: Path) -> None:
-    result = whole(run_of(Copier(), tasks=("passkey", "vt"), lengths=(400, 1900)), tmp_path)
+    result = finished(run_of(Copier(), tasks=("passkey", "vt"), lengths=(400, 1900)), tmp_path)
     (left,) = result.left_out
     assert (left.task, left.length) == ("vt", 400)
     assert result.cell("none", "vt", 400) is None
     assert result.cell("none", "vt", 1900) is not None
-    fits = run_of(Copier(), tasks=("vt",), lengths=(left.needed,))
-    assert not fits.left_out
+    assert not run_of(Copier(), tasks=("vt",), lengths=(left.needed,)).left_out
     with pytest.raises(PosencError, match=r"vt needs at least [\d,]+ with this tokenizer"):
         run_of(Copier(), tasks=("vt",), lengths=(left.needed - 1,))
     alone = Candidate.parse("none")
     behind = settings(tasks=("vt",), lengths=(left.needed,))
-    with pytest.raises(
-        PosencError, match=f"vt needs at least {left.needed + 1:,} "
-    ):  # a special token too
+    message = f"vt needs at least {left.needed + 1:,} "  # a special token too
+    with pytest.raises(PosencError, match=message):
         RetrievalRun(Copier(), byte_tokenizer(), [alone], behind, special=[0])
 
 
 @pytest.mark.parametrize(("update", "long"), [("row", 1), ("sequence", 4)])
 def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, long: int) -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
-    candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model)
-    run = RetrievalRun(
-        model, byte_tokenizer(), [candidate], settings(lengths=(400,), samples=1, depths=(0.5,))
-    )
-    read: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model := tiny())
+    chosen = settings(lengths=(400,), samples=1, depths=(0.5,))
+    run, read = RetrievalRun(model, byte_tokenizer(), [candidate], chosen), forwards(model)
     execute(run, Records())
     assert len([n for n in read if n > 300]) == long
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    some: list[dict[str, Any]] = [
-        {},
-        {"distractors": 0},
-        {"tasks": ("fwe",)},
-        {"decode": "generate"},
-    ]
+    some: list[Any] = [{}, {"distractors": 0}, {"tasks": ("fwe",)}, {"decode": "generate"}]
     for number, given in enumerate(some):
-        model = Copier(most=1000)
-        result = whole(run_of(model, **given), tmp_path / str(number))
+        result = finished(run_of(Copier(most=1000), **given), tmp_path / str(number))
         values = json.loads(to_json(result.to_dict()))
         assert values["kind"] == "retrieval"
         again = RetrievalResult.from_dict(values)
@@ -492,19 +435,13 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     before = copy.deepcopy(model.state_dict())
     ids = torch.arange(100)[None]
     logits = model(ids).logits
-    result = measure_retrieval(
-        model,
-        byte_tokenizer(),
-        methods=["none", "pi", "rerope"],
-        lengths=[400],
-        tasks=("passkey",),
-        depths=(0.5,),
-        samples=1,
-    )
+    options: dict[str, Any] = {"lengths": [400], "tasks": ("passkey",), "depths": (0.5,)}
+    options |= {"methods": ["none", "pi", "rerope"], "samples": 1}
+    result = measure_retrieval(model, byte_tokenizer(), **options)
     assert [entry.label for entry in result.candidates] == ["none", "pi (auto)", "rerope"]
     assert result.original == 64
     assert result.candidates[1].scale_at(400) == 400 / 64

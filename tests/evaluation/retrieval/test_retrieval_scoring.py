@@ -24,7 +24,7 @@ from tests.evaluation.retrieval.test_retrieval_prompts import make
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.selection import late
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, tiny
 from tests.support.zoo import CACHE
 
 LENGTH = 600
@@ -71,7 +71,7 @@ def forwards(model: Any) -> list[int]:
 )
 def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
     length = {"passkey": LENGTH, "vt": 1900}[task]
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     (candidate,) = (c.checked(model) for c in parse_candidates([spec]))
     scorer, prompt = scorer_of(model), prompt_of(task, length)
     with candidate.applied(model, length):
@@ -90,7 +90,7 @@ def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_one_long_forward_per_sample(adapter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     if adapter:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).eval()
@@ -117,8 +117,7 @@ def test_a_cache_that_is_wrong_is_noticed_and_a_reading_leaves_no_trace(
     wrong_logits: bool, spare: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "SPARE", spare)
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
-    scorer, prompt = scorer_of(model), prompt_of()
+    scorer, prompt = scorer_of(model := tiny()), prompt_of()
     expected = scorer(prompt)
     forward, read = model.forward, 0
 
@@ -153,7 +152,7 @@ def information(model: Any, prompt: Prompt) -> list[float]:
 
 @pytest.fixture(scope="module")
 def informed() -> tuple[Any, Prompt, list[float]]:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     prompt = prompt_of("babilong_qa1", 900)
     return model, prompt, information(model, prompt)
 
@@ -180,7 +179,7 @@ def test_a_cache_that_differs_behind_the_text_is_noticed() -> None:
     slid: Any = zoo.build("mistral", vocab_size=VOCABULARY)
     with torch.inference_mode():
         assert scorer_of(slid)._with_cache(prompt_of("babilong_qa1", 900))[1] is None
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     scorer, prompt = scorer_of(model), prompt_of("babilong_qa1", 900)
     with torch.inference_mode():
         assert scorer._with_cache(prompt)[1] is not None
@@ -197,29 +196,19 @@ def test_a_cache_that_differs_behind_the_text_is_noticed() -> None:
 
 
 def test_a_model_that_ignores_the_question_ranks_nothing_first() -> None:
-    prompt = prompt_of("babilong_qa1", 900)
-    verdict = scorer_of(Copier(window=4))(prompt)
+    verdict = scorer_of(Copier(window=4))(prompt_of("babilong_qa1", 900))
     assert (verdict.rank, verdict.candidates) == (6, 6)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kept"),
-    [
-        ("mistral", True),
-        ("bloom", True),
-        ("qwen3_next", True),
-        *late(["gemma2", "gpt_oss"], [True]),
-    ],
+    "model_type", ["mistral", "bloom", "qwen3_next", *late(["gemma2", "gpt_oss"])]
 )
-def test_windows_that_have_slid_are_restored(model_type: str, kept: bool) -> None:
+def test_windows_that_have_slid_are_restored(model_type: str) -> None:
     model = zoo.build(model_type, vocab_size=VOCABULARY)
     scorer, prompt = scorer_of(model), prompt_of(length=300)
     expected = [reference(model, prompt, a)[0] for a in (prompt.answer, *prompt.distractors)]
     with torch.inference_mode():
-        sums = scorer._with_cache(prompt)[1]
-    assert (sums is not None) == kept
-    if sums is not None:
-        assert sums == pytest.approx(expected, abs=2e-3)
+        assert scorer._with_cache(prompt)[1] == pytest.approx(expected, abs=2e-3)
     assert scorer(prompt).rank == 1 + sum(other > expected[0] for other in expected[1:])
 
 
@@ -230,11 +219,8 @@ def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) 
     right = scorer_of(Copier())(prompt)
     assert (right.correct, right.score, right.rank, right.candidates) == (True, 1.0, 1, 6)
     # the needle must be in sight up to and with the words in front of its second number
-    within = (
-        prompt.distance + len("s. Remember it. ") + 2 * len("12345") + len(" is the pass key.\n")
-    )
-    seen = scorer_of(Copier(window=within + 20))(prompt)
-    assert seen.correct
+    within = prompt.distance + len("s. Remember it. 1234512345 is the pass key.\n")
+    assert scorer_of(Copier(window=within + 20))(prompt).correct
     wrong = scorer_of(Copier(window=prompt.distance - 1))(prompt)
     assert (wrong.correct, wrong.score) == (False, 0.0)
     assert wrong.rank == 6  # all answers are as probable as the right one: a tie is no find
@@ -260,8 +246,7 @@ def test_a_part_that_is_right_counts_for_the_score_alone() -> None:
         def _next(self, ids: list[int]) -> int:
             return {1: 5, 5: 6, 6: 7, 7: 0}.get(ids[-1], 0)
 
-    prompt = Prompt(torch.tensor([3, 2, 1]), answer, (), ("a", "b"), None)
-    verdict = scorer_of(Half())(prompt)
+    verdict = scorer_of(Half())(Prompt(torch.tensor([3, 2, 1]), answer, (), ("a", "b"), None))
     assert (verdict.correct, verdict.score, verdict.rank) == (False, 0.5, None)
 
 
@@ -279,12 +264,10 @@ def test_a_blank_in_front_of_the_answer_does_not_count(first: int, correct: bool
 
 
 def test_the_blank_of_an_answer_is_counted_by_the_tokenizer() -> None:
-    separate = answer_of(Encoder(byte_tokenizer()), "The pass key is", ["65748"])
-    assert (len(separate.ids), separate.blank) == (6, 1)
-    joined = answer_of(
-        Encoder(AutoTokenizer.from_pretrained(model_path())), "The pass key is", ["65748"]
-    )
-    assert (len(joined.ids), joined.blank) == (5, 0)
+    embedded = AutoTokenizer.from_pretrained(model_path())
+    for tokenizer, expected in ((byte_tokenizer(), (6, 1)), (embedded, (5, 0))):
+        answer = answer_of(Encoder(tokenizer), "The pass key is", ["65748"])
+        assert (len(answer.ids), answer.blank) == expected
 
 
 def test_logits_that_are_not_finite_are_no_verdict() -> None:
@@ -300,7 +283,7 @@ def test_logits_that_are_not_finite_are_no_verdict() -> None:
 
 @pytest.mark.usefixtures("quick_collection")
 def test_memory_that_runs_out_is_answered_with_smaller_pieces() -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     model.set_attn_implementation("eager")  # whose scores in pieces are fewer
     prompt = prompt_of(length=900)
     expected = scorer_of(model)(prompt)
@@ -340,29 +323,18 @@ def test_generated_texts_are_judged_as_the_papers_do() -> None:
 
 @pytest.mark.parametrize("decode", ["teacher-forced", "generate"])
 def test_truncation_reads_the_end_of_the_prompt(decode: str) -> None:
-    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    model = tiny()
     model.config.max_position_embeddings = 200
     candidates = [c.checked(model) for c in parse_candidates(["none", "truncation"])]
-    settings = RetrievalSettings(
-        lengths=(LENGTH,),
-        tasks=("passkey",),
-        depths=(0.0,),
-        samples=1,
-        distractors=6,
-        decode=decode,
-    )
-    metadata = {"model": {}, "haystack": {"kind": "noise"}, "original": 200, "command": None}
-    run = RetrievalRun(
-        model, byte_tokenizer(), candidates, settings, special=[0], metadata=metadata
-    )
+    settings = RetrievalSettings((LENGTH,), ("passkey",), (0.0,), 1, 6, decode=decode)
+    run = RetrievalRun(model, byte_tokenizer(), candidates, settings, special=[0])
     assert [item.cost for item in run.items] == [LENGTH, 200]
     prompt = run.prompt(run.items[1].sample)
     seen = forwards(model)
     execute(run, records := Records())
     value = records.get(run.items[1].key) or {}
     if decode == "generate":
-        tokens = TASKS["passkey"].new_tokens
-        assert 200 - tokens in seen
+        assert 200 - TASKS["passkey"].new_tokens in seen
         return
     ids = prompt.ids[-(200 - 1 - len(prompt.answer.ids)) :]
     end = dataclasses.replace(prompt, ids=torch.cat([torch.tensor([0]), ids]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -29,8 +28,6 @@ from tests.support.emulated import EmulatedFlash
 from tests.support.live_bytes import attentions, build, check, forward_cost
 from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet as quietly
-
-# --- operations -------------------------------------------------------------------------------------
 
 
 def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -59,10 +56,9 @@ def test_operations_are_those_that_pytorch_counts(model_type: str) -> None:
     model, length = zoo.build(model_type), 24
     ids = zoo.tokens(length)
     hidden_pairs = sum(
-        2 * layer.heads * (layer.key_dim + layer.value_dim)
-        * (length**2 - visible_pairs(layer, length))
-        for layer in attentions(model)
-    )  # fmt: skip
+        2 * each.heads * (each.key_dim + each.value_dim) * (length**2 - visible_pairs(each, length))
+        for each in attentions(model)
+    )
     cost = forward_cost(model, length, scored=length)
     counted = counted_flops(model, ids)
     # transformers up to 5.17 computes the angles of a rotation by a matrix product, which PyTorch counts
@@ -88,8 +84,7 @@ def test_pairs_are_those_of_the_mask(length: int, window: int | None, chunked: b
     mask = column <= row
     if window is not None:
         mask &= (column // window == row // window) if chunked else (row - column < window)
-    attention = Attention(4, 2, 16, 16, window, chunked)
-    assert visible_pairs(attention, length) == int(mask.sum())
+    assert visible_pairs(Attention(4, 2, 16, 16, window, chunked), length) == int(mask.sum())
 
 
 @pytest.mark.parametrize(
@@ -116,16 +111,11 @@ def test_a_head_reads_scored_tokens_only() -> None:
     assert forward_cost(model, 64).flops == every
 
 
-# --- whole runs, and models without weights ---------------------------------------------------------
-
-
 def test_a_run_adds_up_work_and_takes_the_dearest_window() -> None:
     model = build("llama")
     short, long = forward_cost(model, 64, scored=20), forward_cost(model, 256)
     run = run_cost(model, [(64, 20), (256, 255), (64, 20)])
-    assert run == dataclasses.replace(
-        long, tokens=64 + 64 + 256, flops=2 * short.flops + long.flops
-    )
+    assert run == replace(long, tokens=64 + 64 + 256, flops=2 * short.flops + long.flops)
 
 
 def meta(config: Any, dtype: torch.dtype) -> Any:
@@ -220,20 +210,17 @@ def test_memory_of_families(model_type: str, dtype: torch.dtype) -> None:
         check(model, length)
 
 
+MISTRAL = {"model_type": "mistral", "sliding_window": 32}
 # The model, its attention, and the sizes of a run.
 WAYS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "eager": ({}, "eager", {}),
-    "windows": ({"model_type": "mistral", "sliding_window": 32}, "sdpa", {}),
+    "windows": (MISTRAL, "sdpa", {}),
     "full logits": ({"vocab_size": 4096}, "sdpa", {"full_logits": True}),
     "many logits": ({"vocab_size": 32768}, "sdpa", {"chunk": 256}),
     "a batch": ({}, "sdpa", {"windows": 4}),
     "pieces": ({}, "sdpa", {"prefill": 128}),
     "pieces, eager": ({}, "eager", {"prefill": 128}),
-    "pieces within windows": (
-        {"model_type": "mistral", "sliding_window": 32},
-        "sdpa",
-        {"prefill": 64},
-    ),
+    "pieces within windows": (MISTRAL, "sdpa", {"prefill": 64}),
 }
 
 

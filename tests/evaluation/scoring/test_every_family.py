@@ -147,9 +147,8 @@ def keep_double(patch: pytest.MonkeyPatch) -> None:
         return to(self, *args, **kwargs)
 
     patch.setattr(Tensor, "to", kept)
-    patch.setattr(
-        Tensor, "float", lambda self: self if self.dtype == torch.float64 else single(self)
-    )
+    double = torch.float64
+    patch.setattr(Tensor, "float", lambda self: self if self.dtype == double else single(self))
 
 
 def check_pieces(model: Any, expected: Tensor, size: int, patch: pytest.MonkeyPatch) -> None:
@@ -205,8 +204,6 @@ def is_encoder(model_type: str) -> bool:
 
 
 ENCODERS = tuple(filter(is_encoder, OTHERS))
-
-
 NOT_CAUSAL = r"is not causal|not return logits for every"
 # A type, the class of transformers that builds it unless `build` does, and what is said of it.
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -246,9 +243,8 @@ def test_half_precision(model_type: str) -> None:
     model = build(model_type).bfloat16()
     logits = full_logits(model)
     losses, _ = scored(model)
-    assert torch.equal(
-        losses, F.cross_entropy(logits[:-1].float(), IDS[1:], reduction="none").double()
-    )
+    expected = F.cross_entropy(logits[:-1].float(), IDS[1:], reduction="none").double()
+    assert torch.equal(losses, expected)
     pieces, refused = scored(model, prefill=20)
     assert (refused is not None) == (model_type in WHOLE_ONLY)
     assert float((pieces - losses).abs().mean()) < (0.1 if refused is None else 1e-9)

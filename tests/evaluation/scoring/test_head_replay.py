@@ -84,10 +84,9 @@ class LargestTensor(_DispatchMode):  # type: ignore[misc]
         given = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
         output = func(*args, **(kwargs or {}))
         for value in output if isinstance(output, tuple | list) else (output,):
-            made = isinstance(value, Tensor) and value.is_floating_point()
-            if (
-                made and value.untyped_storage().data_ptr() not in given
-            ):  # the head's weight, transposed
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if value.untyped_storage().data_ptr() not in given:  # the head's weight, transposed
                 self.elements = max(self.elements, value.numel())
         return output
 
@@ -190,10 +189,8 @@ class OldStyleBody(nn.Module):
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, None]:
         hidden = self.inner(input_ids, use_cache=False).last_hidden_state
-        places = torch.arange(
-            hidden.shape[1], dtype=hidden.dtype
-        )  # so that slices of the inner module would be wrong
-        return hidden * places[:, None], None
+        # so that slices of the inner module would be wrong
+        return hidden * torch.arange(hidden.shape[1], dtype=hidden.dtype)[:, None], None
 
 
 def with_adapter(model: Any) -> Any:
@@ -248,8 +245,7 @@ def test_a_head_that_cannot_be_replayed_is_scored_in_full_and_says_so(
         scorer = TokenScorer(model, ids, chunk=4)
     assert "head replay does not reproduce" in caplog.text
     assert not scorer.replays
-    expected = expected_losses(full_logits(model, ids), ids)
-    check(scorer(ids), expected)
+    check(scorer(ids), expected_losses(full_logits(model, ids), ids))
 
 
 def test_a_model_without_a_language_head_is_refused() -> None:

@@ -18,17 +18,12 @@ from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.head_replay import Pieces, TokenScorer, disagreement
 from hf_posenc.model import masks
-from tests.evaluation.scoring.test_head_replay import (
-    IN_ATTENTION,
-    check,
-    expected_losses,
-    full_logits,
-    with_adapter,
-)
+from tests.evaluation.scoring import test_head_replay as replay
+from tests.evaluation.scoring.test_head_replay import IN_ATTENTION, check
 from tests.support import zoo
 from tests.support.perplexities import measured
 from tests.support.selection import covering, late, quick
-from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny
 from tests.support.zoo import CACHE
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -67,21 +62,13 @@ def test_infinite_losses_may_be_equal() -> None:
     assert disagreement(torch.tensor([0.0, 1.0, math.nan, 1.0]), whole, [1]) == math.inf
 
 
-def largest_pieces(model: Any) -> list[int]:
-    """Return a list that records the tokens of every forward of the first layer."""
-    seen: list[int] = []
-    model.model.layers[0].mlp.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].shape[1])
-    )
-    return seen
-
-
 @pytest.mark.parametrize("window", [None, 100])
 def test_trying_pieces_takes_no_more_at_a_time_than_they_do(window: int | None) -> None:
     model = zoo.build("mistral", sliding_window=window)
     ids = zoo.tokens(700)[0]
-    scorer = TokenScorer(model, ids[:16], prefill=128)
-    seen = largest_pieces(model)
+    scorer, seen = TokenScorer(model, ids[:16], prefill=128), list[int]()
+    layer = model.get_submodule("model.layers.0.mlp")
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     scorer(ids)
     assert scorer.refused is None
     assert max(seen) == 128
@@ -98,9 +85,8 @@ def test_trying_pieces_takes_no_more_at_a_time_than_they_do(window: int | None) 
 def test_the_engine_computes_pieces_where_it_can(model_type: str, size: int) -> None:
     """Falcon calls sdpa in its own code, which fails on a mask that is no matrix: it keeps its matrices."""
     model, ids = zoo.build(model_type), zoo.tokens(1500)[0]
-    expected = TokenScorer(model, ids)(ids)
+    expected, seen = TokenScorer(model, ids)(ids), list[Any]()
     scorer = TokenScorer(model, ids, prefill=size)
-    seen: list[Any] = []
     hook = attention_of(model).register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
     )
@@ -136,7 +122,7 @@ def cacheless(forward: Any) -> Any:
     return run
 
 
-PIECES_OF = "off those of pieces of"
+PIECES_OF, ONE_FORWARD = "off those of pieces of", "off those of one forward"
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -144,12 +130,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     ("model_type", "sizes", "change", "said"),
     [
         ("llama", {}, cacheless, "it returns no cache"),
-        (
-            "mistral",
-            {"sliding_window": None},
-            partial(forgetful, after=0),
-            "off those of one forward",
-        ),
+        ("mistral", {"sliding_window": None}, partial(forgetful, after=0), ONE_FORWARD),
         # Beyond the text that is run whole, as the config names a window.
         ("mistral", {"sliding_window": 100}, partial(forgetful, after=150), PIECES_OF),
         # Only the cache of transformers' Moshi knows its window, which is 3,000 tokens in the real model.
@@ -179,8 +160,7 @@ def test_what_is_patched_in_decides() -> None:
     assert scorer.refused is None
     for update in ("sequence", "request"):
         patch_model(model, "dynamic_ntk", update=update, original_max_position_embeddings=16)
-        expected = TokenScorer(model, ids)(ids)
-        assert torch.equal(scorer(ids), expected)
+        assert torch.equal(scorer(ids), TokenScorer(model, ids)(ids))
         assert scorer.refused == "what it computes for a token depends on how much text follows"
         unpatch_model(model)
         assert torch.equal(scorer(ids), plain)
@@ -204,8 +184,7 @@ def test_a_lack_of_memory_is_no_refusal() -> None:
         scorer(ids)
     assert scorer.refused is None
     scorer.prefill = 50
-    expected = TokenScorer(zoo.build("llama"), ids)(ids)
-    check(scorer(ids), expected, 1e-5)
+    check(scorer(ids), TokenScorer(zoo.build("llama"), ids)(ids), 1e-5)
 
 
 def test_nothing_is_left_in_modules() -> None:
@@ -221,11 +200,8 @@ def test_nothing_is_left_in_modules() -> None:
 
 # The losses of whole texts, and what is run at a time once memory has run out.
 
-DOCUMENTS = [
-    tokenize(Document(f"d{n}", prose(300 + 41 * n, n)), byte_tokenizer()) for n in range(2)
-]
-
-
+SOURCE = [Document(f"d{n}", prose(300 + 41 * n, n)) for n in range(2)]
+DOCUMENTS = [tokenize(document, byte_tokenizer()) for document in SOURCE]
 YARN: tuple[str, dict[str, Any]] = ("yarn", {"scale": 4})
 
 
@@ -236,12 +212,12 @@ def test_a_prefill_in_pieces_gives_the_same_losses(patch: tuple[str, dict[str, A
 
 
 def test_a_model_wrapped_by_peft_too() -> None:
-    check_pieces(with_adapter(zoo.build("bamba")), prefill=16)
+    check_pieces(replay.with_adapter(zoo.build("bamba")), prefill=16)
 
 
 def check_pieces(model: Any, **sizes: int) -> None:
     ids = zoo.tokens(57)[0]
-    expected = expected_losses(full_logits(model, ids), ids)
+    expected = replay.expected_losses(replay.full_logits(model, ids), ids)
     scorer = TokenScorer(model, ids, **sizes)
     check(scorer(ids), expected, 1e-5)
     check(scorer(ids, 40), expected[39:], 1e-5)
@@ -264,12 +240,8 @@ def run(model: Any, specs: list[str], **settings: Any) -> PerplexityResult:
 
 
 def test_a_measurement_says_what_is_run_whole(caplog: pytest.LogCaptureFixture) -> None:
-    run(tiny(), ["dynamic_ntk:update=sequence,scale=2"], prefill=16)
+    run(tiny(num_hidden_layers=2), ["dynamic_ntk:update=sequence,scale=2"], prefill=16)
     assert "cannot be prefilled in pieces" in caplog.text
-
-
-def tiny() -> Any:
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
 
 
 class Limit:
@@ -293,9 +265,9 @@ def limit(module: Any, most: int) -> Limit:
 
 def test_less_at_a_time_gives_the_same_numbers() -> None:
     sliding = {"protocols": ("sliding",), "stride": 64, "batch": 4}
-    expected = run(tiny(), ["none", "rerope:window=32"], **sliding)
+    expected = run(tiny(num_hidden_layers=2), ["none", "rerope:window=32"], **sliding)
     for most in (100, 300):  # of the head and the decoder: smaller chunks, and batches
-        model = tiny()
+        model = tiny(num_hidden_layers=2)
         limited = limit(model.lm_head if most == 100 else model.model.layers[0].mlp, most)
         result = run(model, ["none", "rerope:window=32"], **sliding)
         assert not result.failures
@@ -307,7 +279,7 @@ def test_less_at_a_time_gives_the_same_numbers() -> None:
 
 def test_texts_are_run_in_pieces() -> None:
     ids = torch.arange(2400) % VOCABULARY
-    model = tiny()
+    model = tiny(num_hidden_layers=2)
     expected = TokenScorer(model, ids)(ids)
     limited = limit(model.model.layers[0].mlp, 700)
     scorer = TokenScorer(model, ids[:16])
@@ -318,7 +290,7 @@ def test_texts_are_run_in_pieces() -> None:
 
 
 def test_where_pieces_would_give_other_numbers_the_length_is_a_cell_of_its_own() -> None:
-    model = tiny()
+    model = tiny(num_hidden_layers=2)
     limit(model.model.layers[0].mlp, 128)
     result = run(model, ["yarn:scale=4", "dynamic_ntk:update=sequence"])
     failed = {(f.method, f.protocol, f.length, f.reason) for f in result.failures}

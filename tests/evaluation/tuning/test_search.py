@@ -27,19 +27,10 @@ from hf_posenc.evaluation.tuning.search import (
     starts,
 )
 from hf_posenc.rope import RopeSpec
+from tests.support import sweep_cases as cases
 from tests.support import zoo
-from tests.support.sweep_cases import (
-    ABOUT,
-    SETTINGS,
-    entries,
-    finished,
-    loss,
-    reference,
-    search_of,
-    sweep_of,
-    texts,
-    tiny,
-)
+from tests.support.sweep_cases import finished, search_of, tail_nats, texts
+from tests.support.tiny_text import tiny
 
 ROPE = RopeSpec(32, 10000.0, 256)
 GOAL = (1, 1, 1, 1.1, 1.3, 1.5, 1.8, 2.2, 2.6, 3, 3.2, 3.4, 3.5, 3.8, 4.5, 4.9)
@@ -62,9 +53,6 @@ def played(budget: int, seed: int) -> list[Step]:
     return evolve(starts(ROPE, 4.0), budget, 4.0, seed, scorer(distance))
 
 
-# LongRoPE
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_planted_optimum_is_found(seed: int) -> None:
     """Of twelve seeds, the worst ends at 0.038 and 0.095, and 11 times below the first round."""
@@ -73,8 +61,8 @@ def test_a_planted_optimum_is_found(seed: int) -> None:
     best = min(steps, key=lambda step: step.score)
     assert begun > 1.4
     assert best.score < 0.06  # a root mean square of 6 % over 16 factors
-    logs = [abs(math.log(a / b)) for a, b in zip(best.genome.factors, GOAL, strict=True)]
-    assert max(logs) < 0.2
+    pairs = zip(best.genome.factors, GOAL, strict=True)
+    assert max(abs(math.log(a / b)) for a, b in pairs) < 0.2
     assert min(step.score for step in steps[:40]) > 5 * best.score  # the first round is far away
 
 
@@ -100,13 +88,11 @@ def test_the_seed_decides_the_path() -> None:
 
 def test_scores_that_are_no_numbers_never_have_children() -> None:
     begin = starts(ROPE, 4.0)
-    steps = evolve(
-        begin,
-        40,
-        4.0,
-        0,
-        scorer(lambda genome: math.nan if genome == begin["pi"] else distance(genome)),
-    )
+
+    def score(genome: Genome) -> float:
+        return math.nan if genome == begin["pi"] else distance(genome)
+
+    steps = evolve(begin, 40, 4.0, 0, scorer(score))
     assert [step.score for step in steps if step.kind == "pi"] == [math.inf]
     later = [step.genome for step in steps[8:]]
     # PI alone has all factors at the scale from the first pair on
@@ -129,23 +115,17 @@ def test_the_rounds_grow_to_the_papers(budget: int, population: int) -> None:
     assert sum(rounds) == budget
 
 
-# What it starts from
-
-
 def test_the_starts_are_the_methods() -> None:
     model = tiny()
     rope = rope_of(model)
     assert rope.original_max_position_embeddings == 64
     for name, genome in starts(rope, 2.5).items():
-        patches = (
-            genome.candidate(2.5, "same").applied(model, 1),
-            hf_posenc.patched(model, name, scale=2.5),
-        )
         seen = []
-        for patch in patches:
+        candidate = genome.candidate(2.5, "same")
+        for patch in (candidate.applied(model, 1), hf_posenc.patched(model, name, scale=2.5)):
             with patch:
                 table = hf_posenc.inspect_rope(model)[0]
-                seen.append((table, reference(model, texts(2)[1], 160, 32)))
+                seen.append((table, tail_nats(model, texts(2)[1])))
         (found, ours), (wanted, theirs) = seen
         assert found.attention_factor == pytest.approx(wanted.attention_factor)
         assert (found.inv_freq / wanted.inv_freq - 1).abs().max() < 1e-6
@@ -166,9 +146,6 @@ def test_the_split(documents: int, wanted: int, searched: list[int]) -> None:
     assert split(documents, wanted) == searched
 
 
-# The whole
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny()
@@ -183,24 +160,24 @@ def test_scores_and_rows_are_what_full_logits_give(model: Any, found: SearchResu
     assert (found.searched, found.held_out) == ([0, 2], [1, 3, 4])
     assert [step.kind for step in found.steps[:3]] == ["pi", "ntk", "yarn"]
     assert found.best == min(found.steps, key=lambda step: step.score)
-    for step in (found.steps[0], found.steps[-1], found.best):
-        assert step is not None
+    some: list[Any] = [found.steps[0], found.steps[-1], found.best]
+    for step in some:
         twin = zoo.twin(model)
         with step.genome.candidate(2.5, "same").applied(twin, 1):
-            nats = [reference(twin, texts(5)[index], 160, 32) for index in found.searched]
+            nats = [tail_nats(twin, texts(5)[index]) for index in found.searched]
         assert step.score == pytest.approx(sum(nats) / 64, rel=1e-6)
 
 
 def test_the_recipe_gives_its_perplexity(model: Any, found: SearchResult, tmp_path: Path) -> None:
-    assert found.recipe is not None
-    assert found.recipe["method"] == "longrope"
+    recipe: Any = found.recipe
+    assert recipe["method"] == "longrope"
     (tmp_path / "recipe.json").write_text(found.files()["search_recipe.json"])
     fresh = zoo.twin(model)
     hf_posenc.load_patch(fresh, tmp_path / "recipe.json")
-    nats = [reference(fresh, texts(5)[index], 160, 32) for index in found.held_out]
+    nats = [tail_nats(fresh, texts(5)[index]) for index in found.held_out]
     row = found.row("search")
     assert row.perplexity == pytest.approx(math.exp(sum(nats) / 96))
-    assert f"{row.perplexity:.5g}" in found.recipe["recipe"]["description"]
+    assert f"{row.perplexity:.5g}" in recipe["recipe"]["description"]
 
 
 @pytest.fixture
@@ -231,7 +208,7 @@ def test_what_a_sweep_has_measured_is_not_measured_again(
     model: Any, tmp_path: Path, read: list[Item]
 ) -> None:
     racers = tried(model, crossed(("pi", "ntk", "yarn"), (2.5,)))
-    finished(sweep_of(model, 5, racers), tmp_path)
+    finished(cases.sweep_of(model, 5, racers), tmp_path)
     raced = {item.key for item in read}
     read.clear()
     job = search_of(model, 5, dataclasses.replace(OWN, budget=8))
@@ -250,15 +227,13 @@ def test_what_a_sweep_has_measured_is_not_measured_again(
 def test_native_short_texts_are_the_unpatched_models(model: Any, tmp_path: Path) -> None:
     own = dataclasses.replace(OWN, budget=8, short_texts="native")
     result = finished(search_of(model, 3, own))
-    row = result.row("search")
-    assert row.short == 1
-    assert result.recipe is not None
+    assert result.row("search").short == 1
     fresh = zoo.twin(model)
     (tmp_path / "r.json").write_text(result.files()["search_recipe.json"])
     hf_posenc.load_patch(fresh, tmp_path / "r.json")
     document = texts(3)[1]
-    assert reference(fresh, document, 64, 32) == reference(model, document, 64, 32)
-    assert reference(fresh, document, 160, 32) != reference(model, document, 160, 32)
+    assert tail_nats(fresh, document, 64) == tail_nats(model, document, 64)
+    assert tail_nats(fresh, document) != tail_nats(model, document)
 
 
 def test_the_bound_holds_for_the_best(model: Any, found: SearchResult) -> None:
@@ -290,27 +265,24 @@ YARN = [2.0, 3.0, 4.0, 5.0, 6.0, 2.5]
 
 
 @pytest.mark.parametrize(
-    ("ours", "said", "kept"),
+    ("more", "said", "kept"),
     [
-        ([v - 0.05 for v in YARN], f"beats yarn by {100 * (1 - math.exp(-0.05)):.1f} % of", None),
-        ([v + 0.05 for v in YARN], "is worse than yarn: keep that.", "yarn"),
-        (
-            [v + 0.1 * (-1) ** n for n, v in enumerate(YARN)],
-            "is not significantly different from yarn: keep that.",
-            "yarn",
-        ),
+        ([-0.05] * 6, f"beats yarn by {100 * (1 - math.exp(-0.05)):.1f} % of", None),
+        ([0.05] * 6, "is worse than yarn: keep that.", "yarn"),
+        ([0.1, -0.1] * 3, "is not significantly different from yarn: keep that.", "yarn"),
     ],
 )
-def test_the_interval_judges_the_outcome(ours: list[float], said: str, kept: str | None) -> None:
+def test_the_interval_judges_the_outcome(more: list[float], said: str, kept: str | None) -> None:
+    ours = [yarn + difference for yarn, difference in zip(YARN, more, strict=True)]
     means = {"none": [9.0] * 6, "yarn": YARN, "search": ours}
     result = SearchResult(
-        **ABOUT,
-        settings=SETTINGS,
-        candidates=entries(means),
+        **cases.ABOUT,
+        settings=cases.SETTINGS,
+        candidates=cases.entries(means),
         controls=["none"],
         documents=[{"name": str(index)} for index in range(6)],
         records=[
-            loss(label, length, str(index), 10 * value, 10)
+            cases.loss(label, length, str(index), 10 * value, 10)
             for label, values in means.items()
             for length in (64, 160)
             for index, value in enumerate(values)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from tests.support.commands import invoke
+from tests.support.commands import invoke, succeeded
 from tests.support.processes import PATIENCE, running
 from tests.support.selection import late
 from tests.support.tiny_text import text_files, tiny_checkpoint
@@ -40,11 +40,8 @@ def arguments(command: str, model: Path, folder: Path, output: Path, *more: str)
 
 
 def _run(given: list[str]) -> None:
-    with (
-        Path(os.devnull).open("w") as nothing,
-        contextlib.redirect_stdout(nothing),
-        contextlib.redirect_stderr(nothing),
-    ):
+    nothing = io.StringIO()
+    with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         app(given, prog_name="hf-posenc")
 
 
@@ -57,8 +54,7 @@ def test_killed_shared_and_resumed_gives_the_same_bytes(
     command: str, model: Path, folder: Path, tmp_path: Path
 ) -> None:
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    result = invoke(*arguments(command, model, folder, whole))
-    assert result.exit_code == 0, result.output
+    succeeded(*arguments(command, model, folder, whole))
     total = records(whole)
     chance = random.Random(command)
     # one of two processes, killed while it measures or while it waits for the other
@@ -72,12 +68,11 @@ def test_killed_shared_and_resumed_gives_the_same_bytes(
     assert wanted <= kept < total
     if command == "sweep":  # the same share again, beside the other one
         with running(_run, share) as process:
-            resumed = invoke(*arguments(command, model, folder, torn, "--shard", "1/2"))
+            resumed = succeeded(*arguments(command, model, folder, torn, "--shard", "1/2"))
             process.join(PATIENCE)
             assert process.exitcode == 0
     else:  # alone, over what the killed one left
-        resumed = invoke(*arguments(command, model, folder, torn))
-    assert resumed.exit_code == 0, resumed.output
+        resumed = succeeded(*arguments(command, model, folder, torn))
     assert records(torn) == total
     kept = json.loads((torn / f"{command}.json").read_text()).get("kept")
     assert (kept is None) == ("Use it: hf_posenc.load_patch(" in resumed.output)
@@ -87,17 +82,15 @@ def test_killed_shared_and_resumed_gives_the_same_bytes(
     for name, data in written.items():
         assert data == (whole / name).read_bytes(), name
         (torn / name).unlink()
-    again = invoke(*arguments(command, model, folder, torn))
-    assert again.exit_code == 0, again.output
+    succeeded(*arguments(command, model, folder, torn))
     assert records(torn) == total  # nothing was measured again
     assert {name: (torn / name).read_bytes() for name in files} == written
 
 
 def test_what_the_commands_say_and_write(model: Path, folder: Path, tmp_path: Path) -> None:
-    result = invoke(*arguments("sweep", model, folder, tmp_path, "--scales", "2,3"))
-    assert result.exit_code == 0, result.output
-    for text in ("Rounds: 6 on 2 documents; 3 on 4 documents; 2 on 5 documents.", "Best: "):
-        assert text in result.stdout
+    result = succeeded(*arguments("sweep", model, folder, tmp_path, "--scales", "2,3"))
+    assert "Rounds: 6 on 2 documents; 3 on 4 documents; 2 on 5 documents." in result.stdout
+    assert "Best: " in result.stdout
     values = json.loads((tmp_path / "sweep.json").read_text())
     assert values["kind"] == "sweep"
     assert values["command"].startswith(f"hf-posenc sweep {model} --text")
@@ -116,9 +109,8 @@ def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path)
     assert f"{raced:,} tokens instead of {every:,}" in result.stdout
     assert "at the rate measured for one thread" in " ".join(result.stdout.split())
     result = invoke(*arguments("search", model, folder, output, "--dry-run"))
-    assert (
-        f"{24 * 2 * 2 * 128 + 3 * 2 * (6 * once + 64):,} tokens for 24 evaluations" in result.stdout
-    )
+    searched = 24 * 2 * 2 * 128 + 3 * 2 * (6 * once + 64)
+    assert f"{searched:,} tokens for 24 evaluations" in result.stdout
     assert not output.exists()
 
 
