@@ -404,7 +404,7 @@ class MethodsOptions(CommonOptions):
             yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets
             length / original length, anew at every length.
         lengths: Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step). Default: the original
-            length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.
+            length times 1, 2, 4, 8, 16 to 4,096 tokens, at least three; of the embedded model, `retrieval` takes three.
     """
 
     methods: Sequence[str] | None = option(name="patch", metavar="METHOD", rank=-1)

@@ -48,7 +48,7 @@ def composes_with(method: type[Method]) -> str:
     bands = method.seam != "attention" and "attention" in (*method.beside, *method.beside_kept)
     words = {
         "rotary": "a frequency method" if bands else "a static frequency method",
-        "attention": "rotary bands, xpos, rope_bias" if method.seam == "query" else "rotary bands",
+        "attention": "rotary bands, xpos, rope_bias",
         "query": "log_n or temperature",
         "bias": "a bias" if method.seam == "query" else "a bias with keep_rope=True",
     }

@@ -25,8 +25,8 @@ class LogN(Method):
     """log n scaling (Su 2021, kexue.fm 8823): the query at m times `max(1, ln(m+1) / ln L)`.
 
     Softmax over n keys flattens as n grows; scores that grow with ln n keep the entropy of training.
-    Nothing changes up to the original length L. The method has a seam of its own and composes with any
-    other; `log_n=True` of the rotary bands and `temperature` with `law="log_n"` are the same.
+    Nothing changes up to the original length L. The method has a seam of its own, beside all others but tables, and
+    `shaw` and `transformer_xl` with `keep_rope`; `log_n=True` of bands and `law="log_n"` of `temperature` are the same.
     """
 
     name = "log_n"
@@ -67,7 +67,7 @@ class Temperature(Method):
     | `ssmax` | `s ln(m+1)`, s learned for each head | arXiv 2501.19399, eq. 4 |
     | `constant` | `factor` | arXiv 2512.12167 (DroPE) |
 
-    The method has a seam of its own and composes with any other. A model that scales its queries already
+    The method has a seam of its own and composes as `log_n` does. A model that scales its queries already
     keeps one factor: `patch_model` refuses a second one, or puts it in the place of the first with
     `replace=True`.
 
