@@ -19,7 +19,8 @@ from PIL import Image
 from hf_posenc.evaluation.plots import STYLE
 
 Draw = Callable[[Figure], None]
-Pictures, Sizes = Mapping[str, Draw], Mapping[str, tuple[float, float]]
+Pictures = Mapping[str, Draw]
+Sizes = Mapping[str, tuple[float, float]]
 SIZE, DPI = (6.0, 3.5), 120
 """The usual size of a picture in inches, and its pixels per inch: 720 wide, and readable at 600 and less."""
 LOOK: Any = {
