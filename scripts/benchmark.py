@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 import hf_posenc
 from hf_posenc import patch_model
+from hf_posenc.evaluation.device import Clock
 from scripts.benchmark_attention import groups, peak_mebibytes
 
 T = TypeVar("T")
@@ -66,7 +67,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 PROMPTS, ANSWER = (1024, 4096), 17
-MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @app.command()
@@ -111,7 +111,7 @@ def serving(output: Output = None, rounds: Rounds = 5) -> None:
             for index, kind in enumerate(("prefill", "one step after")):
                 seconds = {name: [times[index] for times in found[name]] for name in found}
                 results[f"{kind} {length}"] = medians(seconds)
-        _return_large_blocks()
+        return_large_blocks()
         for name, run in runs.items():  # of the longest prompt
             if (peak := peak_mebibytes(run)) is not None:
                 results[f"prefill {length}"][name]["peak_mib"] = peak
@@ -119,10 +119,10 @@ def serving(output: Output = None, rounds: Rounds = 5) -> None:
     _write(output, results)
 
 
-def _return_large_blocks() -> None:
+def return_large_blocks() -> None:
     """Let malloc return large freed blocks to the system from now on: blocks that stay hide the next peak."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD of malloc.h
 
 
 def _engine(folder: Path, name: str) -> Any:
@@ -179,15 +179,11 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, l
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     """Return the median of each run, and of its ratios to the first run's seconds in the same round."""
-    first = next(iter(seconds.values()))
-    ratios = {
-        name: [value / base for value, base in zip(values, first, strict=True)]
-        for name, values in seconds.items()
-    }
-    return {
-        name: {"seconds": statistics.median(values), "ratio": statistics.median(ratios[name])}
-        for name, values in seconds.items()
-    }
+    found, first = {}, next(iter(seconds.values()))
+    for name, values in seconds.items():
+        ratios = [value / base for value, base in zip(values, first, strict=True)]
+        found[name] = {"seconds": statistics.median(values), "ratio": statistics.median(ratios)}
+    return found
 
 
 def _write(output: Path | None, results: Results) -> None:
@@ -199,10 +195,11 @@ def _write(output: Path | None, results: Results) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return versions and hardware."""
+    """Return versions and hardware; the widest vector unit selects PyTorch's attention kernel."""
+    model = Clock(torch.nn.Linear(1, 1)).machine()["device"]  # that of the CPU
     return {
         "processor": platform.machine(),
-        "processor_model": _processor_model(),
+        "processor_model": f"{model}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
         "device": "cpu",
         "python": platform.python_version(),
@@ -210,16 +207,6 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_posenc": hf_posenc.__version__,
     }
-
-
-def _processor_model() -> str | None:
-    """Name of the processor and its widest vector unit, which select PyTorch's attention kernel; Linux only."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {torch.backends.cpu.get_cpu_capability()}" if names else None
 
 
 def _show(results: Results) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_posenc.attention.decode import decode
 from hf_posenc.attention.prefill import two_bands
 from hf_posenc.attention.toeplitz import provable_windows, toeplitz
+from hf_posenc.evaluation.device import Clock
 from scripts.peers import two_matrices
 
 WINDOW = 512
@@ -53,17 +54,14 @@ class Group:
 
     def timed(self) -> dict[str, Callable[[], float]]:
         """Each case as a function that returns its CPU seconds per call."""
+        return {name: partial(_seconds, run, self.repeats) for name, run in self.cases.items()}
 
-        def measured(run: Run) -> Callable[[], float]:
-            def measure() -> float:
-                start = time.process_time()
-                for _ in range(self.repeats):
-                    run()
-                return (time.process_time() - start) / self.repeats
 
-            return measure
-
-        return {name: measured(run) for name, run in self.cases.items()}
+def _seconds(run: Run, repeats: int) -> float:
+    start = time.process_time()
+    for _ in range(repeats):
+        run()
+    return (time.process_time() - start) / repeats
 
 
 def groups() -> Iterator[Group]:
@@ -83,27 +81,11 @@ def groups() -> Iterator[Group]:
 def peak_mebibytes(run: Run) -> float | None:
     """Return the rise of resident memory in MiB, the result included; None where /proc is missing."""
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(
-            0
-        )  # Otherwise freed pages of the previous run would be reused.
-    try:
-        before = _status("VmRSS:")
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
-    except OSError:
-        return None
-    result = run()
-    peak = _status("VmHWM:") - before
-    del result
-    return peak / MEBIBYTE
-
-
-def _status(field: str) -> int:
-    """A size from /proc, in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+    with suppress(OSError, AttributeError):  # freed pages of the previous run would be reused
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    clock = Clock(torch.nn.Module())  # that of the CPU
+    (_, before), (_, peak) = clock.time(lambda: None), clock.time(run)
+    return None if before is None or peak is None else (peak - before) / MEBIBYTE
 
 
 def _normal(heads: int, length: int, features: int = 64, *, grad: bool = False) -> Tensor:

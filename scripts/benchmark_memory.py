@@ -18,7 +18,6 @@ peak is the rise of resident memory over the loaded model; time is CPU time of t
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import random
@@ -26,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.training.chunked_loss import chunk_loss
-from scripts.benchmark import MMAP_THRESHOLD, Results, machine
+from scripts.benchmark import Results, machine, return_large_blocks
 from scripts.benchmark_attention import MEBIBYTE, peak_mebibytes
 from scripts.results import BENCHMARKS
 
@@ -172,8 +170,7 @@ def _medians(subject: str, rounds: int) -> Results:
 def _measure(subject: str, case: str, length: int, vocabulary: int) -> dict[str, float]:
     """Run one measurement in its own process."""
     torch.set_num_threads(1)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
+    return_large_blocks()
     model = SUBJECTS[subject].model(vocabulary)
     ids = torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(0))
     values: dict[str, float] = {}

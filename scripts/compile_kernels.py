@@ -200,15 +200,12 @@ def main() -> int:
     if given.write:
         text = json.dumps({"triton": triton.__version__, "kernels": found}, indent=1)
         # One line for each device.
-        RECORD.write_text(re.sub(r"\{\s+(\"registers[^}]*?)\s+\}", _one_line, text) + "\n")
+        numbers = re.compile(r"\{\s+(\"registers[^}]*?)\s+\}")
+        RECORD.write_text(numbers.sub(lambda row: f"{{{' '.join(row[1].split())}}}", text) + "\n")
         return 0
     worse = differences(recorded["kernels"], found)
     print("\n".join(worse) or "Nothing needs more than recorded.")
     return int(bool(worse))
-
-
-def _one_line(match: re.Match[str]) -> str:
-    return "{" + re.sub(r"\s+", " ", match[1]) + "}"
 
 
 def differences(

@@ -9,23 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc import methods
 from hf_posenc.cli.inspection import kinds
 from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until
-from hf_posenc.methods import (
-    DistanceBias,
-    GrowingBands,
-    JetLong,
-    Method,
-    NoPE,
-    NTKAware,
-    NTKMixed,
-    PositionInterpolation,
-    RopeScaling,
-    RotaryBands,
-    YaRN,
-)
 from hf_posenc.rope import RopeSpec
 from scripts.results import ATTENTION, DEMO, UPDATES, read, tails, update_mode
 
@@ -146,27 +134,27 @@ def properties() -> str:
     return markdown_table(columns, rows)
 
 
-def _positions(kind: type[Method]) -> str:
+def _positions(kind: type[methods.Method]) -> str:
     """The positions on which the score of a query at m and a key at n depends."""
-    if kind is NoPE:
+    if kind is methods.NoPE:
         return "none"
-    if issubclass(kind, RotaryBands):
+    if issubclass(kind, methods.RotaryBands):
         if kind.by_pair:
             return "m and n"
         relative = position_map(kind()).nan_to_num(-1)
         return "m - n" if torch.equal(relative[1:, 1:], relative[:-1, :-1]) else "m and n"
-    if issubclass(kind, DistanceBias) and kind.of_query:
+    if issubclass(kind, methods.DistanceBias) and kind.of_query:
         return "m - n and m"
-    if issubclass(kind, GrowingBands):
-        return f"{'m - n' if kind is JetLong else 'm and n'} and the text's length"
-    if issubclass(kind, RopeScaling):
+    if issubclass(kind, methods.GrowingBands):
+        return f"{'m - n' if kind is methods.JetLong else 'm and n'} and the text's length"
+    if issubclass(kind, methods.RopeScaling):
         return "m - n and the text's length" if kind.length_dependent else "m - n"
     return {"query": "m", "attention": "m - n", "bias": "m - n", "table": "m and n"}[kind.seam]
 
 
 def stretched(rope: RopeSpec, scale: float) -> dict[str, Tensor]:
     """Return the frequencies of the methods of the pictures, the unscaled ones first."""
-    kinds = (PositionInterpolation, NTKAware, NTKMixed, YaRN)
+    kinds = (methods.PositionInterpolation, methods.NTKAware, methods.NTKMixed, methods.YaRN)
     scaled = {kind.name: kind(scale=scale).inv_freq(rope) for kind in kinds}
     return {"unscaled": rope.default_inv_freq(), **scaled}
 
@@ -178,11 +166,11 @@ def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[flo
     return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
 
 
-def position_map(method: RotaryBands | GrowingBands, length: int = TEXT) -> Tensor:
+def position_map(method: methods.RotaryBands | methods.GrowingBands, length: int = TEXT) -> Tensor:
     """`P[m, n]` of a text, shape (length, length), NaN where the pair is masked; of `dpe`, of its slowest pairs."""
     position = torch.arange(length)
     relative = torch.full((length, length), math.nan, dtype=torch.float64)
-    given = (ORIGINAL, length) if isinstance(method, GrowingBands) else (ORIGINAL,)
+    given = (ORIGINAL, length) if isinstance(method, methods.GrowingBands) else (ORIGINAL,)
     for band in method.bands(*given):
         inside = band.contains(position[:, None], position) & (position <= position[:, None])
         query, key = band.query_position(position), band.key_position(position)

@@ -121,11 +121,7 @@ def attention_cells(
 
 
 def _patch(
-    model: PreTrainedModel,
-    name: str,
-    options: Mapping[str, Any],
-    original: int | None,
-    layers: str,
+    model: PreTrainedModel, name: str, options: Mapping[str, Any], original: int | None, layers: str
 ) -> None:
     """Patch, verify that at least one layer has the method, and unpatch."""
     patch_model(
@@ -213,7 +209,8 @@ def rows() -> tuple[list[tuple[str, ...]], list[tuple[str, str]]]:
 def row(model_type: str, name: str, model: PreTrainedModel) -> tuple[str, ...]:
     """Return the cells of `COLUMNS`."""
     positions = inspect_positions(model)
-    return model_type, name, _sources(positions), left(positions), *methods_of(model)
+    sources = "<br>".join(f"{each.kind} `{each.where}`" for each in positions.sources)
+    return model_type, name, sources or "-", left(positions), *methods_of(model)
 
 
 def left(positions: Positions) -> str:
@@ -229,11 +226,6 @@ def certificate(model: PreTrainedModel) -> str:
         return left(inspect_positions(model))
     except UnsupportedModelError:
         return "-"
-
-
-def _sources(positions: Positions) -> str:
-    shown = [f"{each.kind} `{each.where}`" for each in positions.sources]
-    return "<br>".join(shown) or "-"
 
 
 def methods_of(model: Any) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from hf_posenc.methods import Llama3, NTKAware, PositionInterpolation, YaRN, get
 from hf_posenc.rope import RopeSpec
 from scripts.concept_pages import ORIGINAL, TEXT, mean_shares, position_map, stretched
 from scripts.draw_methods import SHOWN
-from scripts.drawing import SMALL, Draw, chosen, draw
+from scripts.drawing import SMALL, Draw, main
 from scripts.results import ATTENTION, DEMO, DOCS, perplexity, read
 
 FOLDER = DOCS / "concepts" / "pictures"
@@ -231,9 +231,7 @@ def bands(figure: Figure) -> None:
     for panel, name in zip(panels.flat, BANDS, strict=True):
         method: Any = get_method(name).from_options(**SHOWN.get(name, {}))
         seen = position_map(method)
-        assert seen.nan_to_num().max() < ORIGINAL, (
-            f"{name} shows distances that are new to the model"
-        )
+        assert seen.nan_to_num().max() < ORIGINAL, f"{name} shows distances that are new"
         image = panel.imshow(seen.numpy(), **look)
         panel.grid(visible=False)
         panel.set_title(name)
@@ -258,11 +256,5 @@ SIZES = {
 }
 
 
-def main() -> None:
-    """Draw the pictures that the command line names."""
-    for path in draw(*chosen(PICTURES, FOLDER, __doc__ or ""), PICTURES, SIZES):
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, PICTURES, SIZES, FOLDER)

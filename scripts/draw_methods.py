@@ -19,35 +19,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from hf_posenc import methods
 from hf_posenc.adapters import get_recipe
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, GRID, REMARK
-from hf_posenc.methods import (
-    ABF,
-    DPE,
-    FIRE,
-    METHODS,
-    T5,
-    DistanceBias,
-    GrowingBands,
-    LogN,
-    LongRoPE,
-    Method,
-    RopeBias,
-    RopeScaling,
-    RotaryBands,
-    Shaw,
-    Sinusoidal,
-    TableFilter,
-    TableMethod,
-    Temperature,
-    TransformerXL,
-    XPos,
-    get_method,
-)
+from hf_posenc.methods import METHODS, Method, RopeScaling, RotaryBands, TableMethod, get_method
 from hf_posenc.methods.temperature import LAWS
 from hf_posenc.rope import RopeSpec
 from scripts.concept_pages import ORIGINAL, TEXT, position_map
-from scripts.drawing import SMALL, Draw, chosen, draw
+from scripts.drawing import SMALL, Draw, main
 from scripts.results import DOCS
 
 Curves = Mapping[str, tuple[Any, Any]]
@@ -137,7 +116,7 @@ def bands(figure: Figure, name: str) -> None:
 def dpe(figure: Figure) -> None:
     """Plot the distances of the last query, a line for each part of the pairs."""
     distance, query = torch.arange(TEXT), torch.tensor(TEXT - 1)
-    near, far = DPE(**SHOWN["dpe"]).bands(ORIGINAL)
+    near, far = methods.DPE(**SHOWN["dpe"]).bands(ORIGINAL)
     positions = far.query_position(query) - far.key_position(query - distance)
     inside = near.contains(query, query - distance)
     parts = [torch.where(inside, distance, part) for part in positions.T]
@@ -166,7 +145,7 @@ def _of_last_query(panel: Axes) -> None:
 def biases(figure: Figure, name: str) -> None:
     """Plot the bias against the distance, a line for every head."""
     method = get_method(name).from_options()
-    assert isinstance(method, DistanceBias)
+    assert isinstance(method, methods.DistanceBias)
     distance = torch.arange(REACH, dtype=torch.float64)
     torch.manual_seed(0)
     parameters = {k: v.double() for k, v in method.initial(HEADS, ORIGINAL).items()}
@@ -178,7 +157,8 @@ def biases(figure: Figure, name: str) -> None:
     values = method.bias(distance, HEADS, parameters, torch.tensor(REACH))
     panel = figure.subplots()
     for head, line in enumerate(values):
-        panel.plot(distance, line, color=_shade(head, HEADS), label=f"head {head}")
+        colour = colormaps["viridis"](0.85 * head / (HEADS - 1))  # violet to green
+        panel.plot(distance, line, color=colour, label=f"head {head}")
     lowest = max(-40.0, 1.05 * float(values.min()))
     panel.set(xlabel="distance m - n", ylabel="added to the score", ylim=(lowest, -lowest / 40))
     figure.legend(loc="outside right center")
@@ -188,7 +168,7 @@ def t5(figure: Figure) -> None:
     """The bucket of each distance."""
     distance = torch.arange(1, 300)
     panel = figure.subplots()
-    panel.step(distance, T5().bucket(distance), where="post", color=COLOURS[0])
+    panel.step(distance, methods.T5().bucket(distance), where="post", color=COLOURS[0])
     for mark, level, meaning in (
         (16, 1, "up to 16: a bucket\nfor each distance"),
         (128, 12, "from 128:\none bucket"),
@@ -202,14 +182,10 @@ def t5(figure: Figure) -> None:
 
 def fire(figure: Figure) -> None:
     """Plot the input of the network, shown by a network that is the identity on positive numbers."""
-    method, one = FIRE(hidden=1), torch.ones(1, 1, dtype=torch.float64)
+    method, one = methods.FIRE(hidden=1), torch.ones(1, 1, dtype=torch.float64)
     parameters = {"c": torch.tensor(method.c).double(), "multiplier": torch.tensor(1.0).double()}
-    parameters |= {
-        "weight_in": one,
-        "weight_out": one,
-        "bias_in": 0 * one[0],
-        "bias_out": 0 * one[0],
-    }
+    parameters |= dict.fromkeys(("weight_in", "weight_out"), one)
+    parameters |= dict.fromkeys(("bias_in", "bias_out"), 0 * one[0])
     curves, queries = {}, (64, 512, 2048, 8192)
     for m in queries:
         distance = torch.arange(m + 1, dtype=torch.float64)
@@ -227,7 +203,7 @@ def shaw(figure: Figure) -> None:
     distance = torch.arange(48.0)
     rows = torch.arange(17.0)[:, None]  # a table whose rows are their own numbers
     panel = figure.subplots()
-    read = Shaw().relative(distance, 1, 1, {"table": rows})[0, :, 0]
+    read = methods.Shaw().relative(distance, 1, 1, {"table": rows})[0, :, 0]
     panel.step(distance, read, where="post", color=COLOURS[0])
     panel.set(xlabel="distance m - n", ylabel="row of the table E", yticks=range(0, 17, 4))
 
@@ -235,7 +211,7 @@ def shaw(figure: Figure) -> None:
 def transformer_xl(figure: Figure) -> None:
     """Plot the sinusoidal embeddings, before the learned map."""
     identity = {"weight": torch.eye(64, dtype=torch.float64)[None]}
-    embedded = TransformerXL().relative(torch.arange(256.0), 1, 64, identity)[0]
+    embedded = methods.TransformerXL().relative(torch.arange(256.0), 1, 64, identity)[0]
     panel = _image(figure, embedded, "value", cmap="RdBu")
     panel.set(xlabel="distance m - n", ylabel="feature of R", title="with W the identity")
 
@@ -254,7 +230,7 @@ def _image(
 def xpos(figure: Figure) -> None:
     """Plot the decay of a few pairs of features."""
     distance = torch.arange(2049)
-    decay = XPos().query_scale(distance, 64, 0)
+    decay = methods.XPos().query_scale(distance, 64, 0)
     curves = {f"pair {i}": (distance, decay[:, i]) for i in (0, 7, 15, 23, 31)}
     lines(figure, curves, "distance m - n", "factor on the pair", ylim=(0, 1.02)).legend()
 
@@ -262,7 +238,7 @@ def xpos(figure: Figure) -> None:
 def rope_bias(figure: Figure) -> None:
     """Plot `a R b` with all of a and b one: the part of a score that the biases alone add."""
     dim, distance = 64, torch.arange(REACH, dtype=torch.float64)
-    start = RopeBias().parameters_for(1, 1, dim, ORIGINAL)
+    start = methods.RopeBias().parameters_for(1, 1, dim, ORIGINAL)
     a, b = (start[name].double()[0] + 1 for name in ("a", "b"))
     angles = distance[:, None] * RopeSpec(dim, 1e4, REACH).default_inv_freq()
     half = dim // 2
@@ -274,7 +250,7 @@ def rope_bias(figure: Figure) -> None:
 def log_n(figure: Figure) -> None:
     """Plot the factor for three original contexts."""
     m = torch.arange(0, 65_536, 64)
-    curves = {f"L = {n:,}": (m, LogN().query_factor(m, n)) for n in (2048, 4096, 8192)}
+    curves = {f"L = {n:,}": (m, methods.LogN().query_factor(m, n)) for n in (2048, 4096, 8192)}
     panel = lines(figure, curves, "position m of the query", "factor on the query")
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.legend()
@@ -284,7 +260,7 @@ def temperature(figure: Figure) -> None:
     """Plot the factor of every law for an original context of 4,096; `constant` is a horizontal line."""
     m, curves = torch.arange(0, 65_536, 64), {}
     for law in (law for law in LAWS if law not in ("constant", "llama4")):
-        method = Temperature(law=law)
+        method = methods.Temperature(law=law)
         factor = method.query_factor(m, 4096)
         for start in method.parameters_for(1, 1, 64, 4096).values():
             factor = factor * start[0]
@@ -303,10 +279,10 @@ def frequencies(figure: Figure) -> None:
             continue
         if not kind.only_lowers_frequencies:
             continue
-        options: dict[str, Any] = {"rope_theta": 8e4} if kind is ABF else {"scale": 8}
+        options: dict[str, Any] = {"rope_theta": 8e4} if kind is methods.ABF else {"scale": 8}
         table = kind(**options).inv_freq(ROPE)
         if not any(torch.equal(table, other) for other in tables.values()):  # yarn, ntk_by_parts
-            tables["abf, 80,000" if kind is ABF else kind.name] = table
+            tables["abf, 80,000" if kind is methods.ABF else kind.name] = table
     curves = {name: (PAIRS, ROPE.default_inv_freq() / table) for name, table in tables.items()}
     lines(figure, curves, PAIR, "frequency divided by", dashed=True)
     figure.legend(loc="outside lower center", ncols=4)
@@ -317,7 +293,7 @@ def rotation(figure: Figure, name: str) -> None:
     kind, rope, panel = get_method(name), RopeSpec(128, 1e4, 4096), figure.subplots()
     assert issubclass(kind, RopeScaling)
     knobs = ROTATED.get(name, [{"scale": SCALE}] if kind.takes_scale() else [{}])
-    if kind is LongRoPE:
+    if kind is methods.LongRoPE:
         recipe = get_recipe(LISTS)
         knobs = [recipe["options"]]
         rope = RopeSpec(2 * len(recipe["options"]["long_factor"]), 1e4, 4096)
@@ -334,12 +310,10 @@ def rotation(figure: Figure, name: str) -> None:
     for index, (values, ratio) in enumerate(lines):
         method = kind(**values)
         table = method.inv_freq(rope, ratio * trained or None)
-        label = (
-            f"N = {ratio} L".replace(" 1", "")
-            if kind.follows_text
-            else f"N {'>' if ratio > 1 else '<='} L"
-        )
-        if not ratio:
+        label = f"N {'>' if ratio > 1 else '<='} L"
+        if kind.follows_text:
+            label = f"N = {ratio} L".replace(" 1", "")
+        elif not ratio:
             label = ", ".join(
                 f"{knob}={value if isinstance(value, str) else f'{value:,.0f}'}"
                 for knob, value in values.items()
@@ -348,8 +322,7 @@ def rotation(figure: Figure, name: str) -> None:
             factor = method.cos_sin_factor(rope)
             label += "" if factor == 1 else f"; cos, sin x {factor:.2f}"
         panel.plot(table / default, color=COLOURS[index], label=label)
-    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency / the model's own")
-    panel.set(ylim=(-0.03, 1.12), xlim=(-0.5, len(default) - 0.5))
+    panel.set(xlabel=PAIR, ylabel=RATIO, ylim=(-0.03, 1.12), xlim=(-0.5, len(default) - 0.5))
     turns = panel.secondary_xaxis("top")
     marks = (256, 32, 4, 1, 0.25)
     turns.set_xticks([rope.pair_index(mark) for mark in marks], [f"{mark:g}" for mark in marks])
@@ -381,7 +354,7 @@ def sinusoidal(figure: Figure) -> None:
     """Plot the frequencies of a sinusoidal table divided by their own, scaled by position and by base."""
     own, curves = 1e4 ** -(PAIRS.double() / len(PAIRS)), {}
     for by in ("position", "base"):
-        angles = Sinusoidal(scale=SCALE, by=by).angles(own, 2, 0.0)
+        angles = methods.Sinusoidal(scale=SCALE, by=by).angles(own, 2, 0.0)
         curves[f'scale={SCALE}, by="{by}"'] = (PAIRS, angles[1] / own)
     panel = lines(figure, curves, PAIR, RATIO, ylim=(-0.03, 1.08))
     panel.axhline(1, color=BASELINE, linewidth=0.8, linestyle=":")
@@ -401,20 +374,15 @@ def filtered(figure: Figure, name: str) -> None:
         panel.legend()
 
 
-def _shade(index: int, count: int) -> tuple[float, float, float]:
-    """Return the colour of a line, from violet for the first to green for the last."""
-    red, green, blue, _ = colormaps["viridis"](0.85 * index / (count - 1))
-    return red, green, blue
-
-
 def _of(kind: type[Method], draw: Callable[..., None]) -> dict[str, Draw]:
     """Return the pictures of the methods of a kind that `draw` draws."""
     return {m.name: partial(draw, name=m.name) for m in METHODS if issubclass(m, kind)}
 
 
 PICTURES: dict[str, Draw] = {"frequencies": frequencies}
-PICTURES |= _of(RotaryBands, bands) | _of(DistanceBias, biases) | _of(RopeScaling, rotation)
-PICTURES |= _of(TableFilter, filtered) | _of(TableMethod, rows) | _of(GrowingBands, growing)
+PICTURES |= _of(RotaryBands, bands) | _of(methods.DistanceBias, biases) | _of(RopeScaling, rotation)
+PICTURES |= _of(methods.TableFilter, filtered) | _of(TableMethod, rows)
+PICTURES |= _of(methods.GrowingBands, growing)
 OWN = (sinusoidal, dpe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
 PICTURES |= {draw.__name__: draw for draw in OWN}
 """Pictures by name; those of a method alone replace those of its kind."""
@@ -422,11 +390,5 @@ MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_
 SIZES = dict.fromkeys(MAPS, (6.6, 3.7))
 
 
-def main() -> None:
-    """Draw the pictures that the command line names."""
-    for path in draw(*chosen(PICTURES, FOLDER, __doc__ or ""), PICTURES, SIZES):
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, PICTURES, SIZES, FOLDER)

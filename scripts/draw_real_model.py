@@ -32,22 +32,18 @@ def main() -> None:
     ratios = summary(tails.records).query("length == length.max()").sort_values("ratio")
     keys = pandas.DataFrame(map(vars, found.records)).query("length == length.max()")
     labels, loss = [*ratios.method], losses(tails.records, max(tails.settings.lengths))
+    each = np.exp(loss.sub(loss[TRUNCATION], axis=0))
     few = [label for label in labels if label in {*keys.method}]
     shapes: dict[str, Any] = {
         "headline": ((9.6, 1.5 + 0.34 * len(labels)), labels, {"ncols": 2, "sharey": True}),
-        "headline-narrow": (
-            (4.8, 2.4 + 0.34 * len(labels + few)),
-            few,
-            {"nrows": 2, "height_ratios": (len(labels), len(few))},
-        ),
     }
+    stacked = {"nrows": 2, "height_ratios": (len(labels), len(few))}
+    shapes["headline-narrow"] = ((4.8, 2.4 + 0.34 * len(labels + few)), few, stacked)
     with rc_context({**STYLE, "font.size": 9}):
         for name, (size, found_by, grid) in shapes.items():
             figure = Figure(figsize=size, layout="constrained")
             upper, lower = figure.subplots(**grid)
-            draw_ratios(
-                name_rows(upper, labels), ratios, np.exp(loss.sub(loss[TRUNCATION], axis=0))
-            )
+            draw_ratios(name_rows(upper, labels), ratios, each)
             draw_passkeys(name_rows(lower, found_by), keys, found_by)
             figure.suptitle(f"SmolLM2-135M: {tails.original:,} tokens by its config")
             figure.savefig(folder / f"{name}.png", dpi=150, facecolor="white")

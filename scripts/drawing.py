@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from PIL import Image
 from hf_posenc.evaluation.plots import STYLE
 
 Draw = Callable[[Figure], None]
+Pictures = Mapping[str, Draw]
+Sizes = Mapping[str, tuple[float, float]]
 SIZE, DPI = (6.0, 3.5), 120
 """The usual size of a picture in inches, and its pixels per inch: 720 wide, and readable at 600 and less."""
 LOOK: Any = {
@@ -35,12 +37,7 @@ SHADES = 128
 """Colours of a file, which is then a third as large."""
 
 
-def draw(
-    names: list[str],
-    folder: Path,
-    pictures: Mapping[str, Draw],
-    sizes: Mapping[str, tuple[float, float]],
-) -> list[Path]:
+def draw(names: list[str], folder: Path, pictures: Pictures, sizes: Sizes) -> list[Path]:
     """Write `NAME.png` for every name, in the size given for it or in the usual one."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -55,13 +52,14 @@ def draw(
     return written
 
 
-def chosen(pictures: Collection[str], folder: Path, doc: str) -> tuple[list[str], Path]:
-    """Return the pictures that the command line names, by default all, and the folder for them."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+def main(doc: str | None, pictures: Pictures, sizes: Sizes, folder: Path) -> None:
+    """Draw the pictures that the command line names, by default all."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(pictures)}")
     parser.add_argument("--folder", type=Path, default=folder)
     given = parser.parse_args()
     wrong = [name for name in given.names if name not in pictures]
     if wrong:
         sys.exit(f"No picture {wrong[0]!r}. There are: {', '.join(pictures)}.")
-    return given.names or list(pictures), given.folder
+    for path in draw(given.names or list(pictures), given.folder, pictures, sizes):
+        print(path)

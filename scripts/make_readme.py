@@ -27,14 +27,7 @@ from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult, TuningResult
 from hf_posenc.methods import METHODS, get_method
-from scripts import (
-    concept_pages,
-    evidence_page,
-    finetuned_page,
-    gpu_table,
-    headline,
-    method_pages,
-)
+from scripts import concept_pages, evidence_page, finetuned_page, gpu_table, headline, method_pages
 from scripts.method_pages import expressed
 from scripts.results import (
     BENCHMARKS,
@@ -112,15 +105,10 @@ def tuned(kind: type[TuningResult]) -> str:
 def shipping() -> str:
     """Return the frequency methods by engine: how each is expressed there, on the embedded Llama."""
     served = {"sequence": 'with `update="row"` or `"request"`'}  # "sequence" is refused
-    rows = [
-        [
-            m.name,
-            *(expressed(engine)[m.name].form or "-" for engine in ENGINES),
-            served.get(str(m.knobs().get("update")), "yes"),
-        ]
-        for m in METHODS
-        if m.kind == "frequencies"
-    ]
+    rows = []
+    for m in (m for m in METHODS if m.kind == "frequencies"):
+        forms = (expressed(engine)[m.name].form or "-" for engine in ENGINES)
+        rows.append([m.name, *forms, served.get(str(m.knobs().get("update")), "yes")])
     return markdown_table(["method", *ENGINES, "vllm, plug-in"], rows)
 
 

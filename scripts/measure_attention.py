@@ -12,7 +12,6 @@ and with those pairs alone slowed that made no full turn in training.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 from hf_posenc import patched
 from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.documents import TokenizedDocument, load_documents, read_embedded
 from hf_posenc.evaluation.measuring.identity import environment
+from hf_posenc.files import to_json, write_atomically
 from scripts.results import ATTENTION
 
 LENGTH, DOCUMENTS, QUERIES = 2048, 12, 64
@@ -72,10 +71,7 @@ def keys_read(attention: Tensor) -> float:
 @torch.inference_mode()
 def measure(documents: Sequence[TokenizedDocument]) -> list[dict[str, Any]]:
     """Return a row for each method, place and layer."""
-    name = loading.embedded_model()
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = loading.load_model(loading.embedded_model(), attn="eager")
     sums: dict[tuple[str, int, int], tuple[Tensor, list[float]]] = {}
     for label, request in METHODS.items():
         with patched(model, **request) if request else nullcontext():
@@ -119,7 +115,7 @@ def tails(documents: Sequence[TokenizedDocument]) -> list[dict[str, Any]]:
 
 
 def held_out() -> list[TokenizedDocument]:
-    """Return the documents: those of the demo, each cut to `LENGTH` tokens."""
+    """Return the documents of the demo, each cut to twice `LENGTH` tokens."""
     tokenizer = loading.load_tokenizer(loading.embedded_model())
     return load_documents(
         read_embedded(), tokenizer, min_tokens=2 * LENGTH, max_tokens=2 * LENGTH, limit=DOCUMENTS
@@ -138,7 +134,7 @@ def main() -> None:
         "rows": measure(documents),
         "tails": tails(documents),
     }
-    ATTENTION.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_atomically(ATTENTION, to_json(values))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ has them.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.resources
 import os
 import shlex
 import shutil
@@ -134,9 +134,8 @@ def write_texts(work: Path) -> None:
     for name in NEW_MODEL_TYPES:
         code = _package("transformers") / "models" / name / f"modeling_{name}.py"
         shutil.copyfile(code, models / code.name)
-    names = sorted(
-        topics
-    )  # the reference of the Python language, as `help()` has it, in two halves
+    # The reference of the Python language, as `help()` has it, in two halves.
+    names = sorted(topics)
     half = -(-len(names) // 2)
     for part, own in enumerate((names[:half], names[half:]), 1):
         text = "\n\n".join(topics[name] for name in own)
@@ -154,9 +153,7 @@ def _opened() -> tuple[Any, Any, str | None]:
 
 def _package(name: str) -> Path:
     """Return the folder of an installed package."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    return Path(str(spec.origin)).parent
+    return Path(str(importlib.resources.files(name)))
 
 
 if __name__ == "__main__":

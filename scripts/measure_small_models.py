@@ -34,18 +34,11 @@ from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.embedded.corpus import select
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-from hf_posenc.files import write_atomically
+from hf_posenc.files import to_json, write_atomically
+from scripts import train_tiny_llama as tiny
 from scripts.results import SMALL_MODELS
-from scripts.train_tiny_llama import (
-    Batches,
-    Settings,
-    build_optimizers,
-    environment,
-    rate,
-    token_stream,
-)
 
-SETTINGS = Settings(batch=8, steps=100, warmup=10, muon_lr=0.005, adamw_lr=0.002)
+SETTINGS = tiny.Settings(batch=8, steps=100, warmup=10, muon_lr=0.005, adamw_lr=0.002)
 LOG = {"distance": "log"}
 Request = tuple[str, dict[str, Any]] | None
 KINDS: dict[str, dict[str, Request]] = {
@@ -74,8 +67,7 @@ def build(kind: str) -> PreTrainedModel:
         return llama
     mask = SETTINGS.vocab_size
     own = {"vocab_size": mask + 1, "pad_token_id": 0, "mask_token_id": mask}
-    config = EuroBertConfig(**{**llama.config.to_dict(), **own})
-    model = EuroBertForMaskedLM(config)
+    model = EuroBertForMaskedLM(EuroBertConfig(**{**llama.config.to_dict(), **own}))
     weights = llama.state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):  # and a row for the mask token
         weights[name] = F.pad(weights[name], (0, 0, 0, 1))
@@ -94,20 +86,15 @@ def losses(model: PreTrainedModel, ids: Tensor, masked: Tensor | None) -> Tensor
 
 def train(model: PreTrainedModel, *, masks: bool) -> None:
     """Train a model for the steps of `SETTINGS`."""
-    corpus = select(itertools.islice(environment(), 6), bytes_per_source=400_000)
-    stream = token_stream(corpus, PreTrainedTokenizerFast.from_pretrained(model_path()))
-    batches = Batches(stream, SETTINGS.context, SETTINGS.batch, SETTINGS.seed)
-    optimizers = build_optimizers(model.train(), SETTINGS)
+    corpus = select(itertools.islice(tiny.environment(), 6), bytes_per_source=400_000)
+    stream = tiny.token_stream(corpus, PreTrainedTokenizerFast.from_pretrained(model_path()))
+    batches = tiny.Batches(stream, SETTINGS.context, SETTINGS.batch, SETTINGS.seed)
+    optimizers = tiny.build_optimizers(model.train(), SETTINGS)
     for step in range(SETTINGS.steps):
-        for optimizer, peak in zip(optimizers, (SETTINGS.muon_lr, SETTINGS.adamw_lr), strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate(step, SETTINGS)
         ids = torch.from_numpy(batches[step])
         loss = losses(model, ids, torch.rand(ids.shape) < SHARE if masks else None).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        tiny.update(model, optimizers, step, SETTINGS)
         if step % 20 == 0:
             print(step, round(loss.item(), 3), flush=True)
 
@@ -129,10 +116,8 @@ def scored(model: PreTrainedModel, label: str, *, masks: bool) -> Iterator[Recor
                 nats = losses(model, ids, masked)[inside[masked[0]]]
             else:
                 nats = losses(model, ids, None)[-TARGET:]
-            total = float(nats.sum())
-            yield Record(
-                label, "tail", length, name, total, len(nats), None, None, total, len(nats)
-            )
+            sums = float(nats.sum()), len(nats)
+            yield Record(label, "tail", length, name, *sums, None, None, *sums)
 
 
 def main(kind: str) -> None:
@@ -167,8 +152,8 @@ def main(kind: str) -> None:
         "environment": {"python": platform.python_version(), "torch": torch.__version__},
         "cells": table,
     }
-    write_atomically(SMALL_MODELS, json.dumps(every, indent=1) + "\n")
-    print(json.dumps(table, indent=1))
+    write_atomically(SMALL_MODELS, to_json(every))
+    print(to_json(table), end="")
 
 
 if __name__ == "__main__":

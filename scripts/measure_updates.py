@@ -18,7 +18,6 @@ interval of that ratio over documents.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 import warnings
@@ -31,25 +30,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_posenc.evaluation import loading
-from hf_posenc.evaluation.documents import (
-    TokenizedDocument,
-    load_documents,
-    read_embedded,
-    special_prefix,
-)
+from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.files import to_json, write_atomically
 from hf_posenc.model.forward import cache_name, cache_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
+from scripts.measure_attention import held_out
 from scripts.results import UPDATES as RESULT
 
 LENGTHS = (256, 384, 512, 1024, 2048, 4096)
-DOCUMENTS = 12
 BUCKETS = (32, 64, 128, 256, 512)
 FAMILIES = (
     *(f"dynamic_ntk:scale={scale}," for scale in (1, 2, 4, 8)),
@@ -69,22 +64,12 @@ def main() -> None:
     """Measure everything, print it and write it."""
     began = time.process_time()
     loading.one_thread()
-    name = loading.embedded_model()
-    tokenizer = loading.load_tokenizer(name)
-    model = loading.load_model(name)
-    special = special_prefix(tokenizer, "auto")
-    documents, _ = load_documents(
-        read_embedded(),
-        tokenizer,
-        min_tokens=LENGTHS[-1] - len(special),
-        max_tokens=LENGTHS[-1] - len(special),
-        limit=DOCUMENTS,
-    )
+    model, documents = loading.load_model(loading.embedded_model()), held_out()
     settings = Settings(lengths=LENGTHS)
 
     def in_one_forward(spec: str) -> Sequence[Record]:
         candidate = Candidate.parse(spec).checked(model)
-        result = PerplexityRun(model, documents, [candidate], settings, special=special).run()
+        result = PerplexityRun(model, documents, [candidate], settings).run()
         assert result is not None
         return result.records
 
@@ -100,7 +85,7 @@ def main() -> None:
         for mode in ("sequence", "request", "row") if family in GENERATED else ():
             spec = f"{family}update={mode},bucket={CACHED_BUCKET}"
             for feed in ("steps", "prompt"):
-                records = _cached(model, documents, spec, settings, special, feed)
+                records = _cached(model, documents, spec, feed, settings.tail_tokens)
                 rows = _rows(records, published, settings)
                 cached += [{"feed": feed, **row} for row in rows]
     for baseline in ("none", "sliding_window"):
@@ -116,17 +101,12 @@ def main() -> None:
         "whole_texts": whole,
         "generation": cached,
     }
-    RESULT.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_atomically(RESULT, to_json(values))
 
 
 @torch.inference_mode()
 def _cached(
-    model: Any,
-    documents: Sequence[TokenizedDocument],
-    spec: str,
-    settings: Settings,
-    special: Sequence[int],
-    feed: str,
+    model: Any, documents: Sequence[TokenizedDocument], spec: str, feed: str, tail: int
 ) -> list[Record]:
     """Measure the tail protocol with every window read through a cache."""
     candidate = Candidate.parse(spec).checked(model)
@@ -136,11 +116,8 @@ def _cached(
         warnings.simplefilter("ignore", UserWarning)
         for length in CACHED_LENGTHS:
             for document in documents:
-                end = document.ids[len(document.ids) - (length - len(special)) :]
-                ids = torch.cat([torch.tensor(list(special), dtype=torch.int64), end])
-                at_once = len(ids) - settings.tail_tokens if feed == "prompt" else 0
-                tail = settings.tail_tokens
-                nats = float(_losses(model, ids, at_once)[-tail:].sum())
+                at_once = length - tail if feed == "prompt" else 0
+                nats = float(_losses(model, document.ids[-length:], at_once)[-tail:].sum())
                 item = (candidate.label, "tail", length, document.name)
                 records.append(Record(*item, nats, tail, None, None, nats, tail))
     return records

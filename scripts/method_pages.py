@@ -114,10 +114,8 @@ def year(method: type[Method]) -> str:
 
 def _cached(method: type[Method]) -> str:
     """Return whether a decode through a cache gives what one forward gives."""
-    update = str(method.knobs().get("update"))
-    return {"row": "exact", "request": "from a request's length", "sequence": "no"}.get(
-        update, "exact"
-    )
+    inexact = {"request": "from a request's length", "sequence": "no"}
+    return inexact.get(str(method.knobs().get("update")), "exact")
 
 
 def _on_short_texts(method: type[Method]) -> str:
@@ -240,11 +238,8 @@ def _speed(method: type[Method]) -> Iterator[str]:
 
 def _small_models(method: type[Method]) -> Iterator[str]:
     """Perplexities of the embedded model trained on as another kind, at its trained length and the longest."""
-    names = {
-        "alibi": "ALiBi",
-        "alibi_log": "ALiBi on logarithmic distances",
-        "masked": "a masked model",
-    }
+    names = {"alibi": "ALiBi", "alibi_log": "ALiBi on logarithmic distances"}
+    names["masked"] = "a masked model"
     kinds = {"alibi": ("alibi", "alibi_log"), "diffusion_ntk": ("masked",)}.get(method.name, ())
     results = read(SMALL_MODELS) if SMALL_MODELS.exists() else {}
     for kind in (kind for kind in kinds if kind in results):

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 import typer
+from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -36,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_posenc.embedded import HELD_OUT, held_out_documents
 from hf_posenc.embedded.corpus import Corpus, Source, select, standard_library
 from hf_posenc.errors import PosencError
-from hf_posenc.files import write_atomically
+from hf_posenc.files import to_json, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"  # id 0: between documents; bos, eos and pad at once
 _PERMISSIVE = re.compile(
@@ -94,11 +95,11 @@ def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
     """
     yield standard_library()
     installed = {
-        _normal(name): distribution
+        canonicalize_name(name): distribution
         for distribution in metadata.distributions()
         if (name := distribution.metadata["Name"])
     }
-    for name in sorted(installed.keys() - {_normal(name) for name in exclude}):
+    for name in sorted(installed.keys() - set(map(canonicalize_name, exclude))):
         distribution = installed[name]
         licence = _licence(distribution)
         paths = sorted(path.as_posix() for path in distribution.files or () if path.suffix == ".py")
@@ -107,10 +108,6 @@ def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
         root = Path(str(distribution.locate_file("")))
         paths = [path for path in paths if not path.startswith("..")]
         yield Source(name, distribution.version, licence, root, tuple(paths))
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _licence(distribution: metadata.Distribution) -> str:
@@ -208,7 +205,7 @@ def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenize
             "held_out": list(HELD_OUT),
         }
         # Written last: it marks the folder as complete.
-        write_atomically(work / "corpus.json", json.dumps(summary, indent=1) + "\n")
+        write_atomically(work / "corpus.json", to_json(summary))
     stream = np.load(work / "tokens.npy")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     return Batches(stream, settings.context, settings.batch, settings.seed), tokenizer
@@ -250,6 +247,17 @@ def rate(step: int, settings: Settings) -> float:
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     return (settings.steps - step) / (settings.steps - settings.warmup)
+
+
+def update(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], step: int, settings: Settings
+) -> None:
+    """Take a step by the gradients, which are cut to a norm of one and cleared."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer, peak in zip(optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
+        optimizer.param_groups[0]["lr"] = peak * rate(step, settings)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def held_out_windows(
@@ -322,17 +330,11 @@ def train(
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     compute = torch.compile(loss_of) if compile_model else loss_of
-    peaks = [settings.muon_lr, settings.adamw_lr]
     began, running = time.monotonic(), []
     for step in range(first, settings.steps):
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate(step, settings)
         loss = compute(torch.from_numpy(batches[step]))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(model, optimizers, step, settings)
         running.append(loss.detach())
         done = step + 1
         if done % settings.log_every == 0 or done == settings.steps:
@@ -380,8 +382,7 @@ def export(
     nn.Module.to(model, dtype=torch.bfloat16)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    # safetensors creates private files; a package is readable by all.
-    (output / "model.safetensors").chmod(0o644)
+    (output / "model.safetensors").chmod(0o644)  # safetensors creates a private file
     saved = LlamaForCausalLM.from_pretrained(output, dtype=torch.float32)
     target, lengths = settings["context"] // 2, [settings["context"] * 2**i for i in range(5)]
     windows, target_bytes = held_out_windows(tokenizer, settings["windows"], lengths[-1], target)
@@ -400,7 +401,7 @@ def export(
         "versions": {"Python": platform.python_version(), **versions},
         "corpus": json.loads((work / "corpus.json").read_text(encoding="utf-8")),
     }
-    write_atomically(output / "training_log.json", json.dumps(log, indent=1) + "\n")
+    write_atomically(output / "training_log.json", to_json(log))
     write_atomically(output / "README.md", model_card(log).rstrip("\n") + "\n")
 
 

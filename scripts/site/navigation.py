@@ -13,8 +13,7 @@ def expand(nav: list[Any], docs: Path) -> list[Any]:
 
     The pages of the methods are grouped and sorted as the registry is. A section without pages is left out.
     """
-    named = set(pages_of(nav))
-    return _expand(nav, docs, named)
+    return _expand(nav, docs, set(pages_of(nav)))
 
 
 def pages_of(entry: Any) -> list[str]:
