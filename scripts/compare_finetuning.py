@@ -84,6 +84,7 @@ SMOLLM2: dict[str, list[str]] = {
     "pi, PoSE, distilled from itself": [
         *("--patch", "pi:scale=2", "--positions", "pose", "--distill", "positions")
     ],
+    "no patch, blocks": ["--patch", "none", "--target_length", "16384"],
     "yarn, blocks": ["--patch", "yarn:scale=2"],
     "yarn, blocks, distilled": ["--patch", "yarn:scale=2", "--distill", "short"],
 }  # fmt: skip

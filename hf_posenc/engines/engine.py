@@ -427,8 +427,8 @@ def empty_model(config: Any) -> Any:
                 return loader(config)
             auto: Any = loader if type(config) in loader._model_mapping else AutoModel
             return auto.from_config(config)
-    except Exception as error:  # of a family's own code too
+    except ValueError as error:  # no class for it; a damaged config raises others
         raise UnsupportedModelError(
-            f"transformers cannot build a {config.model_type} model from its config alone ({type(error).__name__}). If "
-            "this is a part of another model, give that model's folder."
+            f"transformers cannot build a {config.model_type} model from its config alone. If this is a part of "
+            "another model, give that model's folder."
         ) from error
