@@ -35,7 +35,7 @@ from scripts.results import REAL_MODEL, ROOT, read
 PARTS = (
     *("tail-16k", "passkey", "generated", "needles", "reasoning", "tail-2k", "finetuned"),
     *("finetuned-tail", "finetuned-passkey", "extend", "longppl-16k", "tail-32k"),
-    *("recommend", "copied", "passkey-dynamic", "passkey-32k"),
+    *("recommend", "copied", "passkey-dynamic", "passkey-32k", "kv-mrcr"),
 )
 """The results; a fine-tuning comes before the measurements of its model, and what no command computes at the end."""
 KEPT = ("perplexity", "retrieval", "extend", "training_log")
