@@ -112,18 +112,21 @@ def main(
     ways, rows = GROUPS[group], dict[str, Any]()
     known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {"ways": {}}
     patches = {_patch_of(ways[name]) for name in ways}
-    patches |= {"short": {"none", EMBEDDED_PATCH}, "smollm2": {"none", "truncation"}}.get(
+    beside = {"short": {"none", EMBEDDED_PATCH}, "smollm2": {"none", "truncation"}}.get(
         group, set()
     )
-    before = known.get("untrained") or _untrained(patches, real=group == "smollm2")
     was = known.get("environment", {})  # where another version began the file, both are named
     both = {k: [*was.get(k, v).split(", "), v] for k, v in environment().items()}
     runs = {name: list(known["ways"].get(name, {}).get("runs", ())) for name in ways}
     with tempfile.TemporaryDirectory() as work:
+        texts = Path(work) if group == "smollm2" else None
+        if texts:
+            write_texts(texts)
+        before = known.get("untrained") or _untrained(patches | beside, texts)
         for seed in map(int, seeds.split(",")):
             for name in ways:
                 if seed not in [run["seed"] for run in runs[name]]:
-                    cells = _trained(Path(work), ways[name], steps, seed, real=group == "smollm2")
+                    cells = _trained(Path(work) / "run", ways[name], steps, seed, texts)
                     print(name, seed, cells, flush=True)
                     runs[name].append({"seed": seed, **cells})
                 rows[name] = {
@@ -136,23 +139,22 @@ def main(
                     "format": 1,
                     "steps": steps,
                     "environment": {k: ", ".join(dict.fromkeys(x)) for k, x in both.items()},
-                    **({"untrained": before} if group in ("short", "smollm2") else {}),
+                    **({"untrained": before} if beside else {}),
                     "ways": {name: rows[name] for name in ways if name in rows},
                 }
                 write_atomically(output, to_json(values))
 
 
 def _trained(
-    work: Path, options: list[str], steps: int, seed: int, *, real: bool
+    folder: Path, options: list[str], steps: int, seed: int, texts: Path | None
 ) -> dict[str, Any]:
     """Return what is measured at the end of a training, and the least CPU time of a step without optimizer.
 
-    Of DroPE also the perplexities with a constant softmax scale.
+    Of DroPE also the perplexities with a constant softmax scale. `texts` is the folder of those of SmolLM2.
     """
-    plain, seconds, folder = Trainer.training_step, list[float](), work / "run"
-    if real:
-        write_texts(work)
-        options = [*_REAL, "--text", str(work / "train"), *options]
+    plain, seconds = Trainer.training_step, list[float]()
+    if texts:
+        options = [*_REAL, "--text", str(texts / "train"), *options]
 
     def timed(*given: Any) -> Any:
         began = time.process_time()
@@ -166,33 +168,28 @@ def _trained(
     ]
     with replaced(Trainer, "training_step", timed):
         finetune(parse_arguments(given))
-    model = from_pretrained(str(folder), dtype=torch.bfloat16 if real else torch.float32)
-    cells = _measured(model, None, real=real)
+    model = from_pretrained(str(folder), dtype=torch.bfloat16 if texts else torch.float32)
+    cells = _measured(model, None, texts)
     cells["seconds_per_step"] = round(min(seconds), 4)
     if _patch_of(options) == "nope":
         unpatch_model(model)
         scaled = {f: f"nope+temperature:law=constant,factor={f}" for f in _TEMPERATURES}
-        cells["temperatures"] = {
-            f: _measured(model, patch, real=False) for f, patch in scaled.items()
-        }
+        cells["temperatures"] = {f: _measured(model, patch, None) for f, patch in scaled.items()}
     return cells
 
 
-def _untrained(patches: set[str], *, real: bool) -> dict[str, Any]:
+def _untrained(patches: set[str], texts: Path | None) -> dict[str, Any]:
     """Return the same numbers with every patch before any training."""
-    model = (
-        load_model("smollm2", dtype="bfloat16")
-        if real
-        else load_model(embedded_model(), dtype="float32")
-    )
-    return {patch: _measured(model, patch, real=real) for patch in sorted(patches)}
+    name, dtype = ("smollm2", "bfloat16") if texts else (embedded_model(), "float32")
+    model = load_model(name, dtype=dtype)
+    return {patch: _measured(model, patch, texts) for patch in sorted(patches)}
 
 
-def _measured(model: Any, patch: str | None, *, real: bool) -> dict[str, Any]:
-    """Return perplexities by protocol and length; of the real model also passkeys beyond its context."""
+def _measured(model: Any, patch: str | None, texts: Path | None) -> dict[str, Any]:
+    """Return perplexities by protocol and length; of SmolLM2 also passkeys beyond its context."""
     methods = None if patch is None else [patch]
-    if real:
-        return _measured_real(model, methods)
+    if texts:
+        return _of_smollm2(model, methods, texts)
     tokenizer = load_tokenizer(embedded_model())
     result = measure_perplexity(
         model, tokenizer, read_embedded(), methods=methods, lengths=LENGTHS, protocols=["tail"]
@@ -200,18 +197,13 @@ def _measured(model: Any, patch: str | None, *, real: bool) -> dict[str, Any]:
     return _cells(result, result.candidates[0].label)
 
 
-def _measured_real(model: Any, methods: list[str] | None) -> dict[str, Any]:
-    """Return the same of five texts' first tokens, in one forward each, and of keys beyond the context."""
+def _of_smollm2(model: Any, methods: list[str] | None, texts: Path) -> dict[str, Any]:
+    """Return perplexities of five texts' first tokens, and the keys found beyond the context."""
     tokenizer, short, long = load_tokenizer("smollm2"), 2048, 12_288
-    with tempfile.TemporaryDirectory() as work:
-        write_texts(Path(work))
-        texts = {
-            f.name: f.read_text(encoding="utf-8") for f in sorted(Path(work, "texts").iterdir())
-        }
-    documents = [
-        TokenizedDocument(name, torch.tensor(tokenizer(text)["input_ids"][:long]), None, None)
-        for name, text in texts.items()
-    ]
+    documents = []
+    for file in sorted((texts / "texts").iterdir()):
+        ids = tokenizer(file.read_text(encoding="utf-8"))["input_ids"][:long]
+        documents.append(TokenizedDocument(file.name, torch.tensor(ids), None, None))
     result = measure_perplexity(model, tokenizer, documents, methods=methods, lengths=[short, long])
     label = result.candidates[0].label
     cells = [cell for cell in result.cells if cell.method == label]

@@ -113,7 +113,50 @@ def smollm2() -> str:
         f"SmolLM2-135M (8,192 tokens), {result['steps']} steps of one block of 1,024 tokens. Perplexity of the first "
         "12,288 tokens of five texts, and keys 8,192 to 12,288 tokens before the end of a prompt of 12,288"
     )
-    return _of_seeds(result, intro, header, lines, "smollm2")
+    return (
+        f"{_of_seeds(result, intro, header, lines, 'smollm2')}\n\n{_found(result, rows, columns)}"
+    )
+
+
+def _found(
+    result: Mapping[str, Any],
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    columns: Mapping[str, tuple[str, str]],
+) -> str:
+    """Return what the table of `smollm2` shows, by ratios of mean perplexities."""
+
+    def mean(name: str, protocol: str, length: str) -> float:
+        return float(sum(run[protocol][length] for run in rows[name]) / len(rows[name]))
+
+    def ratios(name: str, other: str) -> list[float]:
+        return [mean(name, *each) / mean(other, *each) for each in columns.values()]
+
+    def keys(*names: str) -> set[bool]:
+        """Return whether all keys are found, or none, by each of some models."""
+        found = [(run["answered"], run["keys"]) for name in names for run in rows[name]]
+        assert all(answered in (0, asked) for answered, asked in found)
+        return {answered > 0 for answered, _ in found}
+
+    yarn, trained, plain = "`yarn:scale=2`, untrained", "yarn, blocks", "no patch, blocks"
+    blocks, *drawn = pi = "pi, blocks", "pi, EndPrompt", "pi, PoSE, distilled from itself"
+    taught, gained = ratios(plain, "no patch")[0], ratios(trained, yarn)[1]
+    before, after = ratios(yarn, "no patch")[0], ratios(trained, plain)[0]
+    distilled = ratios(f"{trained}, distilled", plain)[0]
+    worse = [f"{min(r):.2f} to {max(r):.2f}" for r in (ratios(name, blocks) for name in drawn)]
+    assert keys(yarn, trained) == {True}
+    assert keys(plain, *pi) == {False}
+    assert 1 < after < distilled < before
+    return (
+        "- **The text teaches more than the positions.** Training on Python code takes the unpatched model to "
+        f"{taught:.3f} times its perplexity on short texts, and `yarn` to {gained:.3f} over all 12,288 tokens. `yarn` "
+        "found every key before, and a model without a patch finds none after.\n"
+        f"- `yarn` costs short texts {before:.3f} times the perplexity before the training. Of models trained alike, "
+        f"it costs {after:.3f}, and {distilled:.3f} if distilled from the unpatched model: distillation gained "
+        "nothing.\n"
+        f"- `pi` still finds no key. EndPrompt has {worse[0]} times the perplexity of the same blocks at plain "
+        f"positions, PoSE distilled from itself {worse[1]}.\n"
+        f"- {result['steps'] * 1024:,} tokens are few: the papers' runs read thousands of times as many."
+    )
 
 
 def _of_ways(

@@ -79,7 +79,7 @@ def export(options: ExportOptions) -> None:
         return
     patch: dict[str, Any] = {"method": method, **knobs}
     if options.gguf is not None:
-        _check_file(options, name, patch)
+        _check_file(options, options.gguf, name, patch)
         return
     exported = engines.export(name, to, **patch)
     if to in ("vllm", "sglang") and not has_tokenizer(name):
@@ -121,8 +121,8 @@ def _command(engine: str, served: str | Path, flags: tuple[str, ...]) -> str:
 
 def _commands(exported: Export, folder: Path) -> Iterator[str]:
     """Yield what starts the engine with an exported folder."""
-    served = str(folder)
-    if (engine := exported.engine) == "llama.cpp":
+    engine, served = exported.engine, str(folder)
+    if engine == "llama.cpp":
         served = f"{folder}.gguf"
         yield f"python convert_hf_to_gguf.py {shlex.join((str(folder), '--outfile', served))}"
     if engine not in SERVED:
@@ -144,9 +144,10 @@ def _show(exported: Export) -> None:
         return
     print_items(f"written as {exported.form}")
     for error in exported.errors:
+        layers = f"{error.layers}, " if error.layers else ""
         print_items(
-            f"  {error.layers and error.layers + ', '}{error.length:,} tokens: frequencies within {error.frequency:.1e}"
-            f" of the model's, factor within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
+            f"  {layers}{error.length:,} tokens: frequencies within {error.frequency:.1e} of the model's, factor "
+            f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad"
         )
     flags = zip(exported.flags[::2], exported.flags[1::2], strict=True)
     lines = [f"flag: {flag} {value}" for flag, value in flags]
@@ -184,12 +185,10 @@ def _check_words(options: ExportOptions) -> None:
         raise PosencError(wrong)
 
 
-def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> None:
+def _check_file(options: ExportOptions, file: Path, name: str, patch: dict[str, Any]) -> None:
     """Print the difference between llama.cpp's reading of a file and the model; if there is one, write a right file."""
     from hf_posenc import engines
 
-    file = options.gguf
-    assert file is not None
     result = engines.export(name, options.to, **patch)
     flags = result.flags if result.divisors is None else ()
     check = engines.check_gguf(file, name, flags=flags, **patch)

@@ -18,7 +18,7 @@ from hf_posenc.engines.formulas import Table, of_transformers
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.gguf_file import ROPE_TENSORS as GGUF_TENSORS
 from hf_posenc.methods import Method, RopeScaling, seam_of
-from hf_posenc.model.context import length_of, readings
+from hf_posenc.model.context import config_length, length_of, readings
 from hf_posenc.model.discovery import NoRotaryError, RotaryTable, SinCosTable, adapter_of, tables_of
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.patch.config import PatchConfig
@@ -252,17 +252,19 @@ class Source:
         """The context length that the patch starts from, in tokens; without a patch, the config's."""
         if self.patch is not None:
             return self.patch.original_max_position_embeddings
-        if self.tables:
-            read = readings(self.tables[0].table)
-            if len(read) == 1:
-                return read[0].original
-        return self.reach
+        read = readings(self.tables[0].table) if self.tables else ()
+        return read[0].original if len(read) == 1 else self.reach
 
     @property
     def reach(self) -> int:
         """The context length to serve, in tokens: the patch's, or else the config's."""
         extended = None if self.patch is None else self.patch.extended_length
-        return extended or length_of(self.model) or int(self.text_config.max_position_embeddings)
+        length = extended or length_of(self.model) or config_length(self.text_config)
+        if not length:
+            raise PosencError(
+                f"The config of {self.path} names no context length: write max_position_embeddings into config.json."
+            )
+        return length
 
     @property
     def length_dependent(self) -> bool:

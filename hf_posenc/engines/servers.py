@@ -320,9 +320,9 @@ def _interleaved(table: SourceTable) -> bool:
     """Return whether the rotary module itself makes cos and sin feature by feature, not in two halves."""
     module = table.table.module if table.wrapper is None else table.wrapper
     output = rotary_output(module, table.label, torch.device("cpu"), length=4)
-    if output is None or (cos := output[0]).shape[-1] != table.dim:
+    if output is None or output[0].shape[-1] != table.dim or is_half_split(output, table.dim // 2):
         return False
-    return not is_half_split(output, table.dim // 2) and torch.equal(cos[:, 0::2], cos[:, 1::2])
+    return torch.equal(output[0][:, 0::2], output[0][:, 1::2])
 
 
 class MLX(Engine):

@@ -95,7 +95,8 @@ def choose_parameters(
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
         )
-    if not (own := trained_parameters(model)) and train == "encoding":
+    own = trained_parameters(model)
+    if train == "encoding" and not own:
         patch = get_patch(model)
         reason = (
             "This model is not patched" if patch is None else f"{patch.method} has no parameters"

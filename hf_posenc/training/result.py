@@ -334,22 +334,20 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
 def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> None:
     """Print the commands that measure, serve and push the result; texts are the documents that were scored."""
     where, span = shlex.quote(str(folder)), ",".join(map(str, sorted({*lengths})))
-    measure, other = f"perplexity {where} --lengths {span}", ""
-    if not texts:
-        other = "The first reads the beginnings of 12 held-out modules: its numbers are not those above.\n"
+    measure = f"perplexity {where} --lengths {span}"
     if texts and all(Path(text).exists() for text in texts):
         measure += f" --text {shlex.join(texts)}"
     elif texts:  # a part of a text, or rows of a dataset
         measure = f"retrieval {where} --tasks passkey --lengths {span}"
-    print(
-        f"""
+    print(f"""
 Next:
   hf-posenc {measure}
   hf-posenc export {where} --to vllm
-  {upload(f"YOUR_NAME/{folder.resolve().name}", folder)}
-{other}""",
-        end="",
-    )
+  {upload(f"YOUR_NAME/{folder.resolve().name}", folder)}""")
+    if not texts:
+        print(
+            "The first reads the beginnings of some held-out modules: its numbers are not those above."
+        )
 
 
 def upload(repository: str, folder: Path | str) -> str:

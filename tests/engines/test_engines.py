@@ -328,6 +328,12 @@ def test_a_language_model_in_the_config_of_a_larger_one(tmp_path: Path) -> None:
         export(tmp_path, "vllm")
 
 
+def test_a_config_without_a_length(tmp_path: Path) -> None:
+    AutoConfig.for_model("recurrent_gemma", num_hidden_layers=3).save_pretrained(tmp_path)
+    with pytest.raises(PosencError, match="names no context length: write max_position_embeddings"):
+        export(tmp_path, "vllm")
+
+
 def test_a_plug_in_names_the_export_that_serves_phi3s_lists() -> None:
     config = zoo.tiny_config("phi3", rope_parameters={"rope_type": "longrope", **LISTS})
     patch: Any = get_patch(patch_model(zoo.from_config(config), "yarn", scale=8, replace=True))

@@ -29,7 +29,7 @@ def succeeded(*arguments: object, columns: int = 160) -> Any:
 
 
 def said(*arguments: object) -> str:
-    """What a command with exit status 0 prints, on one line."""
+    """The output of a command that succeeds, on one line."""
     return " ".join(succeeded(*arguments).stdout.split())
 
 

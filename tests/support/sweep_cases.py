@@ -50,7 +50,7 @@ def search_of(model: Any, count: int, own: SearchSettings, bound: float | None =
 
 
 class Job(Protocol[ResultT]):
-    """What measures and has a result."""
+    """A measurement that ends with a result."""
 
     def run(self, folder: Path | None = None) -> ResultT | None: ...
 
