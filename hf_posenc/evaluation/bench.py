@@ -278,6 +278,7 @@ def prepare(
         model, tokenizer, source, PerplexityOptions(**shared), name=name, command=command
     )
     remarks, settings = [], run.settings
+    sizes: dict[str, Any] = {"chunk": settings.chunk, "prefill": settings.prefill}
     if run.read < suite.documents:
         remarks.append(f"{run.read} documents are long enough; {suite.documents} were requested.")
     metadata = {name: run.metadata[name] for name in ("model", "original", "command")}
@@ -289,7 +290,7 @@ def prepare(
             depths=suite.depths,
             samples=suite.samples,
             seed=options.seed,
-            chunk=settings.chunk,
+            **sizes,
         )
         special, noise = run.special.tolist(), {**metadata, "haystack": {"kind": "noise"}}
         try:
@@ -305,8 +306,7 @@ def prepare(
             window_of(run.documents, settings.lengths[-1], run.special),
             run.candidates,
             rounds=suite.rounds,
-            chunk=settings.chunk,
-            prefill=settings.prefill,
+            **sizes,
             metadata=metadata,
         )
     return BenchJob(run, parts, speed, {"suite": options.suite, "remarks": tuple(remarks)})

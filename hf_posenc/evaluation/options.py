@@ -390,9 +390,13 @@ class CommonOptions(Checked):
 
     Attributes:
         bos: auto (special tokens as the tokenizer puts them in front of a text), always, or never.
+        prefill: Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.
+        chunk: Tokens whose logits are held at a time. Default: by the vocabulary.
     """
 
     bos: str | None = option(metavar="POLICY", choices=BOS_POLICIES, shown="auto", rank=1)
+    prefill: int | None = memory_option(name="prefill_chunk")
+    chunk: int | None = memory_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,14 +422,10 @@ class ReadingOptions(CommonOptions):
     Attributes:
         limit: Stop at so many usable documents.
         max_doc_tokens: Truncate every document to so many tokens first.
-        prefill: Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.
-        chunk: Tokens whose logits are held at a time. Default: by the vocabulary.
     """
 
     limit: int | None = document_option()
     max_doc_tokens: int | None = document_option()
-    prefill: int | None = memory_option(name="prefill_chunk")
-    chunk: int | None = memory_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,7 +507,6 @@ class RetrievalOptions(MethodsOptions):
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.
         decode: teacher-forced (one forward per sample; the same as greedy exact match) or generate.
         seed: Seed of everything that is drawn.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
     """
 
     tasks: Sequence[str] | None = option(
@@ -520,7 +519,6 @@ class RetrievalOptions(MethodsOptions):
     distractors: int = option(10, least=0)
     decode: str = option("teacher-forced", metavar="HOW")
     seed: int = option(0, least=0, rank=1)
-    chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,13 +216,13 @@ class ExtendResult(Result):
         candidates = next(iter(parts[0].values())).candidates
         verb = "answers" if self.answers else f"ranks the key first of {candidates} in"
         numbers = f"{verb} {shares[0]} of {len(both)}, truncation {shares[1]}; p = {chance:.2g}"
-        gain = (len(own) > len(others)) - (len(own) < len(others))
-        told = gain if chance < SIGNIFICANT else 0
-        return Demand(name, told > 0 if far else told >= 0, numbers)
+        gain = len(own) - len(others) if chance < SIGNIFICANT else 0
+        return Demand(name, gain > 0 if far else gain >= 0, numbers)
 
     def lines(self) -> list[str]:
         """Return the verdict in five lines: what to do, long texts, needles, short texts, the choice."""
-        (original, target), others = self.lengths, list(self.choice.equal)
+        original, target = self.lengths
+        others = [label for label in self.choice.equal if label != self.winner]
         long, needles, short = (
             [demand for demand in self.demands if demand.name.startswith(word)]
             for word in ("long", "needles", "short")
@@ -241,23 +241,19 @@ class ExtendResult(Result):
         cell = self.winner and self.against(self.winner, TRUNCATION, target)
         perplexity = f"perplexity {number(cell.perplexity)}{_ends(cell.interval)}, " if cell else ""
         documents = 0 if self.perplexity is None else len(self.perplexity.documents)
-        if self.winner in others:
-            others.remove(self.winner)
 
-        def met(demands: Sequence[Demand]) -> str:
-            return "" if all(demand.met for demand in demands) else "NOT MET: "
+        def told(demands: Sequence[Demand], first: str = "") -> str:
+            numbers = ", ".join(demand.numbers for demand in demands) or "not measured"
+            return "NOT MET: " * (not all(demand.met for demand in demands)) + first + numbers
 
-        def numbers(demands: Sequence[Demand]) -> str:
-            return ", ".join(demand.numbers for demand in demands) or "not measured"
-
-        found = "; ".join(f"{each.name}: {met([each])}{each.numbers}" for each in needles)
+        found = "; ".join(f"{each.name}: {told([each])}" for each in needles)
         equal = f"; not told apart from it: {', '.join(others)}" if others else ""
         measured, budget = duration(self.plan["measured"]), duration(self.settings["budget"])
         return [
             verdict,
-            f"Long texts, {documents} documents that did not choose: {met(long)}{perplexity}{numbers(long)}.",
+            f"Long texts, {documents} documents that did not choose: {told(long, perplexity)}.",
             f"N{found[1:]}." if found else "Needles: not measured.",
-            f"Short texts: {met(short)}{numbers(short)}.",
+            f"Short texts: {told(short)}.",
             (
                 f"Chosen among {len(self.kinds)} methods by {len(self.choosing.documents)} other documents{equal}. "
                 f"Measured in {measured} of {budget}; ranges: 95 %."
@@ -334,12 +330,9 @@ class ExtendResult(Result):
             pipeline_tag="text-generation",
             tags=["hf_posenc", "long-context", "positional-encoding", *methods],
         )
-        loader = (
-            "transformers import AutoModelForCausalLM as loader"
-            if plain
-            else "hf_posenc import from_pretrained"
-        )
-        call = "loader.from_pretrained" if plain else "from_pretrained"
+        package = "transformers" if plain else "hf_posenc"
+        loader = "AutoModelForCausalLM" if plain else "from_pretrained"
+        call = f"{loader}.from_pretrained" if plain else loader
         engines = Grid.of("", "engine", "computes this model")
         for engine, support in self.saved["exports"].items():
             engines.row(engine, support)
@@ -349,7 +342,7 @@ class ExtendResult(Result):
                 f"{name}, trained at {original:,} tokens and not trained further: only its positions are changed. "
                 "extend_recipe.json has the patch, extend.json every number."
             ),
-            f'```python\nfrom {loader}\n\nmodel = {call}("PATH")\n```',
+            f'```python\nfrom {package} import {loader}\n\nmodel = {call}("PATH")\n```',
             to_markdown(engines),
             self.saved["verified"],
             "## Measured",

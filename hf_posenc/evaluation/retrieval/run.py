@@ -106,7 +106,6 @@ class AnswerScorer:
                 release(error)  # answers scored one by one need no cache
         if predicted is None:
             predicted = self._forward(prompt, answer)
-        predicted = _single(predicted)
         right = _log_likelihood(predicted, answer.ids)
         hits = predicted.argmax(-1).cpu() == torch.tensor(answer.ids)
         hits[: answer.blank] = True
@@ -146,14 +145,11 @@ class AnswerScorer:
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
         answer, candidates = prompt.answer.ids, (prompt.answer, *prompt.distractors)
-        output = self._read([[*prompt.ids.tolist(), *answer[:-1]]], logits_to_keep=len(answer))
+        output = self._prefill([*prompt.ids.tolist(), *answer[:-1]], len(answer))
         predicted, cache = output.logits[0], cache_of(output)
         if not _crop(cache, len(answer) - 1):
             # Behind the prompt alone; its question cannot be removed from it.
-            alone = (
-                None if prompt.questions else self._read([prompt.ids.tolist()], logits_to_keep=1)
-            )
-            cache = cache_of(alone)
+            cache = None if prompt.questions else cache_of(self._prefill(prompt.ids.tolist(), 1))
         if cache is None:
             return predicted, None
         sums = self._behind(cache, predicted[:1], candidates)
@@ -200,11 +196,24 @@ class AnswerScorer:
                 sums.append(_log_likelihood(torch.cat((first, row))[: len(answer.ids)], answer.ids))
         return sums
 
-    def _read(self, texts: Sequence[Sequence[int]], cache: Any = None, **options: Any) -> Any:
-        """Return the model's output for texts of one length, behind a cache if there is one."""
+    def _prefill(self, text: Sequence[int], keep: int) -> Any:
+        """Return the model's output for a text, with the logits of its last tokens; run in pieces if those are set."""
+        ids, most = torch.tensor([text], device=input_device(self.model)), {"logits_to_keep": keep}
+        last = len(text) - max(keep, 2)  # a single token would be a decoding step
+        if (pieces := self.scorer.pieces_of(last)) is None:
+            return self.model(input_ids=ids, use_cache=True, **most)
+        output = None
+        with pieces.attention():
+            for begin, end in (*pieces.bounds(last), (last, len(text))):
+                behind = pieces.arguments(output, ids, begin, end)
+                output = self.model(input_ids=ids[:, begin:end], **behind, **most)
+        return output
+
+    def _read(self, texts: Sequence[Sequence[int]], cache: Any) -> Any:
+        """Return the model's output for texts of one length behind a cache."""
         ids = torch.tensor(texts, device=input_device(self.model))
-        behind = {} if cache is None else {cache_name(unwrap(self.model)) or CACHES[-1]: cache}
-        return self.model(input_ids=ids, use_cache=True, **behind, **options)
+        name = cache_name(unwrap(self.model)) or CACHES[-1]
+        return self.model(input_ids=ids, use_cache=True, **{name: cache})
 
     def _same(
         self, sums: Sequence[float], others: Sequence[float], answers: Sequence[Answer]
@@ -217,10 +226,9 @@ class AnswerScorer:
 
 def _crop(cache: Any, tokens: int) -> bool:
     """Remove the last tokens from a cache; return False if it cannot, such as a full sliding window."""
-    if not tokens:
-        return True
     with contextlib.suppress(RuntimeError, ValueError, NotImplementedError, AttributeError):
-        cache.crop(-tokens)
+        if tokens:
+            cache.crop(-tokens)
         return True
     return False
 
@@ -263,15 +271,14 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 @torch.inference_mode()
-def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str:
+def generate(model: Any, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str:
     """Return the text of at most `new_tokens` tokens that the model generates greedily behind a prompt.
 
     Control characters become line ends, as in `postprocess_pred` of RULER's `scripts/eval/evaluate.py`.
     """
     ids = prompt.ids.unsqueeze(0).to(input_device(model))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    live: Any = model
-    output = live.generate(
+    output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
@@ -354,7 +361,7 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
         ids = self.prompt(self.items[0].sample).ids
         identity.check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
-            self.scorer = TokenScorer(model, ids, chunk=settings.chunk)
+            self.scorer = TokenScorer(model, ids, chunk=settings.chunk, prefill=settings.prefill)
         self._answers = AnswerScorer(model, self.scorer)
 
     def prompt(self, sample: Sample) -> Prompt:

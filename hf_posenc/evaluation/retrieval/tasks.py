@@ -458,6 +458,7 @@ class RetrievalSettings:
     decode: str = "teacher-forced"
     seed: int = 0
     chunk: int | None = None
+    prefill: int | None = None
 
     def __post_init__(self) -> None:
         # a needle is drawn by its depth's text: 0 and 0.0 would be two
@@ -490,7 +491,7 @@ class RetrievalSettings:
 
 def settings_of(options: Any, lengths: Sequence[int]) -> RetrievalSettings:
     """Return the settings of a run with these `RetrievalOptions`, at these lengths."""
-    names = ("depths", "samples", "distractors", "decode", "seed", "chunk")
+    names = ("depths", "samples", "distractors", "decode", "seed", "chunk", "prefill")
     return RetrievalSettings(
         tuple(lengths),
         DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),

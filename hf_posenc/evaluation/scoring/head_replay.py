@@ -429,15 +429,18 @@ class TokenScorer:
         # The token at index i is predicted by the hidden state at i - 1.
         positions = first - 1, ids.shape[-1] - 1
         if self.replays:
-            size = self.prefill
-            pieces = None if size is None else self._pieces.pieces(size, read.shape[1])
-            chunks = self._replay(read, *positions, pieces)
+            chunks = self._replay(read, *positions, self.pieces_of(read.shape[1]))
         else:
             self._in_head = False
             whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
+
+    def pieces_of(self, tokens: int) -> Pieces | None:
+        """Return the pieces in which a text of so many tokens is run; `None`: whole."""
+        size = self.prefill if self.replays else None
+        return None if size is None else self._pieces.pieces(size, tokens)
 
     def reset(self, ids: Tensor) -> None:
         """Make a stateful model forget the largest length it has read; it reads two of these token ids, shape (n,)."""

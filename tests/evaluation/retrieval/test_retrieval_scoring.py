@@ -207,9 +207,14 @@ def test_windows_that_have_slid_are_restored(model_type: str) -> None:
     model = zoo.build(model_type, vocab_size=VOCABULARY)
     scorer, prompt = scorer_of(model), prompt_of(length=300)
     expected = [reference(model, prompt, a)[0] for a in (prompt.answer, *prompt.distractors)]
-    with torch.inference_mode():
-        assert scorer._with_cache(prompt)[1] == pytest.approx(expected, abs=2e-3)
-    assert scorer(prompt).rank == 1 + sum(other > expected[0] for other in expected[1:])
+    for piece in (None, 80):
+        scorer.scorer.prefill = piece
+        with torch.inference_mode():
+            scorer.scorer.pieces_of(300)  # tries short texts first, which are none of those below
+            seen = forwards(model)
+            assert scorer._with_cache(prompt)[1] == pytest.approx(expected, abs=2e-3)
+        assert max(seen) <= 80 if piece else max(seen) >= 299
+        assert scorer(prompt).rank == 1 + sum(other > expected[0] for other in expected[1:])
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.6, 1.0])
