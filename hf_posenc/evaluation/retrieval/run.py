@@ -46,7 +46,7 @@ from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, Retr
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task, settings_of
 from hf_posenc.evaluation.scoring import is_out_of_memory, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.evaluation.scoring.head_replay import Pieces, TokenScorer
 from hf_posenc.model.forward import CACHES, cache_name, cache_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
@@ -59,6 +59,8 @@ SAME_HALF = 0.1
 
 SPARE = 2**30
 """Bytes that copies of a cache may take on a CPU; on a GPU they may take a quarter of what is free."""
+
+Answers = Sequence[Answer]
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class AnswerScorer:
         read_last = not self.scorer.pieces
         return self.scorer.whole_logits(ids, len(prompt.ids), read_last=read_last)
 
-    def _alone(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+    def _alone(self, prompt: Prompt, answers: Answers) -> list[float]:
         """Return the sums of answers, each from a forward of its own; those that differ in the last token share one."""
         logits: dict[tuple[int, ...], Tensor] = {}
         for answer in answers:
@@ -144,17 +146,25 @@ class AnswerScorer:
 
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
-        answer, candidates = prompt.answer.ids, (prompt.answer, *prompt.distractors)
-        output = self._prefill([*prompt.ids.tolist(), *answer[:-1]], len(answer))
-        predicted, cache = output.logits[0], cache_of(output)
-        if not _crop(cache, len(answer) - 1):
-            # Behind the prompt alone; its question cannot be removed from it.
-            cache = None if prompt.questions else cache_of(self._prefill(prompt.ids.tolist(), 1))
-        if cache is None:
-            return predicted, None
-        sums = self._behind(cache, predicted[:1], candidates)
-        if not self._same([_log_likelihood(predicted, answer)], sums, candidates[:1]):
-            return predicted, None
+        text, answer = prompt.ids.tolist(), prompt.answer.ids
+        candidates = (prompt.answer, *prompt.distractors)
+        if (pieces := self.scorer.pieces_of(len(text))) is not None:
+            output = self._in_pieces(text, pieces)
+            if (cache := cache_of(output)) is None:
+                return self._forward(prompt, prompt.answer), None
+            predicted, sums = self._behind(cache, output.logits[0], candidates)
+        else:
+            output = self._read([[*text, *answer[:-1]]], logits_to_keep=len(answer))
+            predicted, cache = output.logits[0], cache_of(output)
+            if not _crop(cache, len(answer) - 1):
+                # Behind the prompt alone; its question cannot be removed from it.
+                alone = None if prompt.questions else self._read([text], logits_to_keep=1)
+                cache = cache_of(alone)
+            if cache is None:
+                return predicted, None
+            sums = self._behind(cache, predicted[:1], candidates)[1]
+            if not self._same([_log_likelihood(predicted, answer)], sums, candidates[:1]):
+                return predicted, None
         if prompt.questions:
             own = tuple(prompt.ids[prompt.text :].tolist())
             if not _crop(cache, len(own)):
@@ -166,58 +176,51 @@ class AnswerScorer:
             sums = calibrated([sums, *rows[1:]])
         return predicted, sums
 
-    def _from_cache(
-        self, cache: Any, question: Sequence[int], answers: Sequence[Answer]
-    ) -> list[float]:
+    def _from_cache(self, cache: Any, question: Sequence[int], answers: Answers) -> list[float]:
         """Return the sums of answers behind a question, both read behind a copy of a cache."""
         behind = copy.deepcopy(cache)
         first = self._read([question], behind).logits[0, -1:]
-        return self._behind(behind, first, answers)
+        return self._behind(behind, first, answers)[1]
 
-    def _behind(self, cache: Any, first: Tensor, answers: Sequence[Answer]) -> list[float]:
-        """Return the sums of answers behind copies of a cache.
+    def _behind(self, cache: Any, first: Tensor, answers: Answers) -> tuple[Tensor, list[float]]:
+        """Return the logits that predict the first of answers behind copies of a cache, and the sums of all.
 
         `first`, (1, vocabulary), are the logits of the last token in the cache. The last token of an answer is not
         read, as it predicts nothing.
         """
-        sums, count = list[float](), _affordable(cache, len(answers))
+        rows, count = list[Tensor](), _affordable(cache, len(answers))
         for start in range(0, len(answers), count):
             group = answers[start : start + count]
             longest = max(len(answer.ids) for answer in group)
             logits = first.new_empty(len(group), 0, first.shape[-1])
             if longest > 1:
-                rows = copy.deepcopy(cache)
+                copies = copy.deepcopy(cache)
                 if count > 1:
-                    rows.batch_repeat_interleave(len(group))
+                    copies.batch_repeat_interleave(len(group))
                 ends = [answer.ids[-1:] * (longest - len(answer.ids)) for answer in group]
                 texts = [(*one.ids[:-1], *end) for one, end in zip(group, ends, strict=True)]
-                logits = self._read(texts, rows).logits
+                logits = self._read(texts, copies).logits
             for answer, row in zip(group, logits, strict=True):
-                sums.append(_log_likelihood(torch.cat((first, row))[: len(answer.ids)], answer.ids))
-        return sums
+                rows.append(torch.cat((first, row))[: len(answer.ids)])
+        pairs = zip(rows, answers, strict=True)
+        return rows[0], [_log_likelihood(row, answer.ids) for row, answer in pairs]
 
-    def _prefill(self, text: Sequence[int], keep: int) -> Any:
-        """Return the model's output for a text, with the logits of its last tokens; run in pieces if those are set."""
-        ids, most = torch.tensor([text], device=input_device(self.model)), {"logits_to_keep": keep}
-        last = len(text) - max(keep, 2)  # a single token would be a decoding step
-        if (pieces := self.scorer.pieces_of(last)) is None:
-            return self.model(input_ids=ids, use_cache=True, **most)
-        output = None
+    def _in_pieces(self, text: Sequence[int], pieces: Pieces) -> Any:
+        """Return the model's output for the last piece of a text, with the logits of its last token."""
+        ids, output = torch.tensor([text], device=input_device(self.model)), None
         with pieces.attention():
-            for begin, end in (*pieces.bounds(last), (last, len(text))):
+            for begin, end in pieces.bounds(len(text)):
                 behind = pieces.arguments(output, ids, begin, end)
-                output = self.model(input_ids=ids[:, begin:end], **behind, **most)
+                output = self.model(input_ids=ids[:, begin:end], logits_to_keep=1, **behind)
         return output
 
-    def _read(self, texts: Sequence[Sequence[int]], cache: Any) -> Any:
-        """Return the model's output for texts of one length behind a cache."""
+    def _read(self, texts: Sequence[Sequence[int]], cache: Any = None, **options: Any) -> Any:
+        """Return the model's output for texts of one length, behind a cache if there is one."""
         ids = torch.tensor(texts, device=input_device(self.model))
-        name = cache_name(unwrap(self.model)) or CACHES[-1]
-        return self.model(input_ids=ids, use_cache=True, **{name: cache})
+        behind = {} if cache is None else {cache_name(unwrap(self.model)) or CACHES[-1]: cache}
+        return self.model(input_ids=ids, use_cache=True, **behind, **options)
 
-    def _same(
-        self, sums: Sequence[float], others: Sequence[float], answers: Sequence[Answer]
-    ) -> bool:
+    def _same(self, sums: Sequence[float], others: Sequence[float], answers: Answers) -> bool:
         """Return whether the sums of these answers are others, but for rounding."""
         bound = SAME.get(rounding_dtype(self.model), SAME_HALF)
         rows = zip(sums, others, answers, strict=False)
@@ -257,14 +260,11 @@ def calibrated(sums: Sequence[Sequence[float]]) -> list[float]:
     return [round(float(value), 9) for value in information]
 
 
-def _single(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 def _log_likelihood(logits: Tensor, ids: Sequence[int]) -> float:
     """Return the summed log probability of tokens, in float64, from their logits, shape (n, vocabulary)."""
     index = torch.tensor(ids, device=logits.device).unsqueeze(-1)
-    return float(_single(logits).log_softmax(-1).gather(-1, index).double().sum())
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return float(exact.log_softmax(-1).gather(-1, index).double().sum())
 
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
