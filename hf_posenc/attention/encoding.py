@@ -14,6 +14,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import (
     Band,
     DistanceBias,
+    Growing,
     GrowingBands,
     LengthDependent,
     Method,
@@ -333,23 +334,20 @@ class BandPlan(Plan):
         return self._cached(n)
 
 
-class MovingPlan(Plan):
-    """Frequencies that move with the length, by row or by request.
+Changes = tuple[Tensor | None, float | Tensor]
+"""What a length changes: frequencies beyond those that rotated, and the factor on rotated queries."""
 
-    `origin` is the length in force. The host reads it, once for all layers: tables are computed on the CPU and kept.
-    """
 
-    kernel = "buckets"
+class LengthPlan(Plan):
+    """What follows the length of the text: `origin` is the length in force, read by the host once for all layers."""
+
     shares_keys = False
     shares_cache = False
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)
-        assert isinstance(encoding.method, LengthDependent)
+        assert isinstance(encoding.method, Growing)
         self.method, self.original = encoding.method, encoding.original
-        self.exported = 1 if self.method.update == "row" else None
-        self.spec = cast(RopeSpec, encoding.spec)  # `None` where the rotation is
-        self.factor = encoding.factor
 
     def bucket(self, m: Tensor) -> Tensor:
         return self.method.bucket_of(m, self.original)
@@ -357,6 +355,19 @@ class MovingPlan(Plan):
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
         length = self.bucket(m[0, 0]) if lengths is None else lengths[0]
         return length if torch.compiler.is_compiling() else length.cpu()
+
+
+class MovingPlan(LengthPlan):
+    """Frequencies that move with the length, by row or by request; tables are computed on the CPU and kept."""
+
+    kernel = "buckets"
+    method: LengthDependent
+
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding)
+        self.exported = 1 if self.method.update == "row" else None
+        self.spec = cast(RopeSpec, encoding.spec)  # `None` where the rotation is
+        self.factor = encoding.factor
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         moved, factor = self.table(origin, x.device)
@@ -366,10 +377,8 @@ class MovingPlan(Plan):
         moved, _ = self.table(origin, x.device)
         return x if moved is None else self.rotation.of_keys.turn(x, n, moved)
 
-    def table(
-        self, length: int | Tensor, device: torch.device
-    ) -> tuple[Tensor | None, float | Tensor]:
-        """Return what a length changes: frequencies beyond those that rotated, and the factor on rotated queries.
+    def table(self, length: int | Tensor, device: torch.device) -> Changes:
+        """Return what a length changes.
 
         `None` instead of frequencies: it changes nothing. Cos and sin of both sides carry the factor, which all goes to
         the query. Unless compiling, the factor is a number.
@@ -379,13 +388,10 @@ class MovingPlan(Plan):
         length = int(length)
         # The method is part of the answer, so that its id stays its own.
         question = id(self.method), self.original, self.factor, length, device
-        return self.rotation.kept(question, lambda: (self._computed(length, device), self.method))[
-            0
-        ]
+        answer = self.rotation.kept(question, lambda: (self._computed(length, device), self.method))
+        return answer[0]
 
-    def _computed(
-        self, length: int | Tensor, device: torch.device
-    ) -> tuple[Tensor | None, float | Tensor]:
+    def _computed(self, length: int | Tensor, device: torch.device) -> Changes:
         factor = self.method.cos_sin_factor(self.spec, length) * self.factor
         factor = (factor / self.rotation.factor) ** 2
         inv_freq = self.method.frequencies(self.spec, length).float()
@@ -398,19 +404,16 @@ class MovingPlan(Plan):
         return moved.to(device) if changes else None, float(factor)
 
 
-class GrowingPlan(Plan):
-    """Bands whose positions depend on the length of the text. `origin` is the length in force."""
+class GrowingPlan(LengthPlan):
+    """Bands whose positions depend on the length of the text."""
 
     kernel = None
-    shares_keys = False
-    shares_cache = False
     counts_from_zero = True
     exported = 0
+    method: GrowingBands
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)
-        assert isinstance(encoding.method, GrowingBands)
-        self.method, self.original = encoding.method, encoding.original
         self._unmoved = encoding._with(unmoved=True)
         self._fixed: dict[int, BandPlan] = {}
 
@@ -431,12 +434,6 @@ class GrowingPlan(Plan):
                 self._fixed.clear()
             self._fixed[length] = plan
         return plan
-
-    def bucket(self, m: Tensor) -> Tensor:
-        return self.method.bucket_of(m, self.original)
-
-    def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
-        return (self.bucket(m[0, 0]) if lengths is None else lengths[0]).cpu()
 
 
 class XPosPlan(Plan):

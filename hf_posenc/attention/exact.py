@@ -98,11 +98,8 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
             return found
 
         # One method object serves all layers.
-        borders = [
-            0,
-            *call.mask.decided(("changes", id(encoding.method), encoding.original), changes),
-            queries,
-        ]
+        question = "changes", id(encoding.method), encoding.original
+        borders = [0, *call.mask.decided(question, changes), queries]
     for start, stop in itertools.pairwise(borders):
         for begin in range(start, stop, size):
             yield begin, min(begin + size, stop)

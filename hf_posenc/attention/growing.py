@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_posenc.attention.call import Call, CausalMask, Mask
+from hf_posenc.attention.call import Call, CausalMask, Mask, Run
 from hf_posenc.attention.encoding import Encoding, GrowingPlan
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Queries of one causal sequence with one length in force, in some rows of the batch, and the keys they see."""
+    """Queries of one causal sequence with one length in force, and the keys they see."""
 
-    batch: slice
-    queries: slice
-    keys: slice
+    run: Run
     length: int
     mask: Mask
 
@@ -41,20 +39,19 @@ def calls(call: Call, encoding: Encoding) -> Iterator[tuple[slice, slice, Call, 
         ("stretches", id(encoding.method), encoding.original), lambda: [*_stretches(call, plan)]
     )
     for part in stretches:
-        m, n = (
-            x if len(x) == 1 else x[part.batch] for x in (call.query_position, call.key_position)
-        )
+        run = part.run
+        m, n = call.positions_of(run)
         piece = replace(
             call,
-            query=call.query[part.batch, :, part.queries],
-            key=call.key[part.batch, :, part.keys],
-            value=call.value[part.batch, :, part.keys],
-            query_position=m[:, part.queries],
-            key_position=n[:, part.keys],
+            query=call.query[run.batch, :, run.queries],
+            key=call.key[run.batch, :, run.keys],
+            value=call.value[run.batch, :, run.keys],
+            query_position=m,
+            key_position=n,
             mask=part.mask,
             lengths=None,
         )
-        yield part.batch, part.queries, piece, encoding.at_length(part.length)
+        yield run.batch, run.queries, piece, encoding.at_length(part.length)
 
 
 def last(call: Call, encoding: Encoding) -> tuple[Call, Encoding]:
@@ -84,5 +81,6 @@ def _stretches(call: Call, plan: GrowingPlan) -> Iterator[_Stretch]:
                 mask = CausalMask(count, seen - first, call.query.device)
                 if together:  # the whole counts up, so its parts do
                     mask.decided(("count up", False), lambda: True)
-                yield _Stretch(rows, slice(begin, begin + count), slice(first, seen), length, mask)
+                places = slice(begin, begin + count), slice(first, seen)
+                yield _Stretch(Run(rows, *places, seen - first - count), length, mask)
                 begin += count

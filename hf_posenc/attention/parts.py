@@ -101,6 +101,14 @@ class Part:
         return replace(self, rows=placed[0], keys=placed[1], **changes)
 
 
+def apart(part: Part) -> list[Part]:
+    """Return the sequences of a part that share keys, each as a part of its own; other parts as they are."""
+    if part.segments is None or part.segments.counts is None:
+        return [part]
+    pairs = part.segments.pairs
+    return [part.cut(rows, keys, segments=None) for rows, keys in pairs if keys[0] < keys[1]]
+
+
 def in_squares(part: Part, least: int) -> list[Part]:
     """Return the same pairs as rectangles and causal squares, for an operator without windows and alignment.
 
@@ -111,7 +119,7 @@ def in_squares(part: Part, least: int) -> list[Part]:
     (rows, keys), window = part.length, part.window
     past = keys - rows
     if not part.causal or part.segments is not None or rows == 1:
-        return [part]
+        return apart(part)
     if window is None or window >= keys:
         if past == 0:
             return [replace(part, window=None)]
@@ -245,15 +253,17 @@ class _Parts(torch.autograd.Function):
         group = queries[0].shape[1] // value.shape[1]
         # Many parts add to one key, so halves are summed in float32.
         dtype = accumulation_dtype(value.dtype)
-        of_query, of_key = ([getattr(p, name) for p in ctx.parts] for name in ("query", "key"))
+        every = zip(ctx.parts, ctx.states, strict=True)
+        parts = [(piece, state) for part, state in every for piece in apart(part)]
+        of_query, of_key = ([getattr(p, name) for p, _ in parts] for name in ("query", "key"))
 
         def zeros(x: Tensor, parts: int) -> Tensor:
             return torch.zeros_like(x, dtype=dtype if parts > 1 else x.dtype)
 
         grad_queries = [zeros(x, of_query.count(index)) for index, x in enumerate(queries)]
         grad_keys = [zeros(x, of_key.count(index)) for index, x in enumerate(keys)]
-        grad_value = zeros(value, len(ctx.parts))
-        for part, state in zip(ctx.parts, ctx.states, strict=True):
+        grad_value = zeros(value, len(parts))
+        for part, state in parts:
             saved = Saved(
                 part.ordered(part.of_rows(queries[part.query])),
                 part.ordered_keys(part.of_keys(keys[part.key], group, part.first_key)),

@@ -21,8 +21,7 @@ from hf_posenc.attention.rotation import Rotation
 
 Label = tuple[str, int]
 Rectangles = Mapping[Label, Part]
-"""The parts of one sequence, whose first cover all its rows; parts of equal labels are one call over all sequences."""
-
+"""The parts of one sequence, whose first cover all its rows; parts of one name are one call over all sequences."""
 
 Turn = tuple[Rotation, Tensor, tuple[Tensor, Tensor]]
 """A tensor that a rotation turns by tables, as `Rotation.turned` takes them."""
@@ -233,42 +232,32 @@ def three_chunks(rows: int, offset: int, chunk: int) -> Rectangles:
     return parts
 
 
-_TOGETHER = ("intra", "before")
-"""Parts of one sequence whose keys follow one another, so that they are one call too."""
-
-
 def joined(plans: Sequence[tuple[Place, Rectangles]], rows: int, keys: int) -> list[Part]:
-    """Return the calls for all sequences, of `rows` and `keys` in all: one for each label."""
-    by_label: dict[Label, list[Part]] = {}
+    """Return the calls for all sequences, of `rows` and `keys` in all: one for each name."""
+    by_name: dict[str, list[Part]] = {}
     for place, parts in plans:
-        for (name, number), part in parts.items():
-            label = (name, 0) if name in _TOGETHER else (name, number)
+        for (name, _), part in parts.items():
             placed = replace(
                 part,
                 rows=(place.row + part.rows[0], place.row + part.rows[1]),
                 keys=(place.key + part.keys[0], place.key + part.keys[1]),
             )
-            by_label.setdefault(label, []).append(placed)
+            by_name.setdefault(name, []).append(placed)
     calls: list[Part] = []
-    for parts_of_label in by_label.values():
-        first, last = parts_of_label[0], parts_of_label[-1]
+    for named in by_name.values():
+        first, last = named[0], named[-1]
         span, reach = (first.rows[0], last.rows[1]), (first.keys[0], last.keys[1])
         if not calls:  # it defines all rows, those of no sequence too
             span = 0, rows
         segments = None
         # Several, of which one may have no rows, or one between rows of none.
-        if len(parts_of_label) > 1 or span != first.rows:
-            pairs = [
-                (_moved(part.rows, -span[0]), _moved(part.keys, -reach[0]))
-                for part in parts_of_label
-            ]
-            segments = Segments.of(pairs, span[1] - span[0], reach[1] - reach[0])
+        if len(named) > 1 or span != first.rows:
+            (row, end), (key, stop) = span, reach
+            own = ((part.rows, part.keys) for part in named)
+            pairs = [((a - row, b - row), (c - key, d - key)) for (a, b), (c, d) in own]
+            segments = Segments.of(pairs, end - row, stop - key)
         calls.append(replace(first, rows=span, keys=reach, segments=segments, merge=bool(calls)))
     return calls
-
-
-def _moved(ends: tuple[int, int], by: int) -> tuple[int, int]:
-    return ends[0] + by, ends[1] + by
 
 
 def _by_bucket(

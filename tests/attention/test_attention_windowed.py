@@ -24,7 +24,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused import EMPTY, Saved, Segments, Shape, one_segment
 from hf_posenc.attention.fused.flash4 import Flash4
 from hf_posenc.attention.fused.pytorch import CudaFlash, CudnnAttention
-from hf_posenc.attention.parts import attend_parts
+from hf_posenc.attention.parts import Part, apart, attend_parts, in_squares
 from hf_posenc.attention.windowed import Place, Rectangles, causal, joined
 from hf_posenc.methods import RotaryBands, get_method
 from hf_posenc.methods.bands import Band, same
@@ -163,7 +163,31 @@ def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int
     assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(causal=True), Shape(causal=True, window=7)])
+SHARING = Segments.of([((2, 10), (0, 12)), ((10, 24), (0, 20))], 24, 30)
+
+
+def test_sequences_that_share_keys() -> None:
+    """Rows in none have no keys, and each is a part of its own where an operator does not take them together."""
+    assert (SHARING.queries, SHARING.counts, SHARING.longest) == (
+        (0, 2, 10, 24),
+        (0, 12, 20),
+        (14, 20),
+    )
+    part = Part((5, 29), (3, 33), segments=SHARING, merge=True)
+    pieces = [((7, 15), (3, 15)), ((15, 29), (3, 23))]
+    assert [(piece.rows, piece.keys) for piece in apart(part)] == pieces
+    assert in_squares(part, 3) == apart(part)
+    query, key = torch.randn(1, 2, 24, 8), torch.randn(1, 1, 30, 8)
+    out, lse, _ = EMULATED.forward(query, key, key, Shape(segments=SHARING))
+    assert (lse[:, :, :2] == EMPTY).all()
+    alone, _, _ = EMULATED.forward(query[:, :, 10:], key[:, :, :20], key[:, :, :20], Shape())
+    torch.testing.assert_close(out[:, :, 10:], alone)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(), Shape(causal=True), Shape(causal=True, window=7), Shape(segments=SHARING)],
+)
 def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
     """Names, order and shapes of arguments and results; nothing is computed."""
     flash, half = CudaFlash(), functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -173,6 +197,8 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
     assert out.shape == query.shape
     assert lse.shape == query.shape[:3]
     assert lse.dtype == torch.float32
+    if shape.segments is SHARING:
+        return  # its sequences get a backward each
     grads = flash.backward(out, Saved(query, key, key, out, lse), shape, state)
     assert [x.shape for x in grads] == [x.shape for x in (query, key, key)]
 

@@ -36,12 +36,14 @@ class EmulatedFlash(CudaFlash):
             (shape.scaling, *shape.limits, shape.softcap or 0.0),
         )
         assert len(segments.queries) == 2 or segments.longest[0] > 1  # else heads become rows
-        return *_attend(query, key, value, *segments.on(query.device), *form), None
+        starts = (*segments.on(query.device), None)[:3]
+        return *_attend(query, key, value, *starts, *form), None
 
     def attend_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         starts = shape.sequences(saved.query, saved.key).on(grad.device)
+        assert len(starts) == 2  # keys that are shared have no backward
         form = shape.scaling, *shape.limits, shape.softcap or 0.0
-        every: Gradients = _attend_backward(grad, *saved, *starts, *form)
+        every: Gradients = _attend_backward(grad, *saved, *starts, None, *form)
         return every
 
 
@@ -56,7 +58,7 @@ class EmulatedCudnn(CudnnAttention):
 
     def square(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         (q, k, v), starts = _in_segments(query, key, value), _ends(query, key)
-        out, lse = _attend(q, k, v, *starts, shape.scaling, *shape.limits, 0.0)
+        out, lse = _attend(q, k, v, *starts, None, shape.scaling, *shape.limits, 0.0)
         batch = len(query)
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
         return _in_batch(out, batch), lse, None
@@ -64,7 +66,7 @@ class EmulatedCudnn(CudnnAttention):
     def square_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
         given = _in_segments(grad, *saved[:4])
         lse, starts = saved.lse.transpose(0, 1).flatten(1), _ends(saved.query, saved.key)
-        every = _attend_backward(*given, lse, *starts, shape.scaling, *shape.limits, 0.0)
+        every = _attend_backward(*given, lse, *starts, None, shape.scaling, *shape.limits, 0.0)
         of_query, of_key, of_value = (_in_batch(x, len(grad)) for x in every)
         return of_query, of_key, of_value
 
@@ -98,17 +100,19 @@ def _chunks(batch: int, length: int, device: torch.device) -> Tensor:
     return starts[: batch + 1]
 
 
-def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, right: int) -> Tensor:
+def _visible(
+    rows: int, keys: int, starts: tuple[Tensor, Tensor, Tensor | None], left: int, right: int
+) -> Tensor:
     """The visible pairs, bool, (rows, keys): of one sequence, and aligned to its bottom right."""
-    device = starts[0].device
-    places = []
-    for count, start in zip((rows, keys), starts, strict=True):
-        index = torch.arange(count, device=device)
-        number = torch.searchsorted(start, index, right=True) - 1
-        places.append((number, index - start[number + 1]))  # from the end of its sequence
-    (own, row), (other, column) = places
-    distance = row[:, None] - column
-    visible = own[:, None] == other
+    queries, first, counts = starts
+    row, column = (torch.arange(count, device=queries.device) for count in (rows, keys))
+    own = torch.searchsorted(queries, row, right=True) - 1
+    ends = first[1:] if counts is None else first[:-1] + counts
+    begin, end = first[own][:, None], ends[own][:, None]
+    distance = (row - queries[own + 1])[:, None] - (
+        column - end
+    )  # both from the end of its sequence
+    visible = (column >= begin) & (column < end)
     if right >= 0:
         visible &= distance >= -right
     if left >= 0:
@@ -116,7 +120,7 @@ def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, rig
     return visible
 
 
-_FORM = "Tensor query_starts, Tensor key_starts, float scaling, int left, int right, float softcap"
+_FORM = "Tensor query_starts, Tensor key_starts, Tensor? counts, float scaling, int left, int right, float softcap"
 
 
 def _scores(query: Tensor, key: Tensor, *form: Any) -> Tensor:
@@ -126,7 +130,7 @@ def _scores(query: Tensor, key: Tensor, *form: Any) -> Tensor:
     every = key.to(dtype).repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query.to(dtype), every) * scaling
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    visible = _visible(len(query), len(key), (starts[0], starts[1]), left, right)
+    visible = _visible(len(query), len(key), (starts[0], starts[1], starts[2]), left, right)
     return scores.masked_fill_(~visible, -math.inf)
 
 

@@ -59,10 +59,8 @@ class Case:
     gradients: bool = False
 
     def __str__(self) -> str:
-        backward = " with backward" if self.gradients else ""
-        return (
-            f"{self.backend}, {self.kind}{backward}, {self.dtype}, head dimension {self.head_dim}"
-        )
+        kind = self.kind + " with backward" * self.gradients
+        return f"{self.backend}, {kind}, {self.dtype}, head dimension {self.head_dim}"
 
 
 def case_of(backend: Backend, call: Call, encoding: Encoding) -> Case:

@@ -106,6 +106,5 @@ def main(task: Mapping[str, Any], backend_of: Callable[[str], Backend]) -> None:
             faulthandler.dump_traceback_later(task["hanging"], exit=True)
             case = Case(**values)
             found = check(backend_of(case.backend), case, device)
-            print(
-                json.dumps({"case": index, "found": found and asdict(found)}), file=out, flush=True
-            )
+            answer = {"case": index, "found": found and asdict(found)}
+            print(json.dumps(answer), file=out, flush=True)

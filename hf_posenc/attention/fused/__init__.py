@@ -20,6 +20,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """Those of query, key and value."""
 
 
+Pairs = Sequence[tuple[tuple[int, int], tuple[int, int]]]
+"""First rows and ends, with first keys and ends."""
+
+
 @dataclass(frozen=True, eq=False)
 class Segments:
     """Sequences that lie one behind the other in one call, each of which attends to itself alone.
@@ -27,20 +31,19 @@ class Segments:
     Attributes:
         queries: Where each sequence starts among the rows, and the end; from 0.
         keys: The same among the keys. A sequence without keys gives rows of zeros and a log-sum-exp of `EMPTY`.
+        counts: The numbers of keys, of sequences that share some: no operator has a backward for these (`apart`).
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    _tensors: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    counts: tuple[int, ...] | None = None
+    _tensors: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-        rows: int,
-        keys: int,
-    ) -> Segments:
+    def of(cls, pairs: Pairs, rows: int, keys: int) -> Segments:
         """Return the sequences of (first row, end), (first key, end), in order; the rest attends to nothing."""
+        if any(one[1][1] > other[1][0] for one, other in itertools.pairwise(pairs)):
+            return cls._sharing(pairs, rows)
         queries, starts = [0], [0]
         for (first, end), (begin, stop) in (*pairs, ((rows, rows), (keys, keys))):
             # Rows in no sequence are one without keys; keys in none are one without rows.
@@ -50,6 +53,24 @@ class Segments:
                     starts.append(key)
         return cls(tuple(queries), tuple(starts))
 
+    @classmethod
+    def _sharing(cls, pairs: Pairs, rows: int) -> Segments:
+        # The end of each sequence, its first key and its number of keys; rows in none are one without keys.
+        edges = [(0, 0, 0)]
+        for (first, end), (begin, stop) in (*pairs, ((rows, rows), (0, 0))):
+            for edge in ((first, 0, 0), (end, begin, stop - begin)):
+                if edge[0] > edges[-1][0]:
+                    edges.append(edge)
+        ends, starts, counts = zip(*edges, strict=True)
+        return cls(ends, (*starts[1:], 0), counts[1:])
+
+    @functools.cached_property
+    def pairs(self) -> Pairs:
+        """The sequences as (first row, end), (first key, end)."""
+        counts = self.counts or [end - first for first, end in itertools.pairwise(self.keys)]
+        keys = [(first, first + count) for first, count in zip(self.keys, counts, strict=False)]
+        return [*zip(itertools.pairwise(self.queries), keys, strict=True)]
+
     @property
     def longest(self) -> tuple[int, int]:
         """At least the number of rows and of keys of the longest sequence of each.
@@ -57,27 +78,25 @@ class Segments:
         Of several sequences, rows are never said to be 1 at most: FlashAttention-2 then assumes one row in each, takes
         grouped heads for rows and misplaces their log-sum-exps.
         """
-        rows = _longest(self.queries)
-        return max(rows, 2) if len(self.queries) > 2 else rows, _longest(self.keys)
+        rows, keys = (
+            max(end - first for first, end in each) for each in zip(*self.pairs, strict=True)
+        )
+        return max(rows, 2) if len(self.queries) > 2 else rows, keys
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return both starts as int32 tensors, copied to a device once."""
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return both starts, and any `counts`, as int32 tensors, copied to a device once."""
         if device not in self._tensors:
-            pair = (_starts(starts, device) for starts in (self.queries, self.keys))
-            self._tensors[device] = tuple(pair)  # type: ignore[assignment]
+            numbers = (self.queries, self.keys, self.counts)
+            self._tensors[device] = tuple(_copied(x, device) for x in numbers if x is not None)
         return self._tensors[device]
 
 
-def _starts(starts: Sequence[int], device: torch.device) -> Tensor:
+def _copied(starts: Sequence[int], device: torch.device) -> Tensor:
     first, *_, end = starts
     if len(starts) == 2 and end > first:  # no copy, for which the host would wait
         return torch.arange(first, end + 1, end - first, dtype=torch.int32, device=device)
     copied = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
     return copied.to(device, non_blocking=True)
-
-
-def _longest(starts: Sequence[int]) -> int:
-    return max((end - first for first, end in itertools.pairwise(starts)), default=0)
 
 
 EMPTY = -1e30

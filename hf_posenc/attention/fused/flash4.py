@@ -59,9 +59,9 @@ def _given(
         options["softcap"] = shape.softcap
     if len(segments.queries) == 2:
         return tuple(x.unsqueeze(0) for x in tensors), options
-    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    lengths = (*segments.on(tensors[0].device), *segments.longest)
-    return tensors, options | dict(zip(names, lengths, strict=True))
+    names = "max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
+    lengths = (*segments.longest, *segments.on(tensors[0].device))
+    return tensors, options | dict(zip(names, lengths, strict=False))
 
 
 @functools.cache

@@ -75,7 +75,8 @@ class CudaFlash(Fused):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         q, k, v = (_flattened(x) for x in (query, key, value))
         out, lse, state = self.attend(q, k, v, shape)
-        if shape.segments is not None:
+        pairs = () if shape.segments is None else shape.segments.pairs
+        if any(rows[0] < rows[1] and keys[0] == keys[1] for rows, keys in pairs):
             lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY, neginf=EMPTY)
         return out.transpose(0, 1)[None], lse[None], state
 
@@ -89,8 +90,9 @@ class CudaFlash(Fused):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         """Call the operator on tensors (length, heads, features); the log-sum-exp is (heads, rows)."""
         segments, (left, right) = shape.sequences(query, key), shape.limits
-        given = (query, key, value, *segments.on(query.device), *segments.longest)
-        sizes = {"window_size_left": left, "window_size_right": right}
+        *starts, used = (*segments.on(query.device), None)[:3]
+        given = (query, key, value, *starts, *segments.longest)
+        sizes = {"window_size_left": left, "window_size_right": right, "seqused_k": used}
         causal = (left, right) == (-1, 0)
         operator = ATEN._flash_attention_forward
         out, lse, *state = operator(*given, 0.0, causal, False, scale=shape.scaling, **sizes)

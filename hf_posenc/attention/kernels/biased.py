@@ -28,10 +28,6 @@ from hf_posenc.attention.toeplitz import DROPPED as DROPPED
 from hf_posenc.attention.toeplitz import LEAST
 from hf_posenc.methods import T5, ALiBi, DistanceBias, KerplePower
 
-LAUNCHES = 2
-"""Launches by one call of the operator: windows (of closed forms), and attention."""
-BACKWARD_LAUNCHES = 2
-"""Launches of its backward: queries, and keys with values. The gradient of a table by distance is a third."""
 _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor query_position, Tensor key_position,"
     " str bias, Tensor first, Tensor? second, float scaling"
@@ -43,22 +39,12 @@ _SCHEMA = (
     mutates_args=(),
     schema=f"({_SCHEMA}, bool kept) -> (Tensor, Tensor, Tensor)",
 )
-def biased(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_position: Tensor,
-    key_position: Tensor,
-    bias: str,
-    first: Tensor,
-    second: Tensor | None,
-    scaling: float,
-    kept: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def biased(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute causal attention in which query i sees the keys up to `keys - queries + i`.
 
-    Tensors are those of `Call`, float32 or halves; `bias`, `first` and `second` are `Operands`. All but positions and
-    `second` of a table get gradients; that of a table by distance needs positions that count up.
+    It launches the windows of closed forms, then attention. Arguments are those of the schema. Tensors are those of
+    `Call`, float32 or halves; `bias`, `first` and `second` are `Operands`. All but positions and `second` of a table
+    get gradients; that of a table by distance needs positions that count up.
 
     Returns:
         The output, that of `output_like`. For its backward, with `kept`, the log-sum-exp of each row in units of log2,
@@ -67,9 +53,10 @@ def biased(
     """
     from hf_posenc.attention.kernels import biased_triton
 
+    m, n, bias, first, second, scaling, kept = given
     batch, heads, rows, _ = query.shape
     keys, group = key.shape[2], heads // key.shape[1]
-    positions, sizes = _positions(batch, query_position, key_position), _sizes(query, value)
+    positions, sizes = _positions(batch, m, n), _sizes(query, value)
     small = _small(query, value)
     tile = 64 if small else 128
     out, lse, windows = _results(query, value, bias, kept)

@@ -26,8 +26,6 @@ from hf_posenc.attention.kernels import (
 from hf_posenc.attention.kernels.bands import UNTURNED, scheme_of
 from hf_posenc.attention.kernels.biases import Operands, operands_of
 
-LAUNCHES = 2
-"""Launches by one call of the operator: the shares, and their merge."""
 _ROWS = 64
 """Queries of the heads that share a key head, in one program; more than that read the keys again."""
 _SPLITS = 64
@@ -37,7 +35,7 @@ _SCHEME = "_kernel_scheme"
 
 
 def _decode(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
-    """Compute attention of a few queries over all cached keys, in `LAUNCHES` launches and without a wait.
+    """Compute attention of a few queries over all cached keys, in two launches and without a wait.
 
     Arguments are those of the schema below. Tensors are those of `Call`, float32 or halves, with `visible` of
     `Mask.rows`; `bias`, `first` and `second` are `Operands`; `inv_freq`, (pairs,), is float32, and `None` if nothing is
