@@ -132,6 +132,7 @@ COLUMNS = {
     "flash attention 4, table": "FlashAttention-4",
     "cudnn": "cuDNN",
     "cuda flash, triton": "PyTorch's flash",
+    "cuda flash": "PyTorch's flash, without Triton",
     "triton biased": "Triton",
     "triton decode": "Triton",
     **dict.fromkeys(("moving", "few", "exact"), "PyTorch"),

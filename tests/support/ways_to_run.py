@@ -534,7 +534,7 @@ PAGE_TEXT = """\
 Autocast, threads, checkpointing, quantized weights, tensor parallelism: look up here whether a patched model may be run
 in your way. Whatever runs unpatched runs patched, as precisely, or is refused with the reason. Below are ways to run a
 model, and kinds of patches. Each cell is a test (`tests/model/test_ways_to_run.py`) on a tiny model. It
-compares logits of a whole text, logits of steps with a cache (not of T5), generated tokens or gradients with
+compares logits of a whole text, logits of steps with a cache (not of BERT and T5), generated tokens or gradients with
 those of the same patch in float64. The error is at most four times that of the unpatched model in the same
 way, plus 1e-4 of the largest value.
 
