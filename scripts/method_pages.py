@@ -19,7 +19,7 @@ from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import METHODS, LengthDependent, Method, TableFilter
+from hf_posenc.methods import METHODS, T5, LengthDependent, Method, TableFilter
 from hf_posenc.methods.facts import facts, knob_rows
 from hf_posenc.training.options import RECIPES, read_yaml
 from scripts import evidence_page
@@ -46,7 +46,10 @@ _NO_CONFIG = (
 def method_facts(method: type[Method]) -> str:
     """Return the table of facts, and that of the knobs."""
     rows = [*facts(method).items()]
-    rows.insert(-1, ("Saved model loads in", loads_in(method)))
+    loads = loads_in(method)
+    if issubclass(method, T5):
+        loads = f'of a T5 model with `mode="max_distance"`: transformers. Else {loads}'
+    rows.insert(-1, ("Saved model loads in", loads))
     table = markdown_table(["", ""], [[f"**{label}**", _cell(fact)] for label, fact in rows])
     knobs = [[f"`{k}`", _default(d), _cell(meaning)] for k, d, meaning in knob_rows(method)]
     return f"{table}\n\n{markdown_table(['knob', 'default', 'what it is'], knobs) if knobs else 'No knobs.'}"

@@ -1,7 +1,7 @@
 """The methods: the mathematics and nothing else. Never imports transformers.
 
 Functions that compute import torch themselves, since a wrong name or option is refused before that takes seconds.
-Every module of this package is imported here, and a method is registered by its definition
+Every module with methods is imported here, and a method is registered by its definition
 (`Method.__init_subclass__`): a new file needs no entry anywhere. The imports below let editors and
 mypy see the names; a class that is not among them can be imported from here all the same.
 """

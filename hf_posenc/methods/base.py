@@ -92,12 +92,12 @@ class Method:
         seam: Where the method lands in a model; two methods on one seam exclude each other.
         beside: Seams of the methods that a list may have beside it; on the seam of frequencies, its filters.
         beside_kept: Those beside a bias with `keep_rope`.
-        length_dependent: True if its result depends on the length of the running sequence.
-        follows_text: True if it scales as far as the text needs and takes no target length.
-        reads_length: True if it cannot do without the context length of the training.
+        length_dependent: True if its frequencies depend on the length of the running sequence.
+        follows_text: True if it needs no target length, and takes none but in the place of a table of positions.
+        reads_length: False if it is patched without a context length of the training too.
         trainable: True if it adds parameters to train.
         trainable_with: The knob with which a method adds some that otherwise has none, in words.
-        bidirectional: True if it is defined for keys after the query too, as encoders read them.
+        bidirectional: True if it computes attention to keys after the query too, as encoders read them.
         for_rotary: True if models with a rotary embedding take it.
         for_causal: True if it is meant for models that read what is before a token alone.
     """
@@ -227,7 +227,7 @@ class Method:
 class RopeScaling(Method):
     """A method that changes only the rotary frequencies and a factor on cos and sin.
 
-    Attention, cache and backend stay the model's own, so the method costs nothing.
+    Without `update`, or with `"sequence"`, attention, cache and backend stay the model's own, at no cost.
 
     Args:
         filters: What changes the finished table, in order. `patch_model` sets it from a list.
@@ -270,7 +270,7 @@ class RopeScaling(Method):
         return frequencies
 
     def scale_at(self, rope: RopeSpec, length: Length) -> float | Tensor:
-        """Return the scale `s` in force; 1 for a method without one."""
+        """Return the scale `s` that the frequencies have; 1 for a method without one."""
         return 1.0
 
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
@@ -383,8 +383,8 @@ class Dynamic(LengthDependent):
 def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
     """Return the length in force for a query at position m with `update="row"`, of m's shape, int64.
 
-    It is `L` for positions up to the original length `L`, and `L + ceil((m + 1 - L) / bucket) * bucket`
-    past it: `L` and as many whole buckets as hold the position.
+    It is `L` for positions below the original length `L`, and `L + ceil((m + 1 - L) / bucket) * bucket`
+    from there on: `L` and as many whole buckets as hold the position.
 
     Args:
         m: Positions, an integer tensor of any shape.

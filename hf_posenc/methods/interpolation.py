@@ -106,7 +106,7 @@ class DiffusionNTK(Scaled):
 
     `b' = (2 s L / 2 pi) ** (d / d_crit)` with the critical dimension `d_crit = 2 ceil(d/2 log_b(2 L / 2 pi))`. These
     are the features whose pairs made a full turn over the `2 L` relative positions that such a model met in training,
-    from `-(L-1)` to `L-1`; the slowest of them makes one over the `2 s L` of the target. A base below the model's own,
+    from `-(L-1)` to `L-1`; the next slower pair makes one over the `2 s L` of the target. A base below the model's own,
     which the rounding gives for a scale near 1, is not taken.
 
     Args:

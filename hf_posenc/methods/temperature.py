@@ -1,4 +1,4 @@
-"""Temperature: a factor on the queries that grows with the length of the text, by one of several published laws."""
+"""Temperature: a factor on the queries, by one of several published laws; most grow with the length of the text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Temperature(Method):
 
     name = "temperature"
     aliases = ("attention_temperature",)
-    summary = "the query times a factor that grows with m, by a law"
+    summary = "the query times a factor by a law; most grow with m"
     source = "arXiv 2501.19399, 2309.00071; Llama 4; Ministral 3"
     needs = "nothing (ssmax: fine-tuning)"
     trainable_with = 'with law="ssmax"'
