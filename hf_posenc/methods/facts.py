@@ -26,7 +26,8 @@ def facts(method: type[Method]) -> dict[str, str]:
             "Frequencies: each query has the rotary table of its length, in an attention of hf_posenc; with "
             'update="sequence" attention stays the model\'s own'
         )
-    found |= {"Also": ", ".join(method.aliases)} if method.aliases else {}
+    if method.aliases:
+        found["Also"] = ", ".join(method.aliases)
     adds = "yes" if method.trainable else method.trainable_with or "no"
     found |= {"Needs": method.needs, "Adds parameters": adds}
     if method.length_dependent or method.follows_text:
@@ -45,7 +46,7 @@ def facts(method: type[Method]) -> dict[str, str]:
 def composes_with(method: type[Method]) -> str:
     """Return the methods that a list may have beside a method, in words."""
     bands = method.seam != "attention" and "attention" in (*method.beside, *method.beside_kept)
-    kept = f"a bias with keep_rope=True{'' if bands else ' (not shaw, transformer_xl)'}"
+    kept = "a bias with keep_rope=True" + " (not shaw, transformer_xl)" * (not bands)
     words = {
         "rotary": "a frequency method" if bands else "a static frequency method",
         "attention": "rotary bands, xpos, rope_bias",

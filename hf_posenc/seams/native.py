@@ -56,8 +56,8 @@ class NativeSeam:
         raise NotImplementedError
 
     def trained(self, model: nn.Module, state: Record, method: Method) -> bool:
-        """Return whether tensors of a patch in force were trained, so that undoing it would lose something."""
-        return False
+        """Return whether undoing a patch in force would lose what was, or could have been, trained."""
+        return method.trainable
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Read the patch back: the cells of a table, its heading first."""

@@ -247,6 +247,9 @@ class TestSecondPatch:
         for replace in (False, True):
             with pytest.raises(PosencError, match=r"would be lost.*save_patch\(model, folder\)"):
                 patch_model(model, "yarn", scale=4, replace=replace)
+        of_table = patch_model(zoo.build("gpt2"), "kerple_log")
+        with pytest.raises(PosencError, match=r"would be lost.*save_pretrained"):
+            patch_model(of_table, "alibi", replace=True)
         with pytest.raises(PosencError, match=r"already patched with kerple_log.*unpatch_model"):
             hf_posenc.load_patch(model, tmp_path)
         with patched(model, "yarn", scale=4, replace=True):
