@@ -63,7 +63,10 @@ def perplexities(name: str, protocols: str = "", *controls: str) -> str:
     documents = ", ".join(f"`{Path(each['name']).name}`" for each in result.documents)
     chosen = protocols.split(",") if protocols else result.settings.protocols
     defined = "; ".join(f"*{each}*: {result.settings.definition(each)}" for each in chosen)
-    missing = set(results.specs(result.command or "")) - {e.spec for e in result.candidates}
+    cells = {(each.method, each.protocol, each.length) for each in result.records}
+    every = {cell[1:] for cell in cells}
+    whole = {e.spec for e in result.candidates if all((e.label, *each) in cells for each in every)}
+    missing = set(results.specs(result.command or "")) - whole
     gone = f" Not measured to the end: {', '.join(sorted(missing))}." if missing else ""
     tables = _perplexities(result, result.records, chosen, *controls)
     return f"{_about(name, result)} {defined}.{gone} {len(result.documents)} documents: {documents}.\n\n{tables}"
