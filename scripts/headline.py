@@ -36,7 +36,7 @@ def headline() -> str:
     columns = {
         f"new code of {length:,} tokens": _named(at(cells, "prefix", length)),
         f"its last {code.settings.tail_tokens:,} tokens": _named(at(cells, "tail", length)),
-        f"novels of {length:,} tokens": _named(at(books, "prefix", length)),
+        f"books of {length:,} tokens": _named(at(books, "prefix", length)),
         f"code of {original:,} tokens": _named(at(cells, "prefix", original))
         | {"dynamic_yarn": "1 (as unpatched)"},
         f"passkeys in {longest:,} tokens": _answered(),
@@ -65,10 +65,10 @@ def headline() -> str:
         "dequantized, and nothing below changes them. **On new code at twice that length, `self_extend` is "
         f"significantly better than cutting the text, by {gain:.1f} % over whole texts. It answers {lost} of the "
         f"{lost} passkeys (numbers hidden in a text) that cutting loses. So does `yarn`, which makes short texts "
-        "worse. On novels, cutting the text is as good.** Perplexities are multiples of those of "
+        "worse. On books, cutting the text is as good.** Perplexities are multiples of those of "
         f"`{TRUNCATION}`, the unpatched model on the last {original:,} tokens: below 1 is a gain. Bold: significantly "
         f"different; empty: not measured.\n\n{_joined(columns, SHOWN)}\n\n"
-        f"- Code: {len(code.documents)} files that are newer than the model; novels: the beginnings of "
+        f"- Code: {len(code.documents)} files that are newer than the model; books: the beginnings of "
         f"{len(novels.documents)}; both on an H100. Passkeys: on a CPU. Prefill: one layer of 8B size on an H200 with "
         "the best kernel, in multiples of plain attention. vLLM's plug-in was tried on a CPU so far.\n"
         "- [`hf-posenc extend`](docs/extend.md#on-a-real-model) on ten files of new code: "
