@@ -26,6 +26,7 @@ from hf_posenc.training.train import finetune, parse_arguments, resolve_lengths
 from tests.support import zoo
 from tests.support.live_bytes import LiveBytes
 from tests.support.selection import late
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer
 
 TOKENS, CHUNK = 512, 64
 DTYPES = (torch.float32, torch.bfloat16)
