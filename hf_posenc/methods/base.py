@@ -31,15 +31,17 @@ LARGEST = 2**31 - 1
 """The largest whole number of a field: positions are compared with it."""
 
 
-def number(low: float, *, above: bool = False) -> Mapping[str, Any]:
-    """Metadata of a field: a finite number of at least `low`, or, with `above`, greater than it."""
+def number(low: float, *, above: bool = False, most: float = math.inf) -> Mapping[str, Any]:
+    """Metadata of a field: a finite number of at least `low` (with `above`, greater than it) and at most `most`."""
+    least = math.nextafter(low, math.inf) if above else low
+    bounds = f"{'above' if above else 'of at least'} {low:g}"
+    bounds += f" and at most {most:g}" * math.isfinite(most)
 
     def valid(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return math.isfinite(value) and (value > low if above else value >= low)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        return plain and least <= value <= most and math.isfinite(value)
 
-    return {"values": f"a number {'above' if above else 'of at least'} {low:g}", "valid": valid}
+    return {"values": f"a number {bounds}", "valid": valid}
 
 
 def count(low: int = 1) -> Mapping[str, Any]:

@@ -51,9 +51,9 @@ class LongRoPE(LengthDependent):
     short_factor: Sequence[float] = field(metadata=_DIVISORS)
     long_factor: Sequence[float] = field(metadata=_DIVISORS)
     scale: float = field(default=1.0, metadata=number(1))
-    attention_factor: float | None = None
-    short_mscale: float | None = None
-    long_mscale: float | None = None
+    attention_factor: float | None = field(default=None, metadata=number(0, above=True))
+    short_mscale: float | None = field(default=None, metadata=number(0, above=True))
+    long_mscale: float | None = field(default=None, metadata=number(0, above=True))
     update: str = field(default="sequence", metadata=choice(*UPDATES))
 
     def __post_init__(self) -> None:

@@ -67,8 +67,8 @@ class _PartialNTK(RopeScaling):
         gamma_1: Turns below which it does not count.
     """
 
-    ntk_factor: float = field(default=1.0, metadata=number(0))
-    extrapolation_factor: float = field(default=1.0, metadata=number(0))
+    ntk_factor: float = field(default=1.0, metadata=number(0, most=1))
+    extrapolation_factor: float = field(default=1.0, metadata=number(0, most=1))
     beta_0: float = field(default=1.25, metadata=number(0, above=True))
     beta_1: float = field(default=0.75, metadata=number(0, above=True))
     gamma_0: float = field(default=16.0, metadata=number(0, above=True))
@@ -289,7 +289,7 @@ class Llama3(Scaled):
     needs = "nothing (fine-tuning helps)"
 
     low_freq_factor: float = field(default=1.0, metadata=number(0, above=True))
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = field(default=4.0, metadata=number(0, above=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -397,10 +397,7 @@ def _tables(model: nn.Module) -> Iterator[Found]:
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
-    """Return whether inner products of rows from `start` on, along an axis, depend on the distance alone.
-
-    Of a table without values, on the meta device, return False.
-    """
+    """Return whether inner products of rows from `start` on depend on the distance alone; False on the meta device."""
     if table.is_meta:
         return False
     rows = table.detach().movedim(axis, 0).flatten(1).double()[start:][:64]
