@@ -182,19 +182,25 @@ def _count(share: float, samples: int, interval: tuple[float, float]) -> str:
     return f"{share * samples:.0f} of {samples} ({percent_range(interval)})"
 
 
-def pairs(name: str, first: str) -> str:
-    """Return how a method's answers in the longest prompts differ from every other method's, prompt by prompt."""
+def pairs(name: str, first: str, by: str = "correct") -> str:
+    """Return how a method's answers in the longest prompts differ from every other method's, prompt by prompt.
+
+    `by` is `"correct"`, or `"rank"`: prompts in which the answer is ranked first are counted.
+    """
     result = result_of(name, "retrieval")
     records = pandas.DataFrame(map(vars, result.records)).query("length == length.max()")
-    correct = records.pivot(index=["task", "depth", "sample"], columns="method", values="correct")
+    records[by] = records[by] == 1
+    correct = records.pivot(index=["task", "depth", "sample"], columns="method", values=by)
     gains = correct.astype(int).drop(columns=first).rsub(correct[first].astype(int), axis=0)
     counts = pandas.DataFrame({"more": (gains > 0).sum(), "fewer": (gains < 0).sum()})
     tests = math.comb(len(correct.columns), 2)
     chances = (min(1.0, tests * mcnemar(*row)) for row in counts.to_numpy().tolist())
     counts["p"] = [f"{chance:.2g}" for chance in chances]
+    verb = "answers" if by == "correct" else "ranks first"
+    corrected = f", corrected for all {tests} pairs of methods by Bonferroni" if tests > 1 else ""
     return (
-        f"Prompt by prompt at {max(result.settings.lengths):,} tokens, `{first}` answers so many more and fewer than "
-        f"another method (exact McNemar tests, corrected for all {tests} pairs of methods by Bonferroni):\n\n"
+        f"Prompt by prompt at {max(result.settings.lengths):,} tokens, `{first}` {verb} so many more and fewer than "
+        f"another method (exact McNemar tests{corrected}):\n\n"
         f"{table(dict(counts.items()))}"
     )
 

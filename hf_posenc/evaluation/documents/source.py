@@ -44,6 +44,7 @@ IN_MEMORY = 1 << 20
 
 # Every character that `str.split` splits at; none lies behind the ideographic space.
 _SPACES = [point for point in range(0x3001) if chr(point).isspace()]
+_ROWS = re.compile(r"\.(jsonl|ndjson|parquet)")
 
 
 def read_embedded() -> Iterator[Document]:
@@ -137,25 +138,24 @@ def refuse_ignored(options: DocumentOptions) -> None:
     paths, hub = [Path(path).expanduser() for path in options.text or ()], options.dataset
     saved = any(map(is_saved, paths if hub is None else (*paths, Path(hub))))
     on_hub, rows = hub is not None and not saved, hub is not None or saved
-    files = itertools.chain.from_iterable(map(files_of, map(str, options.text or ())))
-    names = (printable(file) for file in files if isinstance(file, Path))
-    with_rows = (end in name for name in names for end in (".jsonl", ".ndjson", ".parquet"))
+    texts = (str(path) for path in paths if not is_name(str(path)))
+    files = (file for text in texts for file in files_of(text))
+    with_rows, others = itertools.tee(bool(_ROWS.search(file.name)) for file in files)
     column = "rows (a --dataset, JSON lines or parquet) without --tokenized"
     users: dict[str, tuple[str, Iterable[bool]]] = {
         "config": ("a --dataset on the hub", [on_hub]),
         "split": ("a --dataset", [rows]),
         "streaming": ("a --dataset on the hub", [on_hub]),
         "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
-        "encoding": ("files in --text", (not is_name(str(path)) for path in paths)),
+        "encoding": ("files of text in --text", (not each for each in others)),
     }
     for name, (user, uses) in users.items():
         value = getattr(options, name)
         if value != getattr(DocumentOptions, name) and not any(uses):
             given = f"--{name.replace('_', '-')} {value}"
             given = "--no-streaming" if name == "streaming" else given
-            raise PosencError(
-                f"{given} is for {user}, and nothing here would use it: leave it out."
-            )
+            reason = "and nothing here would use it: leave it out."
+            raise PosencError(f"{given} is for {user}, {reason}")
 
 
 def check_readable(source: Source, paths: Sequence[str]) -> None:

@@ -82,8 +82,9 @@ def test_text_in_other_encodings(size: int, tmp_path: Path) -> None:
     assert str(getattr(refused, "reason", "")) == "UTF-16: give --encoding utf-16"
     with pytest.raises(PosencError, match="--encoding rot13: Python has no such encoding of text"):
         list(read_paths([path], encoding="rot13"))
-    with pytest.raises(PosencError, match="--encoding ascii is for files in --text, and nothing"):
-        refuse_ignored(DocumentOptions(text=["code"], encoding="ascii"))
+    for text in ("code", "a.jsonl"):
+        with pytest.raises(PosencError, match="--encoding ascii is for files of text"):
+            refuse_ignored(DocumentOptions(text=[text], encoding="ascii"))
     refuse_ignored(DocumentOptions(text=["*.txt"], encoding="ascii"))
 
 
