@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ CODE, BOOKS = (DATA / "evidence" / f"smollm2-{texts}-h100.json" for texts in ("c
 SHORT, TAILS, LONGER = (REAL_MODEL / f"tail-{length}.json" for length in ("2k", "16k", "32k"))
 WHOLE, PASSKEY = REAL_MODEL / "longppl-16k.json", REAL_MODEL / "passkey.json"
 DYNAMIC = REAL_MODEL / "passkey-dynamic.json"
+FARTHER, GEMMA = (REAL_MODEL / f"passkey-{name}.json" for name in ("32k", "gemma3"))
 
 
 def headline() -> str:
@@ -71,10 +73,20 @@ def headline() -> str:
         f"- Code: {len(code.documents)} files that are newer than the model; books: the beginnings of "
         f"{len(novels.documents)}; both on an H100. Passkeys: on a CPU. Prefill: one layer of 8B size on an H200 with "
         "the best kernel, in multiples of plain attention. vLLM's plug-in was tried on a CPU so far.\n"
+        f"- In {_hits(FARTHER, 'correct', 'answers {} passkeys')}. On Gemma 3 270M, whose context is 32,768 tokens, in "
+        f"{_hits(GEMMA, 'rank', 'ranks {} passkeys first')}.\n"
         "- [`hf-posenc extend`](docs/extend.md#on-a-real-model) on ten files of new code: "
         f"*{extended.lines()[0]}* {_without_one(extended)}\n\n"
         "[docs/evidence.md](docs/evidence.md) has all numbers, and the commands that repeat them."
     )
+
+
+def _hits(file: Path, by: str, verb: str) -> str:
+    """Return the passkeys that `rerope` and truncation find in the longest prompts, in words."""
+    records = pandas.DataFrame(map(vars, retrieval(file).records)).query("length == length.max()")
+    found = (records[by] == 1).groupby(records.method).agg(["sum", "size"])
+    (own, all_), (cut, _) = (found.loc[name] for name in ("rerope", TRUNCATION))
+    return f"{records.length.max():,} tokens `rerope` {verb.format(f'{own} of {all_}')}, truncation {cut}"
 
 
 def _joined(columns: dict[str, Any], methods: tuple[str, ...] | None = None) -> str:

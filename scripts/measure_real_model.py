@@ -1,6 +1,6 @@
 """Repeat what was measured on SmolLM2-135M by the commands in docs/data/real_model/, or measure more for that folder.
 
-    hf-posenc fetch smollm2
+    hf-posenc fetch smollm2                                                and `fetch gemma3`, for passkey-gemma3
     python scripts/measure_real_model.py --work runs/real                  everything: about 28 hours on one core
     python scripts/measure_real_model.py --work runs/real --only passkey   one result
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
@@ -35,7 +35,7 @@ from scripts.results import REAL_MODEL, ROOT, read
 PARTS = (
     *("tail-16k", "passkey", "generated", "needles", "reasoning", "tail-2k", "finetuned"),
     *("finetuned-tail", "finetuned-passkey", "extend", "longppl-16k", "tail-32k"),
-    *("recommend", "copied", "passkey-dynamic", "passkey-32k", "kv-mrcr"),
+    *("recommend", "copied", "passkey-dynamic", "passkey-32k", "passkey-gemma3", "kv-mrcr"),
 )
 """The results; a fine-tuning comes before the measurements of its model, and what no command computes at the end."""
 KEPT = ("perplexity", "retrieval", "extend", "training_log")
