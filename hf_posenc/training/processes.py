@@ -55,7 +55,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
     if arguments is not None and arguments.n_gpu > 1:
         raise PosencError(
             f"One process sees {arguments.n_gpu} GPUs, and the Trainer would copy the model to each in every step "
-            "(DataParallel), without its patch. Start one process for each: accelerate launch --config_file "
+            "(DataParallel), where some patches do not run. Start a process for each: accelerate launch --config_file "
             f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} -m hf_posenc.training ..., or "
             "CUDA_VISIBLE_DEVICES=0."
         )
