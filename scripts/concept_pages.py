@@ -126,7 +126,7 @@ def properties() -> str:
         names: dict[tuple[str, ...], list[str]] = {}
         for method in group:
             reach = "any" if method.follows_text else "s L" if method.takes_scale() else "-"
-            trained = "yes" if method.trainable else "no"
+            trained = "yes" if method.trainable else method.trainable_with or "no"
             facts = (_positions(method), trained, reach, method.needs)
             names.setdefault(facts, []).append(f"[`{method.name}`](../methods/{method.name}.md)")
         rows += [[", ".join(links), *facts] for facts, links in names.items()]

@@ -19,7 +19,7 @@ from hf_posenc.evaluation.grid import markdown_table, number, number_range
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED
 from hf_posenc.evaluation.measuring.statistics import VERDICTS, Cell
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.methods import METHODS, T5, LengthDependent, Method, TableFilter
+from hf_posenc.methods import METHODS, T5, Interpolate, LengthDependent, Method, TableFilter
 from hf_posenc.methods.facts import facts, knob_rows
 from hf_posenc.training.options import RECIPES, read_yaml
 from scripts import evidence_page
@@ -49,6 +49,8 @@ def method_facts(method: type[Method]) -> str:
     loads = loads_in(method)
     if issubclass(method, T5):
         loads = f'of a T5 model with `mode="max_distance"`: transformers. Else {loads}'
+    if issubclass(method, Interpolate):
+        loads = f'with `update="static"`: {loads}. Else `hf_posenc.from_pretrained`'
     rows.insert(-1, ("Saved model loads in", loads))
     table = markdown_table(["", ""], [[f"**{label}**", _cell(fact)] for label, fact in rows])
     knobs = [[f"`{k}`", _default(d), _cell(meaning)] for k, d, meaning in knob_rows(method)]

@@ -84,7 +84,7 @@ class STRING(RotaryBands):
     Args:
         shift: Offset S in tokens; a third of the original context by default.
         window: Local window W, the least distance that a shifted pair gets, at most S; by default 128,
-            or `S - 1` where that is less.
+            or `S - 1` where that is less, but 1 at least.
     """
 
     name = "string"
