@@ -200,8 +200,7 @@ def pairs(name: str, first: str, by: str = "correct") -> str:
     corrected = f", corrected for all {tests} pairs of methods by Bonferroni" if tests > 1 else ""
     return (
         f"Prompt by prompt at {max(result.settings.lengths):,} tokens, `{first}` {verb} so many more and fewer than "
-        f"another method (exact McNemar tests{corrected}):\n\n"
-        f"{table(dict(counts.items()))}"
+        f"another method (exact McNemar tests{corrected}):\n\n{table(dict(counts.items()))}"
     )
 
 
