@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.plots import COLOURS, STYLE
-from scripts import results
-from scripts.results import losses, perplexity, retrieval, summary
+from scripts.headline import DYNAMIC, PASSKEY
+from scripts.results import REAL_MODEL, losses, perplexity, retrieval, summary
 
 WIDEST, TICKS = 2.0, (0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2)
 """The largest ratio on the axis, greater ones are written at its end; and the ratios at the ticks."""
@@ -27,10 +27,10 @@ LEGEND: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "
 
 def main() -> None:
     """Draw perplexity by that of truncation, and passkeys by depth, one row for each method."""
-    folder = results.REAL_MODEL
-    tails, found = perplexity(folder / "tail-16k.json"), retrieval(folder / "passkey.json")
+    tails = perplexity(REAL_MODEL / "tail-16k.json")
     ratios = summary(tails.records).query("length == length.max()").sort_values("ratio")
-    keys = pandas.DataFrame(map(vars, found.records)).query("length == length.max()")
+    records = [vars(each) for file in (PASSKEY, DYNAMIC) for each in retrieval(file).records]
+    keys = pandas.DataFrame(records).query("length == length.max()")
     labels, loss = [*ratios.method], losses(tails.records, max(tails.settings.lengths))
     each = np.exp(loss.sub(loss[TRUNCATION], axis=0))
     few = [label for label in labels if label in {*keys.method}]
@@ -46,7 +46,7 @@ def main() -> None:
             draw_ratios(name_rows(upper, labels), ratios, each)
             draw_passkeys(name_rows(lower, found_by), keys, found_by)
             figure.suptitle(f"SmolLM2-135M: {tails.original:,} tokens by its config")
-            figure.savefig(folder / f"{name}.png", dpi=150, facecolor="white")
+            figure.savefig(REAL_MODEL / f"{name}.png", dpi=150, facecolor="white")
 
 
 def name_rows(axes: Axes, labels: list[str]) -> Axes:

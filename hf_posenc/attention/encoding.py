@@ -335,11 +335,11 @@ class BandPlan(Plan):
 
 
 Changes = tuple[Tensor | None, float | Tensor]
-"""What a length changes: frequencies beyond those that rotated, and the factor on rotated queries."""
+"""The changes by a length: frequencies beyond those that rotated, and the factor on rotated queries."""
 
 
 class LengthPlan(Plan):
-    """What follows the length of the text: `origin` is the length in force, read by the host once for all layers."""
+    """A plan that follows the length of the text: `origin`, the length in force, is read by the host once a forward."""
 
     shares_keys = False
     shares_cache = False
@@ -378,7 +378,7 @@ class MovingPlan(LengthPlan):
         return x if moved is None else self.rotation.of_keys.turn(x, n, moved)
 
     def table(self, length: int | Tensor, device: torch.device) -> Changes:
-        """Return what a length changes.
+        """Return the changes by a length.
 
         `None` instead of frequencies: it changes nothing. Cos and sin of both sides carry the factor, which all goes to
         the query. Unless compiling, the factor is a number.

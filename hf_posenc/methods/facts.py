@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 
-from hf_posenc.methods.base import LengthDependent, Method, TableFilter
+from hf_posenc.methods.base import REGISTRY, LengthDependent, Method, TableFilter
 
 KINDS = {
     "frequencies": "Frequencies: the rotary table is changed, attention stays the model's own",
@@ -46,7 +46,9 @@ def facts(method: type[Method]) -> dict[str, str]:
 def composes_with(method: type[Method]) -> str:
     """Return the methods that a list may have beside a method, in words."""
     bands = method.seam != "attention" and "attention" in (*method.beside, *method.beside_kept)
-    kept = "a bias with keep_rope=True" + " (not shaw, transformer_xl)" * (not bands)
+    biases = (each for each in REGISTRY.values() if each.seam == "bias")
+    apart = [each.name for each in biases if "attention" not in each.beside_kept]
+    kept = "a bias with keep_rope=True" + f" (not {', '.join(apart)})" * (not bands)
     words = {
         "rotary": "a frequency method" if bands else "a static frequency method",
         "attention": "rotary bands, xpos, rope_bias",

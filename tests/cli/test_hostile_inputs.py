@@ -228,6 +228,7 @@ CALLS: dict[str, dict[str, str]] = {
         "samples=None": "samples is a whole number of at least 1, not None.",
         "sample=1": "Did you mean 'samples'?",
         "depths=(0.0, 1.5)": "Depths go from 0 to 1, not [0.0, 1.5].",
+        "decode='generate', prefill=9": "--decode generate takes no --prefill-chunk, no --chunk",
         "": "The tokenizer does not belong to the mod",
     },
     "selftest({}, device='cpu')": {

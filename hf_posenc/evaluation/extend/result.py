@@ -209,10 +209,7 @@ class ExtendResult(Result):
             for part in parts
         )
         chance = mcnemar(len(own - others), len(others - own))
-        shares = [
-            f"{len(found)} ({percent_range(wilson(len(found), len(both)))} %)"
-            for found in (own, others)
-        ]
+        shares = [f"{len(x)} ({percent_range(wilson(len(x), len(both)))} %)" for x in (own, others)]
         candidates = next(iter(parts[0].values())).candidates
         verb = "answers" if self.answers else f"ranks the key first of {candidates} in"
         numbers = f"{verb} {shares[0]} of {len(both)}, truncation {shares[1]}; p = {chance:.2g}"

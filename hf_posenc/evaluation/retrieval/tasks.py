@@ -475,6 +475,8 @@ class RetrievalSettings:
             raise PosencError(f"Depths go from 0 to 1, not {list(self.depths)!r:.80}.")
         if self.decode not in DECODES:
             raise unknown("way to decode", self.decode, DECODES)
+        if self.decode == "generate" and (self.prefill or self.chunk):
+            raise PosencError("--decode generate takes no --prefill-chunk, no --chunk: omit them.")
 
     @property
     def ranks(self) -> bool:
