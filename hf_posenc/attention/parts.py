@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,17 +125,16 @@ def in_squares(part: Part, least: int) -> list[Part]:
         seen = part.cut((0, rows), (0, past), causal=False, window=None)
         return [seen, part.cut((0, rows), (past, keys), window=None, merge=True)]
     whole = rows // window * window
-    if window < least or not whole or past not in (0, window - 1):
+    if window < least or not whole or past not in (0, window):
         return [part]
     pieces = [part.cut((0, whole), (past, past + whole), window=None, chunk=window)]
     if whole < rows:
         pieces.append(part.cut((whole, rows), (past + whole - window + 1, keys)))
-    mirrored = functools.partial(part.cut, window=None, merge=True, mirrored=True)
-    if past:
-        pieces.append(mirrored((0, past), (0, past)))
-    if whole > window:
-        behind = past + whole - window
-        pieces.append(mirrored((window, whole), (past, behind), chunk=window))
+    first = window - past  # of the rows whose chunk has one before it
+    if first < whole:
+        before = (0, whole - first)
+        mirrored = {"window": None, "merge": True, "mirrored": True, "chunk": window}
+        pieces.append(part.cut((first, whole), before, **mirrored))
     return pieces
 
 

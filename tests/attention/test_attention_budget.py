@@ -49,12 +49,13 @@ PREFILL = {
 }
 """Launches of a layer in a prefill by flash attention: with kernels that turn and merge, and without."""
 CUDNN_PREFILL = {
-    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "string"), 9),
-    **dict.fromkeys(("attention_sinks", "lm_infinite"), 10),
-    "sliding_window": 8,
-    "dual_chunk": 10,
+    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "string"), (9, 10)),
+    **dict.fromkeys(("attention_sinks", "lm_infinite"), (10, 9)),
+    "sliding_window": (8, 8),
+    "dual_chunk": (10, 8),
 }
-"""The same with cuDNN and the kernels, for a text alone whose last chunk is shorter than the window."""
+"""The same with cuDNN and the kernels, for a text alone and for one behind a cache; the last chunks are shorter than
+the window."""
 STEP = {
     **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "lm_infinite"), 27),
     **dict.fromkeys(("string", "attention_sinks"), 24),
@@ -145,7 +146,8 @@ def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 BANDS = [
     *((name, LENGTH, TURNED, launches) for name, (launches, _) in PREFILL.items()),
     *((name, LENGTH, FLASH, launches) for name, (_, launches) in PREFILL.items()),
-    *((name, LENGTH, CUDNN, launches) for name, launches in CUDNN_PREFILL.items()),
+    *((name, LENGTH, CUDNN, launches) for name, (launches, _) in CUDNN_PREFILL.items()),
+    *((name, 300, CUDNN, launches) for name, (_, launches) in CUDNN_PREFILL.items()),
     *((name, 1, "exact" if name == "dual_chunk" else "few", STEP[name]) for name in STEP),
 ]
 
