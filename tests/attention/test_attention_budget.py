@@ -54,8 +54,7 @@ CUDNN_PREFILL = {
     "sliding_window": (8, 8),
     "dual_chunk": (10, 8),
 }
-"""The same with cuDNN and the kernels, for a text alone and for one behind a cache; the last chunks are shorter than
-the window."""
+"""The same with cuDNN and the kernels: of a text alone, and behind a cache; the last chunk is a short one."""
 STEP = {
     **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "lm_infinite"), 27),
     **dict.fromkeys(("string", "attention_sinks"), 24),
