@@ -185,10 +185,8 @@ def serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, wheel = folder / "model.gguf", folder / "smollm2.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(file, file.name)
-    found: Any = {
-        "files": {file.name: [file.name]},
-        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-    }
+    found: Any = {"files": {file.name: [file.name]}}
+    found["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     entries = {name: replace(each, **found) for name, each in catalog.checkpoints().items()}
     monkeypatch.setattr(catalog, "downloads", lambda: entries)
     monkeypatch.setattr(catalog, "_download", lambda _, place: [Path(shutil.copy(wheel, place))])

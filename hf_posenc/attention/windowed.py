@@ -192,13 +192,12 @@ def causal(rows: int, offset: int) -> Rectangles:
 def two_bands(rows: int, offset: int, window: int, *, far_keys: int | None = None) -> Rectangles:
     """Return the parts of two bands, as `prefill.two_bands`; queries and keys 0 are near, 1 far.
 
-    Row t has the position i = offset + t. Near: the keys i - window + 1 to i; the call has one more in front, so that
-    its keys start a whole window before its rows (`parts.in_squares`). Far: the keys up to i - window, for the rows
-    from `first` on. The last of them sees the keys below `keys - window`, so with these keys the call is
+    Row t has the position i = offset + t. Near: the keys i - window + 1 to i. Far: the keys up to i - window, for the
+    rows from `first` on. The last of them sees the keys below `keys - window`, so with these keys the call is
     causal. Where the far keys end before, the last part is a rectangle.
     """
     keys = offset + rows
-    least = max(0, offset - window)
+    least = max(0, offset - window)  # one key that no row sees, for whole chunks (`in_squares`)
     parts = {("near", 0): Part((0, rows), (least, keys), causal=True, window=window)}
     first = max(0, window - offset)
     if first >= rows or far_keys == 0:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, is_plain
 from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
@@ -64,6 +65,8 @@ def read_tables(model: nn.Module) -> list[Reading]:
         if not same or not long:
             continue
         (axis, index), (_, later) = reads[0], long[0]
+        if not index.numel():  # LongT5's global tokens: one for every sixteen
+            raise UnsupportedModelError(f"{name} is read beyond {TOKENS} tokens only: unsupported.")
         start = _start(index, TOKENS)
         if start is not None and _start(later, _LONGER) == start:
             readings.append(Reading(name, axis, start))
@@ -97,9 +100,8 @@ class _Reads(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: dict[int, tuple[str, Tensor]] = {}
-        self.kept: list[
-            Tensor
-        ] = []  # a copy that is freed would give its address to another tensor
+        # A copy that is freed would give its address to another tensor.
+        self.kept: list[Tensor] = []
         self.reads: dict[str, list[tuple[int, Tensor]]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and is_plain(tensor) and tensor.numel():

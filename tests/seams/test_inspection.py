@@ -324,5 +324,7 @@ def test_a_factor_on_the_queries_is_named_by_its_law(model_type: str, law: str) 
 
 def test_a_model_that_reads_no_tokens_is_refused() -> None:
     model = ConvNextModel(ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
+    with pytest.raises(UnsupportedModelError, match=r"attention_bias\.weight is read beyond"):
+        inspect_positions(build_text_model("longt5", encoder_attention_type="transient-global"))
     with pytest.raises(UnsupportedModelError, match="ConvNextModel reads no tokens"):
         inspect_positions(model)
