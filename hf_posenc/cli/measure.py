@@ -104,7 +104,7 @@ def retrieval(
             f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
             "leave it out."
         )
-    text = _read(haystack, encoding) if haystack else None
+    text = _read(haystack or [], encoding)
     frame = Frame(context, run, model, None, options, RETRIEVAL_METHODS)
     from hf_posenc.evaluation.retrieval.run import prepare
 
@@ -112,26 +112,25 @@ def retrieval(
     frame.finish(job, lambda: print_cost(job, frame.device))
 
 
-def _read(paths: list[str], encoding: str) -> str:
+def _read(paths: list[str], encoding: str) -> str | None:
     """Return the user's own text, of all files one after the other, up to `MOST_TEXT`."""
-    from hf_posenc.evaluation.documents import Document, LongDocument, Skipped, read_paths
+    from hf_posenc.evaluation.documents import Document, LongDocument, Skipped
+    from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
 
-    text, reasons = "", []
-    for entry in read_paths(paths, encoding=encoding):
+    options = DocumentOptions(text=paths, encoding=encoding)
+    source, text = source_of(options), ""
+    refuse_ignored(options)
+    check_readable(source, paths)
+    for entry in source.read() if paths else ():
         if isinstance(entry, Document | LongDocument):
             for piece in entry.chunks():
                 text += piece
                 if len(text) >= MOST_TEXT:
                     return text[:MOST_TEXT]
             text += "\n"
-        else:
-            reason = entry.reason if isinstance(entry, Skipped) else "not a text"
-            reasons.append(f"{entry.name}: {reason}")
-            print_warning(f"skipped {reasons[-1]}")
-    if not text.strip():
-        first = f" ({reasons[0]})" if reasons else ""
-        raise PosencError(f"--haystack {' '.join(paths)} has no text{first}: give files of text.")
-    return text
+        elif isinstance(entry, Skipped):
+            print_warning(f"skipped {entry.name}: {entry.reason}")
+    return text if paths else None
 
 
 def bench(

@@ -332,11 +332,7 @@ class Source:
 
 
 def open_source(
-    path: str | Path,
-    method: MethodLike | None = None,
-    *,
-    unpatched: bool = False,
-    **options: Any,
+    path: str | Path, method: MethodLike | None = None, *, unpatched: bool = False, **options: Any
 ) -> Source:
     """Read a saved model or adapter, with a patch as for `patch_model`; `unpatched`: without the one that was saved."""
     check_source(path, "model")

@@ -165,11 +165,7 @@ def converted(config: Mapping[str, Any], dim: int, name: str) -> tuple[dict[str,
 
 
 def runtime(
-    keys: Mapping[str, Any],
-    tensors: Lists,
-    dim: int,
-    context: int,
-    flags: Sequence[str] = (),
+    keys: Mapping[str, Any], tensors: Lists, dim: int, context: int, flags: Sequence[str] = ()
 ) -> Table:
     """Return the table of a context (`-c`, in tokens): `llama_context`, `ggml_rope_yarn_corr_dims`, `rope_yarn`.
 

@@ -137,11 +137,7 @@ def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool
 
 
 def load_tokenizer(
-    name: str,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    given: str = "model",
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, given: str = "model"
 ) -> Any:
     """Load a tokenizer; raise where there is none, or where its vocabulary is empty."""
     from transformers import AutoTokenizer

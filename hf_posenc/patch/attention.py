@@ -79,10 +79,7 @@ from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, 
 
 
 def install_attention(
-    model: nn.Module,
-    state: State,
-    every: Sequence[RotaryTable],
-    tables: Sequence[RotaryTable],
+    model: nn.Module, state: State, every: Sequence[RotaryTable], tables: Sequence[RotaryTable]
 ) -> None:
     """Reposition the rotary modules, calibrate every attention layer and give it its encoding.
 

@@ -17,10 +17,7 @@ from hf_posenc.model.attention import Layer
 from hf_posenc.serve.checkpoint import plain
 from hf_posenc.serve.requests import in_force
 
-PAGES = {
-    "CPUAttentionBackendImpl": "vLLM's CPU backend",
-    "FlashAttentionImpl": "FLASH_ATTN",
-}
+PAGES = {"CPUAttentionBackendImpl": "vLLM's CPU backend", "FlashAttentionImpl": "FLASH_ATTN"}
 """Implementations of attention whose pages of keys are read, and the names of their backends."""
 
 

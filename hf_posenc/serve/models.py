@@ -78,10 +78,7 @@ def install(model: nn.Module, vllm_config: VllmConfig) -> None:
             layer = layers[number]
             if number not in rotated and layer.encoding.rotation is not None:
                 raise UnsupportedModelError(f"{name} has no rotary module of its own in vLLM.")
-            rank, size = (
-                get_tensor_model_parallel_rank(),
-                get_tensor_model_parallel_world_size(),
-            )
+            rank, size = (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
             encoding = dataclasses.replace(
                 layer.encoding, heads=module.num_heads, share=(rank, size)
             )

@@ -185,8 +185,7 @@ def test_sequences_that_share_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [Shape(), Shape(causal=True), Shape(causal=True, window=7), Shape(segments=SHARING)],
+    "shape", [Shape(), Shape(causal=True), Shape(causal=True, window=7), Shape(segments=SHARING)]
 )
 def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
     """Names, order and shapes of arguments and results; nothing is computed."""

@@ -264,7 +264,7 @@ def test_a_folder_of_the_name_of_texts_is_read(cache: Path, downloads: list[list
     Path("books").mkdir()
     Path("books/own.txt").write_text("Own words. " * 99)
     assert [entry.name for entry in read_paths("books")] == ["books/own.txt"]
-    with pytest.warns(UserWarning, match="--text books is the one in this folder, not the docum"):
+    with pytest.warns(UserWarning, match="books is the one in this folder, not the documents of"):
         check_readable(source_of(DocumentOptions(text=["books"])), ["books"])
 
 

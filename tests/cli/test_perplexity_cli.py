@@ -113,8 +113,7 @@ def test_a_dry_run_reads_no_weights_and_runs_no_window(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [*("rerope", "adapter", "t5"), *late(["yarn", "fire", "shaw", "rope_bias"])],
+    "kind", [*("rerope", "adapter", "t5"), *late(["yarn", "fire", "shaw", "rope_bias"])]
 )
 def test_a_dry_run_of_a_saved_patch_or_an_adapter_is_that_of_the_loaded_model(
     kind: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -116,7 +116,7 @@ def source_of(options: DocumentOptions) -> Source:
         for path in paths:  # os.path, since pathlib raises for a name that is too long
             if os.path.isfile(os.path.join(path, "config.json")):  # noqa: PTH113, PTH118
                 raise PosencError(
-                    f"--text {path} is a model's folder. MODEL goes in front of the options."
+                    f"{path} is a model's folder. MODEL goes in front of the options."
                 )
         reading["encoding"] = options.encoding
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
@@ -147,7 +147,7 @@ def refuse_ignored(options: DocumentOptions) -> None:
         "split": ("a --dataset", [rows]),
         "streaming": ("a --dataset on the hub", [on_hub]),
         "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
-        "encoding": ("files of text in --text", (not each for each in others)),
+        "encoding": ("files of text", (not each for each in others)),
     }
     for name, (user, uses) in users.items():
         value = getattr(options, name)
@@ -161,10 +161,8 @@ def refuse_ignored(options: DocumentOptions) -> None:
 def check_readable(source: Source, paths: Sequence[str]) -> None:
     """Raise if none of these files, folders and patterns has a document; reading stops at the first."""
     for name in NAMED.keys() & {path for path in paths if os.path.lexists(path)}:
-        warnings.warn(
-            f"--text {name} is the one in this folder, not the documents of that name.",
-            stacklevel=2,
-        )
+        kept = f"{name} is the one in this folder, not the documents of that name."
+        warnings.warn(kept, stacklevel=2)
     skipped: list[Skipped] = []
     for entry in source.read() if paths and not any(map(is_saved, map(Path, paths))) else ():
         if isinstance(entry, Document) and not entry.text.strip():

@@ -394,8 +394,7 @@ class SearchJob(Race[SearchResult]):
         def score(genomes: Sequence[Genome]) -> list[float]:
             candidates = [
                 dataclasses.replace(
-                    genome.candidate(scale, own.short_texts),
-                    name=f"evaluation {next(evaluations)}",
+                    genome.candidate(scale, own.short_texts), name=f"evaluation {next(evaluations)}"
                 )
                 for genome in genomes
             ]

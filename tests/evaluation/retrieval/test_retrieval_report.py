@@ -303,7 +303,7 @@ def test_own_text_as_a_haystack(model: Path, tmp_path: Path) -> None:
     assert "Haystack: your own text" in made.output
     values = json.loads((tmp_path / "out" / "retrieval.json").read_text())
     assert values["haystack"]["characters"] == 901
-    assert "has no text" in refused("retrieval", *arguments, *none)
+    assert "No document can be used" in refused("retrieval", *arguments, *none)
 
 
 def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
