@@ -44,11 +44,7 @@ def _forget(model: Any) -> None:
 
 
 def _start(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return transformers' manager of continuous batching.
-
-    Raises:
-        PosencError: A patch that is not exact there.
-    """
+    """Return transformers' manager of continuous batching; refuse a patch that is not exact there."""
     state = state_of(model)
     assert state is not None
     _refuse_lengths(state)
@@ -97,7 +93,6 @@ def _refuse_layers(model: Any, state: State) -> None:
             f"Continuous batching of transformers {transformers.__version__} hands its pages to attention in another "
             f"form. Install transformers 5.19 to 5.24 for {state.config}, or use generate()."
         )
-
     pages: Any = object.__new__(PagedAttentionCache)  # which keep nothing
 
     def update(key: Any, value: Any, layer: int, kwargs: dict[str, Any]) -> Any:

@@ -33,7 +33,7 @@ from hf_posenc.model.unwrapping import configs_of, default_dtype, unwrap
 from hf_posenc.model.weights import damaged_weights
 from hf_posenc.patch import export
 from hf_posenc.patch.batching import unwrap_batching, wrap_batching
-from hf_posenc.patch.config import Layers, of_kind
+from hf_posenc.patch.config import Layers, PatchConfig, of_kind
 from hf_posenc.patch.frequencies import install_rotary, install_sincos, refuse_local
 from hf_posenc.patch.report import EffectiveTables, Patch
 from hf_posenc.patch.report import inspect_rope as inspect_rope
@@ -301,8 +301,15 @@ def _check_replaceable(state: State, earlier: State, *, trained: bool, replace: 
 def _refuse_foreign(
     model: nn.Module, tables: Sequence[RotaryTable], method: MethodLike, request: Mapping[str, Any]
 ) -> None:
-    """Raise for frequencies that are not those of their config, which a patch would start from or keep."""
+    """Raise for frequencies that are not those of their config, or of a saved patch, which a patch would start from."""
     frequencies = any(of_kind(one, RopeScaling) for one in named(method))
+    block = vars(getattr(model, "config", model)).get(export.BLOCK)
+    composed = request.get("compose") is True or any(table.scaled for table in tables)
+    if frequencies and block and tables and not composed:
+        raise PosencError(
+            f"This model was saved with {PatchConfig.from_dict(block)}, and plain transformers has loaded it. Load it "
+            "with hf_posenc.from_pretrained to replace that patch, or pass compose=True to start from its table."
+        )
     for table in tables:
         if table.scaled and request.get("replace") is True and frequencies:
             continue  # starts from rope_theta
@@ -420,8 +427,10 @@ def unpatch_model(model: ModelT) -> ModelT:
     """
     state = state_of(model)
     if state is None:
-        saved = vars(getattr(unwrap(model), "config", model)).get(export.BLOCK)
+        saved = vars(getattr(unwrap(model), "config", model)).get(export.BLOCK) or {}
         way = " A saved patch can be undone after hf_posenc.from_pretrained." if saved else ""
+        if saved.get(export.IN_WEIGHTS):
+            way = " Its weights were saved with the longer table: load the model from before the patch."
         raise PosencError(f"This model is not patched; there is nothing to undo.{way}")
     _undo(unwrap(model), state)
     return model
@@ -477,10 +486,7 @@ def _versions(model: nn.Module) -> dict[str, int]:
 
 
 def moving_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return what transformers computes wrongly with tables that move with the text, and the patch that does not.
-
-    The patch is named if the model takes it: a model without weights is not asked.
-    """
+    """Return what transformers computes wrongly with tables that move with the text, and a patch that does not."""
     inner = unwrap(model)
     notes: list[str] = []
     for table in tables_of(inner):
