@@ -128,7 +128,7 @@ class Entering:
         if self.breaks or not torch.compiler.is_compiling():
             self._enter(value)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Leave, also where the forward has raised."""
         if self.breaks or not torch.compiler.is_compiling():
             self._leave()
@@ -149,7 +149,7 @@ class Entering:
         """Register the hooks."""
         return [
             owner.register_forward_pre_hook(self.before, with_kwargs=True),
-            owner.register_forward_hook(self.after, always_call=True),
+            owner.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 
 

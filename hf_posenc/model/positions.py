@@ -35,6 +35,7 @@ _PINNED = "_hf_posenc_lengths"
 _ROTATED = "_hf_posenc_rotated"
 _FILLED = "_hf_posenc_filled_by"
 _LAST = "_hf_posenc_last_positions"
+_MADE = "_hf_posenc_made_by"
 
 
 # Positions of a padded batch, which a model that gets none counts with the padding.
@@ -176,13 +177,22 @@ class DecoderWatch(Entering):
         self.enter(forward)
         return (args, {**kwargs, KEYWORD: forward}) if self.passes else None
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note in the cache, which the forward may have made, by which patch it was filled."""
-        super().after(module, args, output)
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note in the cache by which patch it was filled, and of one that the forward has made at which positions."""
+        super().after(module, args, kwargs, output)
+        if len(args) > 1:
+            args, kwargs = (), named_arguments(module, args, kwargs)
+        inputs, mask = text_of(args, kwargs), kwargs.get("attention_mask")
         caches = output if isinstance(output, tuple) else (cache_of(output),)
-        for cache in caches:
-            if hasattr(cache, "get_seq_length"):
-                setattr(_own_part(cache), _FILLED, self.filled_by)
+        for cache in map(_own_part, caches):
+            if not hasattr(cache, "get_seq_length"):
+                continue
+            setattr(cache, _FILLED, self.filled_by)
+            plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+            noted = self.computes and plain and not torch.compiler.is_compiling()
+            if noted and cache_of(kwargs) is None and inputs is not None:
+                positions = _of_rows(kwargs.get("position_ids"), inputs, 0)
+                setattr(cache, _MADE, (positions, mask))  # read, if at all, by the next forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watched_outside(self, *arguments: Any) -> Forward:
@@ -195,12 +205,9 @@ class DecoderWatch(Entering):
         """Return the record with what the cache holds, or raise for a cache or positions that cannot be."""
         masks = kwargs.get("attention_mask")
         forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
-        batch, queries = inputs.shape[:2]
-        if positions is not None:
-            positions = torch.atleast_2d(positions)
-            positions = positions if positions.dim() == 2 else positions[0]  # of several axes
         if cache is None:
-            if self.lengths and positions is not None and bool((positions.diff(dim=1) < 0).any()):
+            own = None if positions is None else _of_rows(positions, inputs, 0)
+            if self.lengths and own is not None and bool((own.diff(dim=1) < 0).any()):
                 raise PosencError(
                     'position_ids has several texts in one row, which with update="request" would get the length of '
                     'the longest. Patch with update="row", or run one text a row.'
@@ -208,9 +215,7 @@ class DecoderWatch(Entering):
             return forward
         self._check_filled(cache)
         seen = int(cache.get_seq_length())
-        if positions is None:
-            positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
-        positions = positions.expand(batch, -1)
+        positions = _of_rows(positions, inputs, seen)
         _refuse_gaps(cache, seen, positions, masks)
         if not self.lengths and not self.rotated:
             return forward
@@ -308,8 +313,21 @@ def _shown(mask: Any, start: int, tokens: int) -> bool:
     return shown is not None and bool(shown[:, start : start + tokens].all())
 
 
+def _of_rows(positions: Tensor | None, inputs: Tensor, seen: int) -> Tensor:
+    """Return positions (rows, tokens), by default those behind `seen` tokens."""
+    rows, queries = inputs.shape[:2]
+    if positions is None:
+        positions = torch.arange(seen, seen + queries, device=inputs.device)
+    positions = torch.atleast_2d(positions)
+    return (positions if positions.dim() == 2 else positions[0]).expand(rows, -1)  # of several axes
+
+
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
+    """Raise for positions that do not continue those of a cache."""
     rows, queries = positions.shape
+    first, first_mask = vars(cache).pop(_MADE, (positions, None))
+    if seen and first is not positions and _shown(first_mask, 0, first.shape[1]):
+        _refuse_gaps(cache, 0, first, first_mask)
     length, last = getattr(cache, _LAST, (0, positions))
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
     setattr(cache, _LAST, (seen + queries, positions[:, -1:]))
@@ -319,10 +337,12 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     if not bool((steps != 1).any()):
         return
     wrong = bool((steps > 1).any())
-    if seen and not wrong:
-        shown = _shown(mask, seen - known, queries + known)
-        # Padding has any position.
-        wrong = shown and bool((steps[:, not known :] < 1).any())
+    unknown = int(seen and not known)  # the first step
+    if not wrong and _shown(mask, seen - known, queries + known):  # padding has any position
+        wrong = bool((steps[:, unknown:] < 1).any())
+        if wrong and not seen:  # several texts, behind which every position is a gap
+            setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2))
+            return
     if wrong:
         raise PosencError(
             "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
