@@ -126,6 +126,7 @@ def _read(paths: list[str], encoding: str) -> str | None:
             for piece in entry.chunks():
                 text += piece
                 if len(text) >= MOST_TEXT:
+                    print_warning(f"the haystack ends after {MOST_TEXT:,} characters")
                     return text[:MOST_TEXT]
             text += "\n"
         elif isinstance(entry, Skipped):

@@ -355,12 +355,15 @@ def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> Non
     """Padding may stand behind a text, and a cropped cache goes on from where it is."""
     patch_model(model, "rerope", window=16)
     ids, mask = zoo.tokens(22, batch=2), torch.ones(2, 22, dtype=torch.long)
+    two_texts = torch.arange(10).repeat(2)[None]
+    for given in ({CACHE: DynamicCache(config=model.config)}, {}):  # {}: the forward makes its own
+        for first, place in ((None, 19), (None, 4), (two_texts, 10)):
+            own = copy.deepcopy(given)
+            cache = getattr(model(ids[:, :20], position_ids=first, use_cache=True, **own), CACHE)
+            with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
+                model(ids[:, 20:21], **{CACHE: cache}, position_ids=torch.full((2, 1), place))
     cache = DynamicCache(config=model.config)
     model(ids[:, :20], **{CACHE: cache})
-    for place in (19, 4):
-        step = torch.full((2, 1), place)
-        with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
-            model(ids[:, 20:21], **{CACHE: copy.deepcopy(cache)}, position_ids=step)
     cache.crop(-5)
     model(ids[:, 15:16], **{CACHE: cache}, position_ids=torch.full((2, 1), 15))
     mask[1, 17:20] = 0

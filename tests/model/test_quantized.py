@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -259,14 +258,13 @@ def test_where_weights_are_changes_no_logits(
     assert weights_hash(models[0]) != hashes[1]
 
 
+@pytest.mark.filterwarnings("ignore:Plain transformers cannot")
 @pytest.mark.parametrize(("kind", "method"), covering(LOADED, ["yarn", "rerope"]))
 def test_a_saved_patch_is_quantized_when_it_is_loaded(
     kind: str, method: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     plain = patch_model(LlamaForCausalLM.from_pretrained(checkpoint), method, **METHODS[method])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # plain transformers cannot load it
-        plain.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path, **LOADED[kind]())
     model = patch_model(load(kind, checkpoint, tmp_path), method, **METHODS[method])
     assert torch.equal(logits(loaded), logits(model))
