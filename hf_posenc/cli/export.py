@@ -102,7 +102,8 @@ def export(options: ExportOptions) -> None:
     about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
-    print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc:")
+    way = "" if exported.divisors is None else ", once --gguf has put the table into the file"
+    print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc{way}:")
     print_items(*_commands(exported, folder), wrap=False)
     if options.verify:
         about["verified"] = _verify(exported, folder, options.packages, patch)
