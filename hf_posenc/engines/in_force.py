@@ -96,11 +96,12 @@ def _with_values_of(
     if not (found := entry_knobs(kind, {"rope_type": "default", **entry}, config)):
         return None
     scale = float(found.pop("scale", 1.0)) if kind.takes_scale() else None
-    defaults = kind.knobs()
+    # transformers' `dynamic` does not read it
+    original = None if entry.get("rope_type") == "dynamic" else entry.get(_ORIGINAL)
     given = {
         knob: float(value) if type(value) is int else value
         for knob, value in found.items()
-        if value != defaults[knob]
+        if value != kind.knobs()[knob]
     }
     if issubclass(kind, LengthDependent):
         given["update"] = "sequence"
@@ -112,7 +113,7 @@ def _with_values_of(
         method=kind.name,
         options=given,
         scale=scale,
-        original_max_position_embeddings=entry.get(_ORIGINAL),
+        original_max_position_embeddings=original,
     )
 
 

@@ -357,12 +357,8 @@ def test_the_versions_that_the_plug_in_was_run_with_are_the_same_everywhere() ->
 # The patch that a config has in force.
 
 
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 10_000.0,
-}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
+YARN["original_max_position_embeddings"] = 64
 
 
 @pytest.mark.parametrize("method", ["pi", "yarn", "llama3", "longrope", "dynamic_ntk"])
@@ -393,6 +389,8 @@ def test_the_option_is_the_patch() -> None:
     (other,) = inspect_rope(patch_model(zoo.build("llama"), scaling.patch.build()))
     assert torch.equal(one.inv_freq, other.inv_freq)
     assert scaling_of(zoo.tiny_config("llama")) == Scaling(False)
+    dynamic = scaling_of(zoo.tiny_config("llama", rope_parameters={**YARN, "rope_type": "dynamic"}))
+    assert getattr(dynamic.patch, "original_max_position_embeddings", 0) is None
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")

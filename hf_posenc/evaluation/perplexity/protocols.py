@@ -352,12 +352,13 @@ def _pieces(
     """Yield pieces of a window of at most so many tokens, which score its tokens `first .. stop-1`.
 
     With the last target unread, a piece has one token more, as the window itself. Every piece is full; one at the
-    window's begin scores all that it holds, the others `step` tokens.
+    window's begin scores all that it holds, the others `step` tokens, or half of what they hold if that is too many.
     """
     size = window.tokens if most is None else most + (0 if window.read_last else 1)
     if size >= window.tokens:
         yield window, first, stop
         return
+    step = step if step <= size - max(1, window.special) else size // 2
     while first < stop:
         end = min(stop, max(size, first + step))
         shift = max(0, end - size)  # a shared prefix may end within the first piece

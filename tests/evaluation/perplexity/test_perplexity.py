@@ -140,10 +140,13 @@ def test_truncation_reads_the_last_trained_tokens_in_front_of_each_target() -> N
     assert math.fsum(sums) == pytest.approx(math.fsum(r.nats for r in longest))
     assert tokens == result.curves["none"][1]
     # It differs from what the model gives past its trained length, and not within it.
-    for name in ("tail", "prefix"):
-        for length in LENGTHS:
-            pair = [records[m, name, length, "d0"].nats for m in ("none", "truncation")]
-            assert (pair[0] == pair[1]) == (length <= 64)
+    for name, length in itertools.product(("tail", "prefix"), LENGTHS):
+        pair = [records[m, name, length, "d0"].nats for m in ("none", "truncation")]
+        assert (pair[0] == pair[1]) == (length <= 64)
+    # A tail as long as what it reads leaves half of that as context.
+    both = (Settings(lengths=(256,), protocols=("prefix",), tail_tokens=n) for n in (128, 32))
+    long, half = ([r.nats for r in run(model, ["truncation"], s).records] for s in both)
+    assert long == half
 
 
 def test_truncation_is_refused_where_there_is_nothing_to_truncate_to() -> None:
