@@ -90,9 +90,7 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
         need = "No other layer reads by attention, so a longer text needs no patch."
         with contextlib.suppress(PosencError):  # there is no full layer
             layers_of_type(config, "full")
-            need = (
-                "Its full layers have no rotation: they need no patch for a longer text, or log_n."
-            )
+            need = "Its full layers have no rotation: they need no patch for a longer text."
         raise UnsupportedModelError(
             f"Only layers of this model with a sliding window or chunks rotate by {', '.join(paths)}, and they never "
             f'read past it. {need} Pass layers="all" to patch them anyway.'
@@ -186,7 +184,7 @@ def install_sincos(
     if method.length_dependent:
         raise UnsupportedModelError(
             f"{method.name} changes its frequencies with the length of the text, but this model reads them "
-            "from a table made once. Use a static method (yarn, ntk_by_parts, ntk, pi, ...)."
+            'from a table made once. Use a static method (yarn, ntk, pi, ...), or update="row" or "request".'
         )
     spec = check_frequencies(method, read_spec(tables[0], state.original, compose=False))
     positions = max(state.extended or 0, tables[0].tensor().shape[0])

@@ -147,7 +147,7 @@ def as_entries(documents: Iterable[str | Entry]) -> Iterator[Entry]:
     """Yield the documents of a Python caller; a plain text is named by its index."""
     if isinstance(documents, str):
         raise PosencError(
-            "The documents are a list of texts, not one text: write [text]. read_paths reads files."
+            "The documents are a list of texts, not one text: write [text]. read_paths reads files and named texts."
         )
     if isinstance(documents, Mapping) or not isinstance(documents, Iterable):
         raise PosencError(f"The documents are a list of texts, not {type(documents).__name__}.")
