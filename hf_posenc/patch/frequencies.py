@@ -90,7 +90,7 @@ def refuse_local(model: nn.Module, tables: Tables, sample: Sample) -> None:
         need = "No other layer reads by attention, so a longer text needs no patch."
         with contextlib.suppress(PosencError):  # there is no full layer
             layers_of_type(config, "full")
-            need = "Its full layers have no rotation: they need no patch for a longer text."
+            need = "Its full layers do not rotate and need no patch, or log_n unless it scales queries."
         raise UnsupportedModelError(
             f"Only layers of this model with a sliding window or chunks rotate by {', '.join(paths)}, and they never "
             f'read past it. {need} Pass layers="all" to patch them anyway.'
