@@ -153,7 +153,7 @@ def test_what_is_recommended_and_truncated(
     if read.reach > 1 << 20:
         return  # the longest target is not far beyond
     if checkpoint["model_type"] == "exaone4":  # whose full layers do not rotate
-        with pytest.raises(UnsupportedModelError, match="they need no patch"):
+        with pytest.raises(UnsupportedModelError, match="need no patch, or log_n"):
             recommend(on_meta, 2 * read.reach)
         return
     advice = recommend(on_meta, 2 * read.reach)
