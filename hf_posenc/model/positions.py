@@ -191,8 +191,9 @@ class DecoderWatch(Entering):
             plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
             noted = self.computes and plain and not torch.compiler.is_compiling()
             if noted and cache_of(kwargs) is None and inputs is not None:
-                positions = _of_rows(kwargs.get("position_ids"), inputs, 0)
-                setattr(cache, _MADE, (positions, mask))  # read, if at all, by the next forward
+                # Copies, since the caller may write the next positions into the same tensor.
+                read = _of_rows(kwargs.get("position_ids"), inputs, 0).clone()
+                setattr(cache, _MADE, (read, None if mask is None else mask.clone()))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watched_outside(self, *arguments: Any) -> Forward:
@@ -267,7 +268,7 @@ class DecoderWatch(Entering):
         needed, queries = positions.amax(-1) + 1, positions.shape[1]
         # Without one, the forward before made the cache. The tokens of a cache are known without a wait for the device.
         first, tokens = (
-            getattr(cache, _PINNED, (positions[:, 0], seen)) if seen else (needed, queries)
+            getattr(cache, _PINNED, (positions[:, 0].clone(), seen)) if seen else (needed, queries)
         )
         if len(first) != len(needed) and bool((first == first[0]).all()):
             first = first[:1].expand(len(needed))  # rows of one length were repeated, or some left
@@ -330,7 +331,7 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
         _refuse_gaps(cache, 0, first, first_mask)
     length, last = getattr(cache, _LAST, (0, positions))
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
-    setattr(cache, _LAST, (seen + queries, positions[:, -1:]))
+    setattr(cache, _LAST, (seen + queries, positions[:, -1:].clone()))
     if seen and not known:
         last = positions.new_full((rows, 1), seen - 1)
     steps = (torch.cat((last, positions), 1) if seen else positions).diff(dim=1)

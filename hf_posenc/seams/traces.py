@@ -65,7 +65,7 @@ def read_tables(model: nn.Module) -> list[Reading]:
         if not same or not long:
             continue
         (axis, index), (_, later) = reads[0], long[0]
-        if not index.numel():  # LongT5's global tokens: one for every sixteen
+        if not index.numel():  # of LongT5: a global token per sixteen
             raise UnsupportedModelError(f"{name} is read beyond {TOKENS} tokens only: unsupported.")
         start = _start(index, TOKENS)
         if start is not None and _start(later, _LONGER) == start:

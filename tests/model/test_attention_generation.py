@@ -358,14 +358,14 @@ def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> Non
     two_texts = torch.arange(10).repeat(2)[None]
     for given in ({CACHE: DynamicCache(config=model.config)}, {}):  # {}: the forward makes its own
         for first, place in ((None, 19), (None, 4), (two_texts, 10)):
-            own = copy.deepcopy(given)
-            cache = getattr(model(ids[:, :20], position_ids=first, use_cache=True, **own), CACHE)
+            cache = getattr(model(ids[:, :20], position_ids=first, **copy.deepcopy(given)), CACHE)
             with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
                 model(ids[:, 20:21], **{CACHE: cache}, position_ids=torch.full((2, 1), place))
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :20], **{CACHE: cache})
+    cache, place_of_both = getattr(model(ids[:, :20]), CACHE), torch.empty(2, 1, dtype=torch.long)
     cache.crop(-5)
-    model(ids[:, 15:16], **{CACHE: cache}, position_ids=torch.full((2, 1), 15))
+    for place in (15, 16):  # written into one tensor
+        places = place_of_both.fill_(place)
+        model(ids[:, place : place + 1], **{CACHE: cache}, position_ids=places)
     mask[1, 17:20] = 0
     cache = DynamicCache(config=model.config)
     model(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache})
