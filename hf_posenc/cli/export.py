@@ -103,6 +103,7 @@ def export(options: ExportOptions) -> None:
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
     way = "" if exported.divisors is None else ", once --gguf has put the table into the file"
+    way += ", once the model's weights are beside this config" * (options.weights == "none")
     print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc{way}:")
     print_items(*_commands(exported, folder), wrap=False)
     if options.verify:

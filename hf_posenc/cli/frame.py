@@ -292,8 +292,7 @@ class Frame:
 
         def waiting(count: int) -> None:
             _print_dim(
-                f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same "
-                "--output."
+                f"Waiting for processes with the same command and --output: {count:,} parts are still missing."
             )
 
         token = RESUMED.set(resumed)
@@ -438,6 +437,8 @@ def print_cost(run: PerplexityRun | RetrievalRun, device: Any, **more: Any) -> N
         memory = (f"{row[name] / GIB:,.2f}" for name in ("peak_bytes", "logit_bytes"))
         by = (f"{name}{'' if checked else '?'}" for name, checked in row["attention"].items())
         grid.row(row["method"], *counts, *memory, ", ".join(by))
+    if getattr(run.settings, "evaluator", None):
+        takes += " What the evaluator of longppl needs comes on top."
     free = free_memory(device)
     rest = "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
     print_items(

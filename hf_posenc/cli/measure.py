@@ -18,7 +18,7 @@ from hf_posenc.cli.frame import (
     print_cost,
 )
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.loading import load_config, open_session
+from hf_posenc.evaluation.loading import load_config, open_session, open_sizes
 from hf_posenc.evaluation.options import (
     DOCUMENTS,
     PERPLEXITY_METHODS,
@@ -64,7 +64,7 @@ def perplexity(
 
     def load(name: str) -> tuple[Any, Any]:
         other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
-        return open_session(other)[:2]
+        return (open_sizes if run.dry_run else open_session)(other)[:2]
 
     job = frame.prepare(prepare, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
@@ -348,13 +348,9 @@ def report(
     if (absent := next((path for path in runs if not path.exists()), None)) is not None:
         raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
-        raise PosencError(
-            f"--output {output} cannot be written: give a file in a folder that exists."
-        )
+        raise PosencError(f"{output} cannot be written: give a file in a folder that exists.")
     if output.is_file() and output.suffix.lower() not in (".html", ".htm"):
-        raise PosencError(
-            f"--output {output} is there and no page: give another name, as {REPORT}."
-        )
+        raise PosencError(f"{output} is there and no page: give another name, as {REPORT}.")
     from hf_posenc.evaluation import plots
     from hf_posenc.evaluation.page import TITLE, collect, render
     from hf_posenc.files import write_atomically

@@ -371,6 +371,11 @@ def open_source(
     elif method is not None:
         patch_model(model, method, **options)
     patch = get_patch(model)
+    return Source(*read, model, patch, source_tables(model), request=saved)
+
+
+def source_tables(model: Any) -> tuple[SourceTable, ...]:
+    """Return the rotary tables of a model, patched or not; none where they lie in the weights."""
     wrappers = {id(m.base): m for m in model.modules() if isinstance(m, PosencRotary)}
     tables: dict[str, SourceTable] = {}
     for table in tables_of(model):
@@ -380,7 +385,7 @@ def open_source(
         if wrapper is not None and table.label not in wrapper.specs:
             wrapper = None
         tables.setdefault(table.label, SourceTable(table, wrapper))
-    return Source(*read, model, patch, tuple(tables.values()), request=saved)
+    return tuple(tables.values())
 
 
 def _without_rotary(

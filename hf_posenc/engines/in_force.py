@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_posenc.engines.engine import SourceTable, empty_model
+from hf_posenc.engines.engine import SourceTable, empty_model, source_tables
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LengthDependent, Method, RopeScaling
-from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.patching import inspect_rope, patch_model
+from hf_posenc.patch.patching import patch_model
 from hf_posenc.patch.scaled import entry_knobs
 
 OWN_KEYS = (
@@ -28,8 +28,7 @@ _LENGTH = "max_position_embeddings"
 
 def tables_in_force(config: Any) -> tuple[SourceTable, ...]:
     """Return the rotary tables that transformers makes of a config; none where they lie in the weights."""
-    found = (one for one in tables_of(empty_model(config)) if not isinstance(one, SinCosTable))
-    return tuple({table.label: SourceTable(table, None) for table in found}.values())
+    return source_tables(empty_model(config))
 
 
 def same_tables(one: Any, other: Any) -> bool:
@@ -37,17 +36,18 @@ def same_tables(one: Any, other: Any) -> bool:
     tables, others = tables_in_force(one), tables_in_force(other)
     if [table.label for table in tables] != [table.label for table in others]:
         return False
-    reach = max(_reach(one), _reach(other))
     return all(
         torch.equal(mine.inv_freq, theirs.inv_freq) and mine.factor == theirs.factor
         for table, counterpart in zip(tables, others, strict=True)
-        for length in (1, reach, 8 * reach)
+        for length in _lengths(one, other)
         for mine, theirs in [(table.in_force(length), counterpart.in_force(length))]
     )
 
 
-def _reach(config: Any) -> int:
-    return int(getattr(config.get_text_config(decoder=True), _LENGTH, 0) or 4096)
+def _lengths(*configs: Any) -> tuple[int, int, int]:
+    """Return lengths within the reach of configs, at it and far beyond it."""
+    reach = max(int(getattr(c.get_text_config(decoder=True), _LENGTH, 0) or 4096) for c in configs)
+    return 1, reach, 8 * reach
 
 
 def unscaled(config: Any) -> Any:
@@ -84,7 +84,7 @@ def as_patch(config: Any) -> PatchConfig | None:
             patch_model(model, patch.build(), original_max_position_embeddings=original)
         except PosencError:
             continue
-        if _computes(model, wanted):
+        if _computes(model, wanted, _lengths(config)):
             return patch
     return None
 
@@ -117,15 +117,17 @@ def _with_values_of(
     )
 
 
-def _computes(model: Any, wanted: Sequence[SourceTable]) -> bool:
-    """Return whether a patched model has these tables, up to rounding."""
-    mine = {table.layer_type or "": table for table in inspect_rope(model)}
-    for table in wanted:
-        other, one = table.in_force(1), mine.get(table.label)
-        if one is None or one.inv_freq.shape != other.inv_freq.shape:
+def _computes(model: Any, wanted: Sequence[SourceTable], lengths: Sequence[int]) -> bool:
+    """Return whether a patched model has these tables for texts of these lengths, up to rounding."""
+    mine = {table.label: table for table in source_tables(model)}
+    for table, length in itertools.product(wanted, lengths):
+        if table.label not in mine:
             return False
-        close = torch.allclose(one.inv_freq.double(), other.inv_freq, rtol=1e-5, atol=0)
-        if not close or abs(float(one.attention_factor) / other.factor - 1) > 1e-6:
+        one, other = mine[table.label].in_force(length), table.in_force(length)
+        same = one.inv_freq.shape == other.inv_freq.shape and torch.allclose(
+            one.inv_freq, other.inv_freq, rtol=1e-5, atol=0
+        )
+        if not same or abs(one.factor / other.factor - 1) > 1e-6:
             return False
     return True
 

@@ -294,6 +294,7 @@ class TableFilter(RopeScaling):
     identity_at_scale_one: ClassVar[bool] = False
     only_lowers_frequencies: ClassVar[bool] = False
     stops_pairs: ClassVar[bool] = True
+    needs: ClassVar[str] = "fine-tuning"
 
     def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
         """Return the frequencies after the filter, of the same shape, radians per token.

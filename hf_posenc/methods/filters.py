@@ -30,7 +30,6 @@ class Clip(TableFilter):
     name = "clip"
     summary = "the slowest pairs slowed or stopped"
     source = "arXiv 2602.05258 (CoPE), 2410.06205 (p-RoPE); hrlics/CoPE"
-    needs = "fine-tuning"
 
     soft: int | None = field(default=None, metadata=count())
     pairs: int | None = field(default=None, metadata=count())
@@ -88,7 +87,6 @@ class ResonanceRoPE(TableFilter):
     aliases = ("resonance_rope",)
     summary = "the wavelength of every pair rounded to whole tokens"
     source = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
-    needs = "fine-tuning"
 
     def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
         # A frequency of 0 has an infinite wavelength, and stays.
@@ -107,7 +105,6 @@ class PowerBasis(TableFilter):
     aliases = ("giraffe_power",)
     summary = "pair i times (1 - 2i/d)^k: slow pairs slowed ever more"
     source = "Pal et al. 2023, arXiv 2308.10882; abacusai/Long-Context"
-    needs = "fine-tuning"
 
     power: float = field(metadata=number(0))
 
@@ -130,7 +127,6 @@ class TruncatedBasis(TableFilter):
     aliases = ("giraffe_truncated",)
     summary = "slow pairs set to one frequency, the slowest stopped"
     source = "Pal et al. 2023, arXiv 2308.10882; abacusai/Long-Context"
-    needs = "fine-tuning"
 
     wavelength: float = field(metadata=number(1))
 

@@ -34,6 +34,7 @@ class TableMethod(Method):
 
     kind: ClassVar[str] = "tables"
     seam: ClassVar[str] = "table"
+    needs: ClassVar[str] = "fine-tuning"
     beside: ClassVar[tuple[str, ...]] = ()
     for_rotary: ClassVar[bool] = False
     formula: ClassVar[bool] = False
@@ -183,7 +184,6 @@ class Tile(TableMethod):
     aliases = ("recurrent_positions",)
     summary = "a learned table repeated; the first L rows kept"
     source = "Beltagy et al. 2020, arXiv 2004.05150"
-    needs = "fine-tuning"
     keeps_short = True
 
     def rows(self, table: Tensor, length: int) -> Tensor:
@@ -208,7 +208,6 @@ class Stretch(TableMethod):
     aliases = ("keep_and_stretch", "long_clip")
     summary = "the first rows of a learned table kept, the others interpolated"
     source = "Zhang et al. 2024, arXiv 2403.15378"
-    needs = "fine-tuning"
 
     keep: int = field(default=20, metadata=count(0))
 
@@ -244,7 +243,6 @@ class Sinusoidal(TableMethod):
     aliases = ("sinusoids",)
     summary = "a sinusoidal table computed anew at m/s, or for a larger base"
     source = "Vaswani et al. 2017, arXiv 1706.03762; Chen et al. 2023, arXiv 2306.15595"
-    needs = "fine-tuning"
     formula = True
 
     by: str = field(default="position", metadata=choice("position", "base"))

@@ -211,18 +211,15 @@ class PerplexityCallback(TrainerCallback):
     """Measures held-out perplexity before the first step and whenever the Trainer evaluates.
 
     The Trainer's log has the numbers as `eval_<protocol>_perplexity_<length>`, and so do TensorBoard and other
-    trackers. They are also among the metrics of the evaluation, for `metric_for_best_model`. The training is
-    bit-identical to one without evaluations: the random generators are restored, also after the Trainer's own
-    evaluation.
+    trackers. They are also among the metrics of the evaluation, for `metric_for_best_model`: the lowest is the best.
+    The training is bit-identical to one without evaluations: the random generators are restored, also after the
+    Trainer's own evaluation.
 
     The Trainer evaluates only with an `eval_dataset`; an empty list suffices for the perplexities alone.
 
     Args:
         scores: The perplexities to measure.
         trainer: The Trainer of this callback.
-
-    Raises:
-        PosencError: The arguments choose the highest perplexity as the best.
 
     Examples:
         >>> from transformers import Trainer, TrainingArguments
@@ -239,12 +236,8 @@ class PerplexityCallback(TrainerCallback):
     def __init__(self, scores: Scores, trainer: Trainer) -> None:
         self._scores, self._trainer = scores, trainer
         self._restore: Callable[[], None] | None = None
-        metric = trainer.args.metric_for_best_model or ""
-        if "_perplexity_" in metric and trainer.args.greater_is_better:
-            raise PosencError(
-                f"metric_for_best_model={metric}: the best perplexity is the lowest, and transformers takes the "
-                "highest of every metric whose name does not end in loss. Add --greater-is-better false."
-            )
+        if "_perplexity_" in (trainer.args.metric_for_best_model or ""):
+            trainer.args.greater_is_better = False  # as transformers sets it for a loss alone
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 0:

@@ -30,6 +30,7 @@ PROMPTED = ("endprompt", "endprompt_random")
 DRAWN = ("pose", "random", "cream", *PROMPTED)
 POSITIONS = ("contiguous", "packed", *DRAWN)
 RECIPES = Path(__file__).parent / "recipes"
+_OF_EMBEDDED = ("drope", "embedded", "swan")
 PROMPT = " That is the end of the text. The answer to the question about the text above is:"
 HELP = "See hf-posenc finetune --help-all."
 GROUPS = ("Model and patch", "Texts", "Lengths and positions", "Training", "Output")
@@ -302,7 +303,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     """Parse words that may name a recipe, whose words come first."""
     given, _ = parser.parse_known_args(words)
     if given.recipe or given.model is None:
-        words = [*_recipe_words(given.recipe or "embedded", parser), *words]
+        words = [*_recipe_words(given.recipe or "embedded", parser, given), *words]
     values, rest = parser.parse_known_args(words)
     for word in sorted(rest, key=lambda word: not word.startswith("--")):
         if not word.startswith("--"):
@@ -342,7 +343,8 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def _recipe_words(name: str, parser: argparse.ArgumentParser) -> list[str]:
+def _recipe_words(name: str, parser: argparse.ArgumentParser, given: Any) -> list[str]:
+    """Return a recipe as words; for a `given` model, without the lengths of the embedded one."""
     path = Path(name)
     if not path.suffix and not path.exists():
         if name not in recipes():
@@ -351,6 +353,12 @@ def _recipe_words(name: str, parser: argparse.ArgumentParser) -> list[str]:
     values, words = read_yaml("recipe", path), list[str]()
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
+    if given.model and path.parent == RECIPES and path.stem in _OF_EMBEDDED:
+        if "layers=[" in values["patch"] and not given.patch:
+            raise PosencError(
+                f"The recipe {name} has layers of the embedded model, {values['patch']}: give --patch with yours."
+            )
+        values = {key: value for key, value in values.items() if "length" not in key}
     options = {a.dest: a.nargs for a in parser._actions if a.dest not in ("help", "recipe")}
     for key, value in values.items():
         if key not in options or value is None:

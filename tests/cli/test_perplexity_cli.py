@@ -86,6 +86,7 @@ def test_a_dry_run_prints_the_cost_alone(model: Path, texts: Path, tmp_path: Pat
     "command",
     [
         "perplexity {model} --text {texts} --lengths 32,64 --patch none --patch yarn --patch rerope",
+        "perplexity {model} --text {texts} --lengths 32,64 --patch none --longppl {model}@rerope",
         "retrieval {model} --tasks passkey --lengths 256 --patch none --patch yarn",
         "perplexity {model} --text {texts} --lengths 32,64 --patch fire --patch yarn:scale=2+t5:keep_rope=true",
         "bench {model} --text {texts} --suite smoke --lengths 64,128",
@@ -110,6 +111,7 @@ def test_a_dry_run_reads_no_weights_and_runs_no_window(
     text = said(*words, "--dry-run", "--output", tmp_path / "out")
     assert re.search(r"about \d+ (s|min|h)", text)
     assert "the rate measured for one thread" in text
+    assert ("evaluator of longppl needs comes on top" in text) == ("--longppl" in words)
 
 
 @pytest.mark.parametrize(

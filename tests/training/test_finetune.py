@@ -140,6 +140,16 @@ def test_recipes_drop_the_embedded_rotation(recipe: str, layers: Any, target: in
     assert (lengths.target, lengths.block) == (target, target)
 
 
+def test_a_recipe_of_the_embedded_model_gives_no_other_one_its_lengths_and_layers() -> None:
+    given = ("--model", str(model_path()), "--use_cpu")
+    _, data, _ = parse_arguments(["--recipe", "drope", *given])
+    assert (data.target_length, *data.score_lengths) == (None,)
+    with pytest.raises(PosencError, match=r"layers of the embedded model, nope:layers=\[1,3\]"):
+        parse_arguments(["--recipe", "swan", *given])
+    choice, _, _ = parse_arguments(["--recipe", "swan", *given, "--patch", "nope:layers=full"])
+    assert choice.patch == "nope:layers=full"
+
+
 @pytest.mark.slow
 def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, Path]) -> None:
     adapter = run(tmp_path, texts, "--train", "lora", "--lora_dropout", "0.1", name="adapter")

@@ -75,7 +75,7 @@ class Source:
     @classmethod
     def of(cls, documents: Iterable[str | Entry]) -> Source:
         """Return the source of texts or entries that a Python caller passes, or of documents by their name."""
-        if isinstance(documents, str) and is_name(documents):
+        if isinstance(documents, str) and documents in NAMED:
             return source_of(DocumentOptions(text=[documents]))
         return cls(lambda: as_entries(documents), {"kind": "python"}, embedded=False)
 
