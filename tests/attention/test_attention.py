@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.attention import call as calls
 from hf_posenc.attention import exact
+from hf_posenc.methods import DynamicNTK, LogN
 from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS, ORIGINAL, Case, randomise, reference
@@ -102,6 +104,15 @@ def test_equals_the_reference_on_longer_texts(name: str, monkeypatch: pytest.Mon
     """In blocks of few queries, where the general path computes."""
     monkeypatch.setattr(exact, "SCRATCH", 1)
     assert_close(zoo.logits(patched(name), zoo.tokens(210)), expected(name, 210))
+
+
+@pytest.mark.parametrize("path", [*PATHS, *FLASH], indirect=True)
+def test_frequencies_that_follow_the_text_beside_a_factor_on_queries(path: str) -> None:
+    model, case = build(), replace(CASES["dynamic_ntk_row"], law="log_n")
+    methods = [DynamicNTK(**case.options), LogN()]
+    patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
+    ids = zoo.tokens(45)
+    assert_close(zoo.logits(model, ids), reference(model, case, ids))
 
 
 GENERAL_ONLY = {

@@ -178,6 +178,12 @@ def test_many_keys_with_a_little_each_are_not_left_out() -> None:
     assert int(provable_windows(q, k, horizon_of(table), SCALING, 1e-4)) == 199
 
 
+def test_a_far_key_that_queries_prefer_to_their_own_is_not_left_out() -> None:
+    q, k = torch.ones(1, 1, 64, 4), torch.full((1, 1, 64, 4), -5.0)
+    q[:, :, 0], k[:, :, 0] = 0, 5
+    assert int(provable_windows(q, k, lambda drop: 2 * drop, 1.0, 1e-2)) == 64
+
+
 def test_windows_are_narrow_where_the_bias_is_steep() -> None:
     q, k = torch.randn(1, 2, 500, 16), torch.randn(1, 1, 500, 16)
     windows = provable_windows(q, k, lambda drop: drop / torch.tensor([1.0, 1e-4]), SCALING, 1e-8)
