@@ -93,7 +93,7 @@ def advice_on(seams: Seams, positions: Positions) -> list[str]:
 
 _ROTARY_METHODS = (
     "frequency methods (yarn, ntk_by_parts, ...); in most models also those that compute attention (rerope, "
-    "self_extend, ...). `hf-posenc methods` lists them; `hf-posenc recommend` ranks them."
+    "self_extend, ...). `hf-posenc methods` lists them; `hf-posenc recommend` sorts them."
 )
 
 
