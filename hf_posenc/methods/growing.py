@@ -47,7 +47,7 @@ class LaMPE(GrowingBands):
     needs = "nothing"
 
     growth: float = field(metadata=number(0))
-    shift: float
+    shift: float = field(metadata=number(-700))  # exp of more overflows
     capacity: float = field(metadata=number(1))
     head: int = field(default=512, metadata=count())
     tail: int = field(default=200, metadata=count(0))

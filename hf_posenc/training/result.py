@@ -345,9 +345,7 @@ Next:
   hf-posenc export {where} --to vllm
   {upload(f"YOUR_NAME/{folder.resolve().name}", folder)}""")
     if not texts:
-        print(
-            "The first reads the beginnings of some held-out modules: its numbers are not those above."
-        )
+        print("The first reads beginnings of held-out modules, not texts that were scored here.")
 
 
 def upload(repository: str, folder: Path | str) -> str:
