@@ -86,13 +86,19 @@ def refuse_padding(module: nn.Module, args: Any, kwargs: Any) -> None:
         )
 
 
-def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | None:
-    """The positions of the queries, counted over the tokens that a mask shows; `None` where it hides none."""
-    by_type = isinstance(mask, Mapping)  # made by the model around the decoder
+def _of_all_keys(mask: Any) -> tuple[Any, bool]:
+    """Return the mask of the layers without a window, and whether the model around the decoder has made it."""
+    by_type = isinstance(mask, Mapping)
     if by_type:
         mask = mask.get("full_attention")
     if isinstance(mask, Tensor) and mask.dtype == HANDLE and mask.dim() == 4:
-        mask, by_type = described(mask).arguments.get("attention_mask"), True
+        return described(mask).arguments.get("attention_mask"), True
+    return mask, by_type
+
+
+def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | None:
+    """The positions of the queries, counted over the tokens that a mask shows; `None` where it hides none."""
+    mask, by_type = _of_all_keys(mask)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         return None
     if (shown := seen_keys(mask)) is None:
@@ -206,16 +212,16 @@ class DecoderWatch(Entering):
         """Return the record with what the cache holds, or raise for a cache or positions that cannot be."""
         masks = kwargs.get("attention_mask")
         forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
+        seen = 0 if cache is None else int(cache.get_seq_length())
+        first = None if seen or positions is None else _of_rows(positions, inputs, 0)
+        if self.lengths and first is not None and _restart(first, masks):
+            raise PosencError(
+                'position_ids has several texts in one row, which with update="request" would get the length of '
+                'the longest. Patch with update="row", or run one text a row.'
+            )
         if cache is None:
-            own = None if positions is None else _of_rows(positions, inputs, 0)
-            if self.lengths and own is not None and bool((own.diff(dim=1) < 0).any()):
-                raise PosencError(
-                    'position_ids has several texts in one row, which with update="request" would get the length of '
-                    'the longest. Patch with update="row", or run one text a row.'
-                )
             return forward
         self._check_filled(cache)
-        seen = int(cache.get_seq_length())
         positions = _of_rows(positions, inputs, seen)
         _refuse_gaps(cache, seen, positions, masks)
         if not self.lengths and not self.rotated:
@@ -321,6 +327,17 @@ def _of_rows(positions: Tensor | None, inputs: Tensor, seen: int) -> Tensor:
         positions = torch.arange(seen, seen + queries, device=inputs.device)
     positions = torch.atleast_2d(positions)
     return (positions if positions.dim() == 2 else positions[0]).expand(rows, -1)  # of several axes
+
+
+def _restart(positions: Tensor, mask: Any) -> bool:
+    """Return whether positions restart within a row, but at padding, which may have any position."""
+    back, (mask, _) = positions.diff(dim=1) < 0, _of_all_keys(mask)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        shown = mask[:, : positions.shape[1]].bool()
+        back = back & shown[:, 1:] & shown[:, :-1]
+    elif not _shown(mask, 0, positions.shape[1]):
+        return False
+    return bool(back.any())
 
 
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:

@@ -368,8 +368,9 @@ def requested() -> Any:
 def test_packed_texts_have_no_length_of_a_request() -> None:
     model, ids = requested(), zoo.tokens(30)
     positions = torch.cat((torch.arange(12), torch.arange(18)))[None]
-    with pytest.raises(PosencError, match="several texts in one row"):
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+    for options in ({"use_cache": False}, {CACHE: DynamicCache()}):
+        with pytest.raises(PosencError, match="several texts in one row"):
+            model(input_ids=ids, position_ids=positions, **options)
     model(input_ids=ids, position_ids=torch.arange(30)[None], use_cache=False)
 
 
