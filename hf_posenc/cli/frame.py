@@ -93,9 +93,7 @@ def check(
 
         folder = re.match(r"[./~]", documents.dataset or "") and documents.dataset
         if folder and not Path(folder).exists():
-            raise PosencError(
-                f"There is no folder {folder}. Give --dataset a hub name or a folder."
-            )
+            raise PosencError(f"There is no folder {folder}. Give --dataset a hub name or folder.")
         refuse_ignored(documents)
         check_readable(source_of(documents), documents.text or ())
 

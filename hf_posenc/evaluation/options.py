@@ -122,9 +122,7 @@ def output_folder(output: Path | str | None, progress: Any) -> Path | None:
     if output is None:
         return None
     if not isinstance(output, str | Path) or not str(output).strip() or output == Path():
-        raise PosencError(
-            f"output: {output!r} is no folder. Give its path, or None to keep nothing."
-        )
+        raise PosencError(f"output: {output!r} is no folder. Give a path, or None to keep nothing.")
     if Path(output).is_file():
         raise PosencError(f"output: {output} is a file. Give a folder, or None to keep nothing.")
     return Path(output)

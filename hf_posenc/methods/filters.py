@@ -40,9 +40,7 @@ class Clip(TableFilter):
         super().__post_init__()
         if len(self.options()) > 1:
             given = ", ".join(self.options())
-            raise PosencError(
-                f"{self.name} takes one of soft, pairs, share and turns, not {given}."
-            )
+            raise PosencError(f"{self.name} takes one of soft, pairs, share, turns, not {given}.")
         if self.share is not None and self.share > 1:
             raise PosencError(
                 f"{self.name}: share is a part of the pairs, 0 to 1, not {self.share}."

@@ -484,9 +484,7 @@ def select(
             )
         tables, layers = [table for table in tables if table.part == layers], "full"
         if not tables:
-            raise PosencError(
-                "The part of the model that layers= names has no rotary table of text."
-            )
+            raise PosencError("The part that layers= names has no rotary table of text.")
     if layers == "all" or (layers == "full" and not rotated):
         return tuple(tables)
     if whole and (named := tuple(table for table in tables if table.label == layers)):

@@ -195,9 +195,7 @@ class TablesByPosition(NativeSeam):
                 tensor = held(model, path).tensor()
                 axis = axis_of(tensor)
                 if tensor.dim() - axis < 2:
-                    raise UnsupportedModelError(
-                        f"{path} of shape {tuple(tensor.shape)} has no rows."
-                    )
+                    raise UnsupportedModelError(f"{path}, of shape {[*tensor.shape]}, has no rows.")
                 size = tensor.shape[axis] - source.start
                 tables.append(Table(path, source.start, size, source.kind == SINUSOIDAL))
         others = [str(each) for each in positions.sources if each.kind not in cls.sources]

@@ -115,9 +115,7 @@ def source_of(options: DocumentOptions) -> Source:
         paths = list(options.text)
         for path in paths:  # os.path, since pathlib raises for a name that is too long
             if os.path.isfile(os.path.join(path, "config.json")):  # noqa: PTH113, PTH118
-                raise PosencError(
-                    f"{path} is a model's folder. MODEL goes in front of the options."
-                )
+                raise PosencError(f"{path} is a model's folder. MODEL goes before the options.")
         reading["encoding"] = options.encoding
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
         if any(map(is_name, paths)):

@@ -510,7 +510,5 @@ def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | 
     config: Any = model.config
     named = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(named, int) and named < 1:
-        raise PosencError(
-            f"The model's config names a context length of {named}: correct it there."
-        )
+        raise PosencError(f"The config names a context length of {named}: correct it there.")
     return original or length_of(model)
