@@ -243,7 +243,7 @@ def finetune() -> Callable[..., None]:
         """
         given = options.read(context.args)
         if given.patch is not None and given.patch.strip().lower() != UNPATCHED:
-            check_methods([given.patch])
+            check_methods([given.patch], own=given.model is not None)
         model = ModelOptions(model=given.model, tokenizer=given.tokenizer, attn=given.attn)
         check_model(model, weights=not given.dry_run)
         run(context.args)

@@ -73,7 +73,7 @@ def check(
     options: Any, model: ModelOptions, documents: DocumentOptions | None, run: RunOptions
 ) -> None:
     """Check the words of a command that measures: methods, model, protocol and documents."""
-    check_methods(getattr(options, "methods", None))
+    check_methods(getattr(options, "methods", None), own=model.model is not None)
     check_model(model, weights=not run.dry_run)
     if isinstance(options, ProtocolOptions):
         from hf_posenc.evaluation.perplexity import protocols
@@ -170,14 +170,14 @@ def _named(place: str, name: str) -> bool:
     return any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
 
 
-def check_methods(specs: Sequence[str] | None) -> None:
-    """Refuse unknown methods and options, and values that a method refuses on every model."""
+def check_methods(specs: Sequence[str] | None, *, own: bool = True) -> None:
+    """Refuse unknown methods and options, and values that a method refuses on every model, as `check_values`."""
     if not specs:  # nothing to check, and no reason to import all methods
         return
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
 
     for candidate in parse_candidates(specs):
-        candidate.check_values()
+        candidate.check_values(own=own)
 
 
 # The course.

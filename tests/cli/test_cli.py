@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -264,6 +265,26 @@ def test_inspect_says_what_a_table_that_moves_gets_wrong(tmp_path: Path) -> None
     notes = json.loads(invoke("inspect", "--json", folder).stdout)["scaling"]["notes"]
     assert any("cached keys" in note for note in notes)
     assert "their own step" not in invoke("inspect", folder, "--patch", "dynamic_ntk").stdout
+
+
+_LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{}, {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **_LISTS}],
+    ids=str,
+)
+@pytest.mark.parametrize("target", [64, 256])
+def test_the_commands_that_recommend_prints_can_be_run(
+    rope: dict[str, Any], target: int, texts: Path, tmp_path: Path
+) -> None:
+    block = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **rope}
+    folder = tiny_checkpoint(tmp_path / "tiny", **({"rope_parameters": block} if rope else {}))
+    told = json.loads(invoke("recommend", "--json", folder, "--target-length", target).stdout)
+    for command in told["commands"][::2]:  # none of retrieval's prompts is as short
+        words = shlex.split(command.replace("'YOUR/*.txt'", str(texts)))[1:]
+        succeeded(*words, "--dry-run", "--output", tmp_path / "out")
 
 
 def test_inspect_names_the_patch_of_a_scaling(model: Path, tmp_path: Path) -> None:

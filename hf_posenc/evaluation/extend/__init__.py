@@ -235,9 +235,7 @@ class ExtendJob(Rung[ExtendResult]):
         """Return the plan that fits the budget by the rate of a device; a run fits its own to one timed window."""
         operations, source = rate_of(device)
         if operations is None:
-            raise PosencError(
-                f"The time is unknown: {source}. Without --dry-run one window is timed."
-            )
+            raise PosencError(f"Unknown time: {source}. Without --dry-run one window is timed.")
         target = self.settings.lengths[1]
         rate = run_cost(self.whole.model, [(target, 1)]).flops / target / operations
         plan = self._fitted(rate)

@@ -232,12 +232,14 @@ class Candidate:
         assert self.original is not None
         return max(1.0, length / self.original)
 
-    def check_values(self) -> None:
-        """Raise for a value that a method refuses on every model."""
+    def check_values(self, *, own: bool = True) -> None:
+        """Raise for a value that a method refuses on every model; with `own`, it may have LongRoPE's lists."""
         with self._naming():
             methods = []
             for part in self.parts:
                 kind, scale = get_method(part.method), {"scale": 1.0}
+                if own and kind.name == "longrope" and not part.options:
+                    continue
                 scaled = kind.takes_scale() and (part.auto or "target_length" in self.beside)
                 methods.append(kind.from_options(**(scale if scaled else {}) | part.options))
             check_seams(methods)

@@ -400,8 +400,8 @@ class RetrievalResult(MethodsResult[Cell]):
         settings = self.settings
         depths, samples = len(settings.depths), settings.samples
         yield (
-            f"{depths * samples} sample{'s' * (depths * samples > 1)} at every length ({depths} depth{'s' * (depths > 1)}, "
-            f"{samples} each; seed {settings.seed}): "
+            f"{depths * samples} sample{'s' * (depths * samples > 1)} at every length ({depths} "
+            f"depth{'s' * (depths > 1)}, {samples} each; seed {settings.seed}): "
             f"{DECODES[settings.decode]}. Ranges: 95 %, Wilson."
         )
         if settings.ranks:
