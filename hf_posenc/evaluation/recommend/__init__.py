@@ -154,15 +154,12 @@ class Advice:
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs, own = ["none"], [str(one.spec) for one in self.first]
-        able = (o for o in self.options if o.works != REFUSED)
         if "patch_model" in self.carried.note:
             specs.append(get_method(self.carried.rope_type).name)
         if self.needed:
-            specs += [
-                "truncation",
-                *(str(o.spec) for o in able if o.method == "attention_sinks"),
-                *own,
-            ]
+            named = (one for one in self.options if one.method == "attention_sinks")
+            able = (str(one.spec) for one in named if one.works != REFUSED)
+            specs += ["truncation", *able, *own]
         patches, swept = (
             "".join(f" --patch {spec}" for spec in each)
             for each in (specs, own if self.carried.scaled else ())
