@@ -463,13 +463,9 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
 
 
 OTHER_TOWERS = {
-    **dict.fromkeys(
-        ("inkling2", "inkling2_loop"), "image"
-    ),  # a bias in the text decoder, and RoPE in its vision tower
-    "pixtral": "image",
-    "dinov3_vit": "image",
-    "parakeet_encoder": "audio",
-    "wav2vec2-conformer": "audio",
+    # The first two have a bias in the text decoder, and RoPE in the vision tower.
+    **dict.fromkeys(("inkling2", "inkling2_loop", "pixtral", "dinov3_vit"), "image"),
+    **dict.fromkeys(("parakeet_encoder", "wav2vec2-conformer"), "audio"),
 }
 """Types whose rotary modules are those of other towers, with what they rotate."""
 

@@ -276,22 +276,15 @@ DECODER = 'layers="decoder" patches the decoder alone'
 @pytest.mark.parametrize(
     ("model_type", "request_", "options", "message"),
     [
-        *(
-            ("llama", "rerope", {"layers": part}, "is not an encoder-d")
-            for part in ("encoder", "decoder")
-        ),
+        ("llama", "rerope", {"layers": "encoder"}, "is not an encoder-d"),
+        ("llama", "rerope", {"layers": "decoder"}, "is not an encoder-d"),
         ("moonshine", "rerope", {"layers": "encoder"}, "has no rotary table of text"),
         ("t5gemma", "log_n", {}, DECODER),
         ("t5gemma", "fire", {}, DECODER),
         *late(["t5gemma"], ["t5", "xpos", "dynamic_ntk"], [{}], [DECODER]),
         ("t5gemma", {0: LogN()}, {}, DECODER),
         ("t5gemma", {"decoder": ReRoPE()}, {}, "'decoder' is no key of a dict.*layers='decoder'"),
-        (
-            "t5gemma2",
-            {0: ReRoPE(), 1: NoPE()},
-            {},
-            "reads two texts in one softmax, where layers c",
-        ),
+        ("t5gemma2", {0: ReRoPE(), 1: NoPE()}, {}, "reads two texts in one softmax, where layers"),
     ],
 )
 def test_exclusions(model_type: str, request_: Any, options: dict[str, Any], message: str) -> None:
@@ -299,12 +292,8 @@ def test_exclusions(model_type: str, request_: Any, options: dict[str, Any], mes
 
 
 CACHED = {
-    "rerope": RULES["rerope"][0],
-    "self_extend": RULES["self_extend"][0],
-    "alibi": {},
-    "log_n": {},
-    "fire": {},
-    "dynamic_ntk": {},
+    **{name: RULES[name][0] for name in ("rerope", "self_extend")},
+    **{name: {} for name in ("alibi", "log_n", "fire", "dynamic_ntk")},
 }
 
 
@@ -379,13 +368,9 @@ def test_padding_is_refused_where_an_encoder_counts_it() -> None:
     mask[1, 13:] = 0
     given = zoo._required_inputs(model.config, rows[:, :13]) | {"input_ids": rows}
     channels = len(alone)
-    assert close(
-        model,
-        zoo.logits(model, rows, attention_mask=mask, decoder_input_ids=given["decoder_input_ids"])[
-            channels:
-        ],
-        alone,
-    )
+    texts = given["decoder_input_ids"]
+    found = zoo.logits(model, rows, attention_mask=mask, decoder_input_ids=texts)
+    assert close(model, found[channels:], alone)
     with pytest.raises(PosencError, match="counts padding before a text as tokens"):
         zoo.logits(model, rows, attention_mask=mask.flip(-1))
 

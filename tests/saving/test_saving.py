@@ -403,7 +403,8 @@ class TestPatchFiles:
     @pytest.mark.parametrize("method", ["dynamic_yarn", "kerple_log"])
     def test_beside_a_checkpoint(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
-        patch_model(model, method, **({} if method == "kerple_log" else {"update": "sequence"}))
+        options: dict[str, Any] = {"update": "sequence"} if method == "dynamic_yarn" else {}
+        patch_model(model, method, **options)
         for parameter in trained_parameters(model).values():
             parameter.data += 0.25
         save_patch(model, tmp_path)

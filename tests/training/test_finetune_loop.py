@@ -58,19 +58,10 @@ def _own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(checkpoint: Path, output: Path, **more: Any) -> list[str]:
-    options: dict[str, Any] = {
-        "model": checkpoint,
-        "text": checkpoint / "text.txt",
-        "output_dir": output,
-        "patch": "yarn:scale=2",
-        "learning_rate": 5e-3,
-        "warmup_steps": 2,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "gradient_accumulation_steps": 3,
-        "save_steps": SAVED,
-        **more,
-    }
+    options: dict[str, Any] = {"model": checkpoint, "text": checkpoint / "text.txt"}
+    options |= {"output_dir": output, "patch": "yarn:scale=2", "learning_rate": 5e-3}
+    options |= {"warmup_steps": 2, "max_steps": STEPS, "per_device_train_batch_size": BATCH}
+    options |= {"gradient_accumulation_steps": 3, "save_steps": SAVED, **more}
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
