@@ -327,14 +327,6 @@ def test_numbers_and_arrays_of_other_libraries_are_taken() -> None:
     assert torch.equal(scorer(ids[1]), scorer(torch.tensor([1, 2, 3], dtype=torch.uint8)))
 
 
-def test_one_path_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(GOOD)
-    assert [entry.name for entry in read_paths("a.txt")] == ["a.txt"]
-    assert [entry.name for entry in read_paths(Path("a.txt"))] == ["a.txt"]
-
-
 # The name of a file, its content, and a part of the reason why it is not read.
 FILES: dict[str, tuple[bytes, str]] = {
     "empty.txt": (b"", "empty"),
@@ -356,21 +348,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "odd.bin": (b"\1\0\2", "not text: a NUL byte at offset 1"),
     "text.zst": (GOOD.encode(), "not zstd data, or damaged"),
 }
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_refused_with_a_reason(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name.endswith((".parquet", ".zst")):
-        pytest.importorskip("pyarrow")
-    monkeypatch.chdir(tmp_path)
-    content, reason = FILES[name]
-    (tmp_path / name).write_bytes(content)
-    message = refusal(tmp_path / name)
-    assert message.startswith(f"No document can be used ({tmp_path / name}")
-    assert reason in message
-    assert "\n" not in message
-    # nothing was executed, nothing is left
-    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +424,7 @@ def test_any_damage_is_a_reason_and_never_another_error(ending: str, data: st.Da
 
 
 def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
     monkeypatch.setattr(readers, "SMALL", 1 << 12)
     folder = tmp_path / "inputs"
     folder.mkdir()
@@ -463,6 +441,12 @@ def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     known = json.loads((tmp_path / "out" / "perplexity.json").read_text())
     assert [Path(document["name"]).name for document in known["documents"]] == ["good.txt"]
     assert len(known["skipped"]) == len(FILES) + 3
+    found = {Path(each["name"]).name.split(":")[0]: each["reason"] for each in known["skipped"]}
+    for name, (content, reason) in FILES.items():
+        assert reason in found[name], name
+        assert "\n" not in found[name]
+        assert (folder / name).read_bytes() == content
+    assert len(list(folder.iterdir())) == len(FILES) + 4  # nothing was unpacked beside them
     warned = lines_of(result, "warning: skipped")
     assert len(warned) == 6  # the last one counts the others
     assert warned[0].endswith(r"[red]\n[: empty")
