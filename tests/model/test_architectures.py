@@ -38,10 +38,8 @@ KNOWN = (*DECODERS, *zoo.composite_types(), *zoo.seq2seq_types())
 OTHERS = [name for name in DECODERS if name not in zoo.representative()]
 ALONE = [name for name in zoo.representative() if name not in zoo.HELD]
 """Types whose tables are held as those of another type are."""
-HELD = quick(
-    [*zoo.representative(), *OTHERS],
-    ("llama", "gptj", "phimoe", "gemma3", "gemma4_text", "moshi", "deepseek_v2"),
-)
+FEW = ("llama", "gptj", "phimoe", "gemma3", "gemma4_text", "moshi", "deepseek_v2")
+HELD = quick([*zoo.representative(), *OTHERS], FEW)
 TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
 
 # A method, and the same in transformers' words.

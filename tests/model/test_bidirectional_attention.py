@@ -351,10 +351,8 @@ def test_padding_of_both_texts(
     for left in (False, True):
         rows = torch.cat((long, torch.cat((pad[0], short) if left else (short, pad[0]), 1)))
         texts = torch.cat((first, torch.cat((pad[1], second), 1)))
-        given = {
-            "attention_mask": (rows != 0).long(),
-            "decoder_attention_mask": (texts != 0).long(),
-        }
+        given = {"attention_mask": (rows != 0).long()}
+        given["decoder_attention_mask"] = (texts != 0).long()
         got = zoo.logits(model, rows, decoder_input_ids=texts, **given)
         assert close(model, got[:1], alone[0])
         assert close(model, got[1:, 6:], alone[1])

@@ -195,16 +195,14 @@ def families() -> dict[str, tuple[PreTrainedModel, Any]]:
     halves = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1}
     llama3 = STATIC | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = sizes | {"max_position_embeddings": 2 * ORIGINAL, "rope_parameters": llama3}
+    by_layer = {(0,): YaRN(scale=4), (1,): ReRoPE(window=32)}
     return {
         "a scaled rotation": (LlamaForCausalLM(LlamaConfig(**scaled)), SelfExtend(scale=4)),
         "another in its place": (LlamaForCausalLM(LlamaConfig(**scaled)), DynamicYaRN()),
         "sliding layers": (Gemma3ForCausalLM(gemma), SelfExtend(scale=4)),
         "sliding layers, a table": (Gemma3ForCausalLM(gemma), YaRN(scale=4)),
         "norms of queries": (Qwen3ForCausalLM(Qwen3Config(**sizes)), [YaRN(scale=4), LogN()]),
-        "another method by layer": (
-            Qwen3ForCausalLM(Qwen3Config(**sizes)),
-            {(0,): YaRN(scale=4), (1,): ReRoPE(window=32)},
-        ),
+        "another method by layer": (Qwen3ForCausalLM(Qwen3Config(**sizes)), by_layer),
         "one projection": (Phi3ForCausalLM(Phi3Config(**halves, pad_token_id=0)), DynamicYaRN()),
     }
 
