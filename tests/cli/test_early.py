@@ -27,7 +27,6 @@ WRONG = [
     ("perplexity --patch yarn:scale=2+ntk", "Two methods on one seam exclude each other: yarn, n"),
     ("perplexity --method yarn", "No such option: --method. It is called --patch here."),
     ("perplexity --methd yarn", "No such option: --methd. Did you mean --patch?"),
-    ("perplexity --lenght 4k", "No such option: --lenght. Did you mean --lengths?"),
     ("doctor --deep", "No such option: --deep"),
     ("perplexity --lengths 2G", "'2G' is no length; give a whole number of tokens, such as 4096"),
     ("perplexity --lengths 4", "A length has at least 8 tokens, not 4."),

@@ -61,12 +61,8 @@ def _with_mean_rows(model: PreTrainedModel, model_type: str, length: int) -> Pre
     kind: Any = type(model)
     other: Any = kind(config).eval()
     weights = model.state_dict()
-    means = {
-        name: {**dict(model.named_parameters()), **dict(model.named_buffers())}[name][start:].mean(
-            0
-        )
-        for name in names
-    }
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    means = {name: tensors[name][start:].mean(0) for name in names}
     other.load_state_dict({k: v for k, v in weights.items() if k not in names}, strict=False)
     for name, row in means.items():
         table = {**dict(other.named_parameters()), **dict(other.named_buffers())}[name]
