@@ -108,6 +108,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("yran", {"scale": 4}, "Did you mean 'yarn'"),
         ("yarn", {}, "scale= .or target_length="),
         ("yarn", {"scale": 0.5}, "of at least 1"),
+        ("yarn", {"scale": "8"}, "not '8'"),
         ("yarn", {"scale": 4, "target_length": 512}, "disagree"),
         ("yarn", {"target_length": 32}, "nothing to extend"),
         ("dynamic_yarn", {"scale": 4}, "takes no scale"),
