@@ -85,10 +85,8 @@ def row(file: Path, before: str, added: str) -> None:
 @pytest.mark.slow  # it needs another process
 def test_one_of_each_is_a_file_and_a_row(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    package, ignored = (
-        tmp_path / "hf_posenc",
-        shutil.ignore_patterns("__pycache__", "*.safetensors"),
-    )
+    package = tmp_path / "hf_posenc"
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
     for name in ("hf_posenc", "patches"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     (package / "methods" / "halving.py").write_text(METHOD)
@@ -108,14 +106,8 @@ def test_one_of_each_is_a_file_and_a_row(tmp_path: Path) -> None:
     with (package / "evaluation" / "plots.py").open("a") as plots:
         plots.write(FIGURE)
     result = tasks.parent / "result.py"
-    row(
-        result,
-        "        if self.settings.ranks:\n            figures[",
-        '        figures["own"] = own_figure(self)\n',
-    )
-    row(
-        result,
-        "from hf_posenc.evaluation.plots import",
-        "from hf_posenc.evaluation.plots import own_figure\n",
-    )
+    ranks = "        if self.settings.ranks:\n            figures["
+    row(result, ranks, '        figures["own"] = own_figure(self)\n')
+    plots_of = "from hf_posenc.evaluation.plots import"
+    row(result, plots_of, f"{plots_of} own_figure\n")
     printed(USE, tmp_path)

@@ -60,13 +60,9 @@ EXAMPLES = list(examples())
 def test_examples(test: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(methods, "_OWN", {})  # what an example registers
-    test.globs.update(
-        model=zoo.build(
-            "llama", max_position_embeddings=4096, vocab_size=VOCABULARY, num_hidden_layers=2
-        ),
-        tokenizer=byte_tokenizer(),
-        texts=[prose(400, seed) for seed in range(2)],
-    )
+    sizes = {"max_position_embeddings": 4096, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    test.globs |= {"model": zoo.build("llama", **sizes), "tokenizer": byte_tokenizer()}
+    test.globs["texts"] = [prose(400, seed) for seed in range(2)]
     if test.name in DEEPSPEED:  # where it is installed, its import prints a line
         with contextlib.suppress(ImportError):
             importlib.import_module("deepspeed")

@@ -172,14 +172,9 @@ def test_the_release_publishes_what_ci_has_passed_without_a_token() -> None:
 def test_the_linter_refuses_an_adapter_imported_by_name(tmp_path: Path) -> None:
     ruff = shutil.which("ruff") or pytest.skip("ruff is not installed; .ci/run has it")
     for source in ("import patches.llama\n", "from hf_posenc.patches.llama import ADAPTER\n"):
-        done = subprocess.run(
-            [ruff, "check", "--select", "TID251", "--stdin-filename", "hf_posenc/x.py", "-"],
-            input=source,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [ruff, "check", "--select", "TID251", "--stdin-filename", "hf_posenc/x.py", "-"]
+        options: Any = {"capture_output": True, "text": True, "check": False}
+        done = subprocess.run(command, input=source, cwd=ROOT, **options)
         assert done.returncode == 1, done.stdout + done.stderr
         assert "TID251" in done.stdout
 

@@ -69,6 +69,14 @@ QUESTIONS = {
     "can I use gguf files": "can-i-use-a-gguf-file-ollama-or-lm-studio",
     "error: No document can be used": "no-document-can-be-used",
     "GPT2LMHeadModel has no rotary embedding": "has-no-rotary-embedding",
+    "push to hub": "how-do-i-push-a-patched-model-to-the-hub",
+    "gpt2 longer than 1024": "how-do-gpt-2-and-bert-read-texts-longer-than-1024-or-512-tokens",
+    "qwen3 yarn short prompts worse": "what-does-static-yarn-cost-on-short-texts",
+    "phi-3 longrope cache": "phi-3-phi-4-mini-minicpm-the-checkpoints-own-lists",
+    "rope_scaling json": "what-do-i-write-into-rope_scaling-or-rope_parameters-of-configjson",
+    "out of memory": "out-of-memory-how-much-does-128k-take",
+    "resume": "a-run-was-killed-how-do-i-resume-it",
+    "colab": "does-it-run-on-windows-a-mac-or-google-colab",
 }
 """Questions of newcomers, and the section of the first or second page that the search finds."""
 
@@ -386,10 +394,8 @@ def test_pages_in_a_browser(scheme: str, size: str, browser: Any, address: str) 
     faults: list[str] = []
     page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on(
-        "request",
-        lambda r: None if r.url.startswith((address, "data:", "blob:")) else faults.append(r.url),
-    )
+    own = (address, "data:", "blob:")
+    page.on("request", lambda r: None if r.url.startswith(own) else faults.append(r.url))
     page.on("response", lambda r: faults.append(f"{r.status} {r.url}") if r.status >= 400 else None)
     for name in (*PAGES, REPORT):
         page.goto(address + name)  # until its load event: a starved parser looks idle
@@ -471,26 +477,9 @@ WORDS = {
     "self extend": ("methods/self_extend/", "extend/"),
     "vllm": ("vllm/", "serving/"),
     "ntk by parts": ("methods/ntk_by_parts/",),
-    "push to hub": ("faq/#how-do-i-push-a-patched-model-to-the-hub",),
-    "128k on 80GB": (
-        "faq/#out-of-memory-how-much-does-128k-take",
-        "finetuning/#one-gpu-of-24-or-80-gb",
-    ),
-    "gpt2 longer than 1024": (
-        "faq/#how-do-gpt-2-and-bert-read-texts-longer-than-1024-or-512-tokens",
-    ),
-    "qwen3 yarn short prompts worse": ("faq/#what-does-static-yarn-cost-on-short-texts",),
-    "phi-3 longrope cache": (
-        "methods/longrope/#phi-3-phi-4-mini-minicpm-the-checkpoints-own-lists",
-    ),
-    "rope_scaling json": (
-        "faq/#what-do-i-write-into-rope_scaling-or-rope_parameters-of-configjson",
-    ),
+    "128k on 80GB": ("#out-of-memory-how-much-does-128k-take", "#one-gpu-of-24-or-80-gb"),
     "dynamic ntk batch": ("methods/dynamic_ntk/",),
     "which method": ("choosing/",),
-    "out of memory": ("faq/#out-of-memory-how-much-does-128k-take",),
-    "resume": ("faq/#a-run-was-killed-how-do-i-resume-it",),
-    "colab": ("faq/#does-it-run-on-windows-a-mac-or-google-colab",),
     "lm_eval": ("lm_eval/",),
 }
 """Words that people type, and the pages or sections of which one is the first or second that the search finds."""

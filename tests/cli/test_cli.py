@@ -325,10 +325,8 @@ def test_inspect_shows_a_patch_that_computes_attention(model: Path) -> None:
 
 def test_an_untrained_method_is_named_in_one_line(model: Path, texts: Path, tmp_path: Path) -> None:
     patches = ("--patch", "none", "--patch", "shaw", "--patch", "shaw:keep_rope=true")
-    result = run(
-        *(model, texts, tmp_path, "--limit", 1, *patches),
-        *("--patch", "yarn:scale=4+kerple_log:keep_rope=true"),
-    )
+    composed = ("--patch", "yarn:scale=4+kerple_log:keep_rope=true")
+    result = run(model, texts, tmp_path, "--limit", 1, *patches, *composed)
     warned = [line.split()[:2] for line in result.stderr.splitlines() if "untrained" in line]
     assert warned == [["warning:", "shaw"], ["warning:", "kerple_log"]]
     assert "UserWarning" not in result.output

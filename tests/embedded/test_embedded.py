@@ -100,10 +100,8 @@ def digits(lines: int) -> str:
 def mixed(a: str, b: str, share: float, lines: int = 60) -> str:
     """Return a file that shares `share` of its lines with `b`, the rest only with `a`."""
     cut = round(share * lines)
-    return "".join(
-        prose(b, lines).splitlines(keepends=True)[:cut]
-        + prose(a, lines).splitlines(keepends=True)[cut:]
-    )
+    first, rest = (prose(name, lines).splitlines(keepends=True) for name in (b, a))
+    return "".join(first[:cut] + rest[cut:])
 
 
 def source(root: Path, name: str, files: dict[str, str]) -> Source:

@@ -172,10 +172,8 @@ class TestEveryEngine:
     def test_layer_types_have_tables_of_their_own(self, tmp_path: Path) -> None:
         zoo.build("gemma3_text").save_pretrained(tmp_path)
         for found in exports(tmp_path, "yarn", scale=4).values():
-            assert {error.layers for error in found.errors} == {
-                "full_attention",
-                "sliding_attention",
-            }
+            layers = {error.layers for error in found.errors}
+            assert layers == {"full_attention", "sliding_attention"}
             assert all(error.small for error in found.errors)
 
     def test_a_second_patch_is_refused(self, saved: Path) -> None:
@@ -299,9 +297,8 @@ def test_a_checkpoint_that_is_scaled_already(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_a_source_without_tables() -> None:
-    source: Any = SimpleNamespace(
-        methods=(get_method("rerope")(),), path="m", base="m", request=None
-    )
+    given = {"path": "m", "base": "m", "request": None}
+    source: Any = SimpleNamespace(methods=(get_method("rerope")(),), **given)
     assert not export_source(source, "vllm").possible
 
 

@@ -94,9 +94,7 @@ def test_deepseeks_classes_take_only_their_own_yarn(model_type: str, tmp_path: P
     zoo.build(model_type).save_pretrained(tmp_path)
     for engine in ("vllm", "sglang"):
         assert export(tmp_path, engine, method="yarn", scale=2.0).possible
-        assert export(
-            tmp_path, engine, method="ntk", scale=2.0
-        ).possible  # another rope_theta alone
+        assert export(tmp_path, engine, method="ntk", scale=2.0).possible  # by rope_theta alone
         refused = export(tmp_path, engine, method="llama3", scale=2.0)
         assert not refused.possible
         assert "its class for this model computes every scaling as YaRN" in str(refused.reason)

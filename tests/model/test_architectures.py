@@ -38,10 +38,8 @@ KNOWN = (*DECODERS, *zoo.composite_types(), *zoo.seq2seq_types())
 OTHERS = [name for name in DECODERS if name not in zoo.representative()]
 ALONE = [name for name in zoo.representative() if name not in zoo.HELD]
 """Types whose tables are held as those of another type are."""
-HELD = quick(
-    [*zoo.representative(), *OTHERS],
-    ("llama", "gptj", "phimoe", "gemma3", "gemma4_text", "moshi", "deepseek_v2"),
-)
+FEW = ("llama", "gptj", "phimoe", "gemma3", "gemma4_text", "moshi", "deepseek_v2")
+HELD = quick([*zoo.representative(), *OTHERS], FEW)
 TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
 
 # A method, and the same in transformers' words.
@@ -463,13 +461,9 @@ def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: st
 
 
 OTHER_TOWERS = {
-    **dict.fromkeys(
-        ("inkling2", "inkling2_loop"), "image"
-    ),  # a bias in the text decoder, and RoPE in its vision tower
-    "pixtral": "image",
-    "dinov3_vit": "image",
-    "parakeet_encoder": "audio",
-    "wav2vec2-conformer": "audio",
+    # The first two have a bias in the text decoder, and RoPE in the vision tower.
+    **dict.fromkeys(("inkling2", "inkling2_loop", "pixtral", "dinov3_vit"), "image"),
+    **dict.fromkeys(("parakeet_encoder", "wav2vec2-conformer"), "audio"),
 }
 """Types whose rotary modules are those of other towers, with what they rotate."""
 

@@ -63,14 +63,8 @@ def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
         pairs = inspect_rope(model)[0].dim // 2
         factors = [1.0 + i for i in range(pairs)]
         options |= {"short_factor": [1.0] * pairs, "long_factor": factors}
-    patch_model(
-        model,
-        method,
-        layers="all",
-        original_max_position_embeddings=ORIGINAL,
-        replace=options.get("update") == "row",
-        **options,
-    )
+    given = {"original_max_position_embeddings": ORIGINAL, **options}
+    patch_model(model, method, layers="all", replace=options.get("update") == "row", **given)
     randomise(model)
     return model
 
@@ -219,13 +213,7 @@ def test_refused_types_exist() -> None:
 # The numbers
 
 OWN_ROTARY = (
-    "moshi",
-    "recurrent_gemma",
-    "codegen",
-    "falcon",
-    "gpt_neox_japanese",
-    "gptj",
-    "roformer",
+    *("moshi", "recurrent_gemma", "codegen", "falcon", "gpt_neox_japanese", "gptj", "roformer"),
 )
 """Types whose attention modules make their own rotation, which nobody can ask for other positions, or attention.
 
@@ -455,11 +443,8 @@ def test_composite_models_are_as_before_with_a_window_longer_than_the_text(model
     assert torch.equal(zoo.logits(model, ids), before)
 
 
-REFUSED_COMPOSITES = {
-    "mistral_large4": SPARSE,
-    "hy_v4_vl": SPARSE,
-    "diffusion_gemma": "besides attention",
-}
+REFUSED_COMPOSITES = dict.fromkeys(("mistral_large4", "hy_v4_vl"), SPARSE)
+REFUSED_COMPOSITES["diffusion_gemma"] = "besides attention"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])

@@ -281,22 +281,15 @@ DECODER = 'layers="decoder" patches the decoder alone'
 @pytest.mark.parametrize(
     ("model_type", "request_", "options", "message"),
     [
-        *(
-            ("llama", "rerope", {"layers": part}, "is not an encoder-d")
-            for part in ("encoder", "decoder")
-        ),
+        ("llama", "rerope", {"layers": "encoder"}, "is not an encoder-d"),
+        ("llama", "rerope", {"layers": "decoder"}, "is not an encoder-d"),
         ("moonshine", "rerope", {"layers": "encoder"}, "has no rotary table of text"),
         ("t5gemma", "log_n", {}, DECODER),
         ("t5gemma", "fire", {}, DECODER),
         *late(["t5gemma"], ["t5", "xpos", "dynamic_ntk"], [{}], [DECODER]),
         ("t5gemma", {0: LogN()}, {}, DECODER),
         ("t5gemma", {"decoder": ReRoPE()}, {}, "'decoder' is no key of a dict.*layers='decoder'"),
-        (
-            "t5gemma2",
-            {0: ReRoPE(), 1: NoPE()},
-            {},
-            "reads two texts in one softmax, where layers c",
-        ),
+        ("t5gemma2", {0: ReRoPE(), 1: NoPE()}, {}, "reads two texts in one softmax, where layers"),
     ],
 )
 def test_exclusions(model_type: str, request_: Any, options: dict[str, Any], message: str) -> None:
@@ -304,12 +297,8 @@ def test_exclusions(model_type: str, request_: Any, options: dict[str, Any], mes
 
 
 CACHED = {
-    "rerope": RULES["rerope"][0],
-    "self_extend": RULES["self_extend"][0],
-    "alibi": {},
-    "log_n": {},
-    "fire": {},
-    "dynamic_ntk": {},
+    **{name: RULES[name][0] for name in ("rerope", "self_extend")},
+    **{name: {} for name in ("alibi", "log_n", "fire", "dynamic_ntk")},
 }
 
 
@@ -367,10 +356,8 @@ def test_padding_of_both_texts(
     for left in (False, True):
         rows = torch.cat((long, torch.cat((pad[0], short) if left else (short, pad[0]), 1)))
         texts = torch.cat((first, torch.cat((pad[1], second), 1)))
-        given = {
-            "attention_mask": (rows != 0).long(),
-            "decoder_attention_mask": (texts != 0).long(),
-        }
+        given = {"attention_mask": (rows != 0).long()}
+        given["decoder_attention_mask"] = (texts != 0).long()
         got = zoo.logits(model, rows, decoder_input_ids=texts, **given)
         assert close(model, got[:1], alone[0])
         assert close(model, got[1:, 6:], alone[1])
@@ -384,13 +371,9 @@ def test_padding_is_refused_where_an_encoder_counts_it() -> None:
     mask[1, 13:] = 0
     given = zoo._required_inputs(model.config, rows[:, :13]) | {"input_ids": rows}
     channels = len(alone)
-    assert close(
-        model,
-        zoo.logits(model, rows, attention_mask=mask, decoder_input_ids=given["decoder_input_ids"])[
-            channels:
-        ],
-        alone,
-    )
+    texts = given["decoder_input_ids"]
+    found = zoo.logits(model, rows, attention_mask=mask, decoder_input_ids=texts)
+    assert close(model, found[channels:], alone)
     with pytest.raises(PosencError, match="counts padding before a text as tokens"):
         zoo.logits(model, rows, attention_mask=mask.flip(-1))
 

@@ -195,10 +195,8 @@ def test_requests_that_arrive_while_others_run() -> None:
 
 
 def test_several_answers_to_a_prompt() -> None:
-    model, prompts = (
-        patch_model(build(), "dual_chunk", original_max_position_embeddings=ORIGINAL),
-        texts(50),
-    )
+    model = patch_model(build(), "dual_chunk", original_max_position_embeddings=ORIGINAL)
+    prompts = texts(50)
     given = settings()
     given["generation_config"].num_return_sequences = 3
     outputs = model.generate_batch(prompts, **given).values()

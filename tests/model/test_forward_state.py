@@ -401,18 +401,12 @@ def test_rows_of_a_request_are_repeated_or_chosen_where_they_have_one_length() -
     assert zoo.relative_difference(got[::2].double(), want.double()) < 1e-6
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    first = model(
-        input_ids=ids[:, :20],
-        attention_mask=mask[:, :20],
-        **{CACHE: DynamicCache(config=model.config)},
-    )[CACHE]
+    empty = DynamicCache(config=model.config)
+    first = model(input_ids=ids[:, :20], attention_mask=mask[:, :20], **{CACHE: empty})[CACHE]
     first.batch_repeat_interleave(2)
+    longer = mask[:, :21].repeat_interleave(2, 0)
     with pytest.raises(PosencError, match="has other rows since"):
-        model(
-            input_ids=more[:, :1],
-            attention_mask=mask[:, :21].repeat_interleave(2, 0),
-            **{CACHE: first},
-        )
+        model(input_ids=more[:, :1], attention_mask=longer, **{CACHE: first})
 
 
 def test_drafts_behind_the_text_of_a_request_are_refused() -> None:

@@ -150,12 +150,8 @@ def test_a_layout_gives_the_scores_of_the_complex_form(layout: Layout, patched: 
         assert float((probabilities(model, hidden) - expected).abs().max()) > 0.05
 
 
-SAME = {
-    "rope_parameters": ROPE,
-    "num_hidden_layers": 2,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+SAME: dict[str, Any] = {"rope_parameters": ROPE, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
+SAME["tie_word_embeddings"] = False
 PATCHES: dict[str, dict[str, Any]] = {"none": {}, "yarn": {"scale": SCALE}, "rerope": {"window": 8}}
 
 

@@ -37,18 +37,10 @@ FUNCTIONS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_seen_keys(name: str, offset: int, queries: int, first_key: int, padded: bool) -> None:
-    mask = LazyMask(
-        {
-            "batch_size": 2,
-            "q_length": queries,
-            "kv_length": KEYS - first_key,
-            "q_offset": offset,
-            "kv_offset": first_key,
-            "mask_function": FUNCTIONS[name],
-            "attention_mask": PADDING if padded else None,
-            "device": torch.device("cpu"),
-        }
-    )
+    given: dict[str, Any] = {"batch_size": 2, "device": torch.device("cpu")}
+    given |= {"q_length": queries, "kv_length": KEYS - first_key}
+    given |= {"q_offset": offset, "kv_offset": first_key, "mask_function": FUNCTIONS[name]}
+    mask = LazyMask({**given, "attention_mask": PADDING if padded else None})
     written = mask.rows(0, queries)
     assert written is not None
     assert torch.equal(mask.seen(), written[:, 0].any(-2))

@@ -153,10 +153,8 @@ def test_layers_that_bands_cannot_change_have_it_too(model_type: str, choice: An
 def test_beside_bands_layers_that_do_not_rotate_have_it_too() -> None:
     model = zoo.build("smollm3")
     want = in_the_open(zoo.twin(model), (0, 1, 2, 3), IDS)
-    for methods in (
-        [ReRoPE(window=99), LogN()],
-        ReRoPE(window=99, log_n=True),
-    ):  # bands that change nothing
+    both: tuple[Any, ...] = ([ReRoPE(window=99), LogN()], ReRoPE(window=99, log_n=True))
+    for methods in both:  # bands that change nothing
         patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
         assert zoo.relative_difference(zoo.logits(model, IDS), want) < 1e-4
         unpatch_model(model)

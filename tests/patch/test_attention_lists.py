@@ -47,24 +47,18 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prefill, "ROWS", request.param)
 
 
-YARN = ("yarn", {"scale": 4.0})
+YARN, BIAS = ("yarn", {"scale": 4.0}), Case("alibi", {"keep_rope": True}, bias={})
 LISTS: dict[str, tuple[list[Any], Case]] = {
     "yarn, log_n": ([YaRN(scale=4), LogN()], Case("log_n", law="log_n", table=YARN)),
     "yarn, rerope": ([YaRN(scale=4), ReRoPE(window=8)], replace(CASES["rerope"], table=YARN)),
     "rerope, log_n": ([ReRoPE(window=8), LogN()], CASES["rerope_log_n"]),
-    "alibi, log_n": (
-        [ALiBi(keep_rope=True), "log_n"],
-        Case("alibi", {"keep_rope": True}, bias={}, law="log_n"),
-    ),
+    "alibi, log_n": ([ALiBi(keep_rope=True), "log_n"], replace(BIAS, law="log_n")),
     # As the authors' code has it, whose cos and sin have a factor for queries and keys alike.
     "string, temperature": (
         [STRING(shift=11, window=4), Temperature(law="constant", factor=(0.1 * log(2) + 1) ** 2)],
         replace(CASES["string"], law="constant", law_knobs={"factor": 1.0693147**2}),
     ),
-    "yarn, alibi": (
-        [YaRN(scale=4), ALiBi(keep_rope=True)],
-        Case("alibi", {"keep_rope": True}, bias={}, table=YARN),
-    ),
+    "yarn, alibi": ([YaRN(scale=4), ALiBi(keep_rope=True)], replace(BIAS, table=YARN)),
     "yarn, shaw": (
         [YaRN(scale=4), Shaw(max_distance=6, keep_rope=True)],
         replace(CASES["shaw_keep_rope"], table=YARN),

@@ -60,10 +60,8 @@ def scaled(factor: float) -> Callable[..., Any]:
 
 
 FREQUENCIES: dict[str, dict[str, Any]] = {"inv_freq": table(lambda f: f / 2)}  # type: ignore[dict-item]
-BANDS = {
-    "query_position": lambda self, m, original: m // 2 + 8,
-    "key_position": lambda self, n, original: n // 2,
-}
+BANDS: dict[str, Any] = {"query_position": lambda self, m, original: m // 2 + 8}
+BANDS["key_position"] = lambda self, n, original: n // 2
 BIAS = {"bias": lambda self, d, heads, *_: -d.expand(heads, *d.shape)}
 KEYS = {
     "initial": lambda self, heads, head_dim, original: {"w": torch.zeros(head_dim)},
@@ -214,12 +212,9 @@ def test_after_all_of_them_good_methods_work(llama: PreTrainedModel, gpt2: PreTr
         unpatch_model(model)
 
 
-def test_a_wrong_filter_in_a_list(llama: PreTrainedModel) -> None:
+def test_a_wrong_filter_in_a_list_and_a_wrong_method_of_some_layers(llama: PreTrainedModel) -> None:
     wrong = mine(TableFilter, {}, "filtered", lambda self, f, rope: -f)
     refused(llama, [YaRN(scale=2), ResonanceRoPE(), wrong], "filtered", "from -")
-
-
-def test_a_wrong_method_of_some_layers(llama: PreTrainedModel) -> None:
     wrong = mine(Scaled, FREQUENCIES, "inv_freq", scaled(float("nan")))
     refused(llama, {0: wrong, 1: YaRN(scale=2)}, "inv_freq", "with nan")
 

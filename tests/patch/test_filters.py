@@ -90,14 +90,6 @@ def test_clip_fades_as_large_a_share_as_the_authors(pairs: int, clipped: int) ->
     assert bool((faded.diff() < 0).all())
 
 
-def test_the_order_matters() -> None:
-    tables = []
-    for filters in ([ResonanceRoPE(), Clip(soft=4)], [Clip(soft=4), ResonanceRoPE()]):
-        model = patch_model(build(), [YaRN(scale=4), *filters])
-        tables.append(zoo.in_force(model).tables[0].inv_freq)
-    assert not torch.equal(*tables)
-
-
 BESIDE = (
     [YaRN(scale=4), Clip(pairs=3), ReRoPE(window=8), LogN()],
     [DynamicNTK(scale=2, update="row", bucket=8), Clip(pairs=3)],

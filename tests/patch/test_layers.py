@@ -49,6 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 DEVICES = "cpu", "meta"
 IDS = zoo.tokens(50)
 YARN4, DROPPED = ("yarn", {"scale": 4.0}), Case("nope", table=("nope", {}))
+NTK, LLAMA4, BUCKETS = CASES["dynamic_ntk_row"], CASES["temperature_llama4"], {0: 10, 1: 3}
 REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
     "nope in one layer": ({1: NoPE()}, {1: DROPPED}),
     "yarn, rerope": (
@@ -69,18 +70,12 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
         {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
     ),
     "two buckets": (
-        {layer: DynamicNTK(scale=2.0, bucket=bucket) for layer, bucket in ((0, 10), (1, 3))},
-        {
-            layer: replace(CASES["dynamic_ntk_row"], options={"bucket": bucket})
-            for layer, bucket in ((0, 10), (1, 3))
-        },
+        {layer: DynamicNTK(scale=2.0, bucket=bucket) for layer, bucket in BUCKETS.items()},
+        {layer: replace(NTK, options={"bucket": bucket}) for layer, bucket in BUCKETS.items()},
     ),
     "nope, temperature": (
         {0: [NoPE(), Temperature(law="llama4", beta=0.7)], 1: Temperature(law="ssmax")},
-        {
-            0: replace(CASES["temperature_llama4"], table=("nope", {})),
-            1: CASES["temperature_ssmax"],
-        },
+        {0: replace(LLAMA4, table=("nope", {})), 1: CASES["temperature_ssmax"]},
     ),
 }
 
@@ -115,7 +110,6 @@ def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
 
 
 ROOM: dict[str, Any] = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4}
-NTK = CASES["dynamic_ntk_row"]
 GROWING: dict[str, tuple[Any, Any]] = {
     "row": (DynamicNTK(scale=2.0, bucket=8), lambda texts: NTK),
     "request": (

@@ -59,13 +59,8 @@ def _yarn(factor: float, original: int, **more: Any) -> dict[str, Any]:
 
 
 def _llama3(factor: float) -> dict[str, Any]:
-    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "original_max_position_embeddings": 8192,
-        **bounds,
-    }
+    rope = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
+    return {**rope, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def _phi_factors() -> dict[str, Any]:
@@ -109,27 +104,15 @@ PUBLISHED = {
     "longchat-32k": Published("llama", 128, 1e4, 4096, _linear(8.0)),
     "longlora-100k": Published("llama", 128, 1e4, 4096, _linear(25.0)),
     "ministral-3-256k": Published(
-        "ministral3",
-        128,
-        1e6,
-        262144,
-        _yarn(16.0, 16384, **_DEEPSEEK_YARN),
+        *("ministral3", 128, 1e6, 262144, _yarn(16.0, 16384, **_DEEPSEEK_YARN)),
         rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384},
     ),
     "mistral-large-4-1m": Published(
-        "mistral_large4_text",
-        64,
-        1e4,
-        1048576,
-        _yarn(2048.0, 512, attention_factor=1.0),
+        *("mistral_large4_text", 64, 1e4, 1048576, _yarn(2048.0, 512, attention_factor=1.0)),
         more={"index_head_dim": 64},
     ),
     "mistral-small-4-1m": Published(
-        "mistral4",
-        64,
-        1e4,
-        1048576,
-        _yarn(128.0, 8192, **_DEEPSEEK_YARN),
+        *("mistral4", 64, 1e4, 1048576, _yarn(128.0, 8192, **_DEEPSEEK_YARN)),
         more={"qk_nope_head_dim": 64},
         rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192},
     ),
@@ -139,11 +122,7 @@ PUBLISHED = {
         "olmo3", 128, 5e5, 65536, _yarn(8.0, 8192, attention_factor=1.2079441541679836)
     ),
     "phi-3.5-mini-128k": Published(
-        "phi3",
-        96,
-        1e4,
-        131072,
-        _phi_factors(),
+        *("phi3", 96, 1e4, 131072, _phi_factors()),
         more={"original_max_position_embeddings": 4096, "hidden_size": 384},
     ),
     "prolong-512k": Published("llama", 128, 128e6, 524288, base_theta=5e5),

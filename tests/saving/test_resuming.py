@@ -39,18 +39,10 @@ def patched(method: str) -> PreTrainedModel:
 
 
 def settings(folder: Path, make: Any = TrainingArguments, **more: Any) -> Any:
-    values = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 0.01,
-        "save_strategy": "steps",
-        "save_steps": STEPS // 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return make(**values | more)
+    values: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": STEPS}
+    values |= {"learning_rate": 0.01, "save_strategy": "steps", "save_steps": STEPS // 2}
+    values |= {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    return make(str(folder), **values | more)
 
 
 def equal(first: Any, second: Any) -> bool:

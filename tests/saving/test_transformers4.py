@@ -75,20 +75,10 @@ def loaded(
     A third entry is the attention implementation, which the key then ends with.
     """
     (folder / "models.json").write_text(json.dumps([(str(path), *how) for path, *how in models]))
-    subprocess.run(
-        [
-            sys.executable,
-            "-I",
-            "-c",
-            _LOAD,
-            PACKAGES,
-            folder / "models.json",
-            folder / "found.json",
-        ],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    files = [folder / "models.json", folder / "found.json"]
+    command: list[Any] = [sys.executable, "-I", "-c", _LOAD, PACKAGES, *files]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=offline)
     found: dict[str, float | str] = json.loads((folder / "found.json").read_text())
     return found
 
@@ -184,12 +174,8 @@ def test_the_tokenizer_loads(tmp_path: Path) -> None:
         "from transformers import AutoTokenizer\n"
         "print(AutoTokenizer.from_pretrained(sys.argv[2])('a few words')['input_ids'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, PACKAGES, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command: list[Any] = [sys.executable, "-I", "-c", code, PACKAGES, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     expected: Any = byte_tokenizer()("a few words")["input_ids"]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 

@@ -23,12 +23,7 @@ from tests.patch.test_sampled import llama
 from tests.support import zoo
 from tests.support.families import build_text_model
 
-METHODS: dict[str, dict[str, Any]] = {
-    "pi": {"scale": 4},
-    "alibi": {},
-    "nope": {},
-    "rerope": {"window": 16},
-}
+METHODS: dict[str, Any] = {"pi": {"scale": 4}, "alibi": {}, "nope": {}, "rerope": {"window": 16}}
 
 
 def places(values: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ def test_slopes_of_alibi_are_those_of_the_paper() -> None:
     assert facts == f"slopes {', '.join(f'{slope:.4g}' for slope in slopes)}"
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16, **LISTS}
@@ -103,10 +104,7 @@ MOVES = "frequencies change with the length of the text, those of cached keys do
     ("rope", "scaling"),
     [
         ({"rope_type": "default"}, ""),
-        (
-            {"rope_type": "dynamic", "factor": 4.0},
-            f", dynamic, factor 4, from 64 to 256 or from 16 to 64 tokens, {MOVES}",
-        ),
+        (DYNAMIC, f", dynamic, factor 4, from 64 to 256 or from 16 to 64 tokens, {MOVES}"),
         (YARN, ", yarn, factor 4, from 16 to 64 tokens"),
         (LONGROPE, f", longrope, from 16 to 64 tokens, {MOVES}"),
         ({**LONGROPE, "long_factor": [1.0] * 8}, ", longrope, from 16 to 64 tokens"),
@@ -275,15 +273,8 @@ def test_an_encoder_is_advised_no_causal_bias(model_type: str, reads_both: bool)
 # Every text type
 
 # Types with something that no source accounts for, and why that is so.
-_LEFT = {
-    kinds.RECURRENCE,
-    kinds.ENCODING,
-    kinds.CONVOLUTION,
-    kinds.COUNT,
-    kinds.SCALING,
-    kinds.QUERIES,
-    kinds.UNKNOWN,
-}
+_LEFT = {kinds.RECURRENCE, kinds.ENCODING, kinds.CONVOLUTION, kinds.COUNT, kinds.SCALING}
+_LEFT |= {kinds.QUERIES, kinds.UNKNOWN}
 
 
 @pytest.mark.slow

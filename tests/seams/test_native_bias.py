@@ -370,13 +370,8 @@ def test_what_is_in_force_is_read_back() -> None:
     model = patch_model(build_alibi_model("mpt"), "alibi", scale=4)
     patch = in_force(model)
     assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 256)
-    assert patch.places[1] == (
-        "transformer.blocks.*",
-        "position_bias",
-        "4",
-        "0.0625",
-        "0.000976562",
-    )
+    numbers = ("4", "0.0625", "0.000976562")
+    assert patch.places[1] == ("transformer.blocks.*", "position_bias", *numbers)
     positions = inspect_positions(model)
     assert [source.kind for source in positions.sources] == [kinds.ALIBI]
     assert positions.patch == "alibi(scale=4)"

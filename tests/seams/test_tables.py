@@ -152,9 +152,8 @@ def test_sinusoidal_tables_are_computed_anew(model_type: str, by: str) -> None:
         pairs = width // 2
         divisor = pairs if model_type in ("marian", "ctrl") else pairs - 1
         i = torch.arange(pairs, dtype=torch.float64)
-        angles = (start + m.double())[:, None] * (
-            10_000 ** (-i / divisor) * 4 ** (-i / (pairs - 1))
-        )
+        frequencies = 10_000 ** (-i / divisor) * 4 ** (-i / (pairs - 1))
+        angles = (start + m.double())[:, None] * frequencies
         expected = torch.cat((angles.sin(), angles.cos()), -1)
     assert torch.equal(rows[start:], expected.to(rows.dtype))
     assert len(outputs(model, ids_of(model, LENGTH + 9))[0][0]) == LENGTH + 9

@@ -45,70 +45,38 @@ vllm = pytest.importorskip("vllm", reason="scripts/check_serving.sh makes an env
 
 ORIGINAL = 64
 NEW = 8
-STATIC = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 64,
-}
+STATIC: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+STATIC["original_max_position_embeddings"] = ORIGINAL
 DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-LISTS = {
-    "short_factor": [1.0] * 16,
-    "long_factor": [1 + i / 4 for i in range(16)],
-    "scale": 4,
-    "short_mscale": 1.0,
-}
+LISTS = {"short_factor": [1.0] * 16, "long_factor": [1 + i / 4 for i in range(16)]}
+LAMPE = {"growth": 0.01, "shift": -1.0, "capacity": 60.0, "head": 8, "tail": 8}
+WITHOUT_OPTIONS = (
+    *("clip", "dual_chunk", "string", "lm_infinite", "attention_sinks", "sliding_window"),
+    *("dynamic_yarn", "dynamic_ntk", "dynamic_pi", "dynamic_partial_ntk", "jet_long", "log_n"),
+    *("sandwich", "kerple_log", "kerple_power", "t5", "fire", "shaw", "transformer_xl"),
+    *("rope_bias", "xpos"),
+)
+GROWING = ("dynamic_yarn", "dynamic_pi", "dynamic_partial_ntk", "jet_long")
 PATCHES: dict[str, dict[str, Any]] = {
-    "yarn": {"scale": 4},
-    "ntk": {"scale": 4},
-    "pi": {"scale": 4},
-    "clip": {},
-    "rerope": {"window": 32},
-    "leaky_rerope": {"scale": 4},
-    "self_extend": {"scale": 4},
-    "dual_chunk": {},
-    "string": {},
-    "dpe": {"factors": [1, 2, 4, 8], "window": 32},
-    "lm_infinite": {},
-    "attention_sinks": {},
-    "sliding_window": {},
-    "dynamic_yarn": {},
-    "dynamic_ntk": {},
-    "dynamic_pi": {},
-    "dynamic_partial_ntk": {},
-    "dynamic_yarn by request": {"update": "request"},
-    "dynamic_ntk by request": {"update": "request", "bucket": 1},
-    "dynamic_pi by request": {"update": "request"},
-    "dynamic_partial_ntk by request": {"update": "request"},
-    "longrope": {**LISTS, "update": "row"},
-    "longrope by request": {**LISTS, "update": "request"},
-    "jet_long": {},
-    "jet_long by request": {"update": "request"},
-    "lampe by row": {
-        "growth": 0.01,
-        "shift": -1.0,
-        "capacity": 60.0,
-        "head": 8,
-        "tail": 8,
-        "update": "row",
+    **{name: {} for name in WITHOUT_OPTIONS},
+    **{
+        name: {"scale": 4} for name in ("yarn", "ntk", "pi", "leaky_rerope", "self_extend", "alibi")
     },
-    "lampe by request": {"growth": 0.01, "shift": -1.0, "capacity": 60.0, "head": 8, "tail": 8},
-    "log_n": {},
+    "rerope": {"window": 32},
+    "dpe": {"factors": [1, 2, 4, 8], "window": 32},
+    **{f"{name} by request": {"update": "request"} for name in GROWING},
+    "dynamic_ntk by request": {"update": "request", "bucket": 1},
+    **{
+        f"longrope{words}": {**LISTS, "scale": 4, "short_mscale": 1.0, "update": update}
+        for words, update in (("", "row"), (" by request", "request"))
+    },
+    "lampe by row": {**LAMPE, "update": "row"},
+    "lampe by request": LAMPE,
     "temperature": {"law": "log_n"},
-    "alibi": {"scale": 4},
-    "sandwich": {},
-    "kerple_log": {},
-    "kerple_power": {},
-    "t5": {},
-    "t5 shared": {"shared": True},
-    "fire": {},
     "temperature ssmax": {"law": "ssmax"},
-    "shaw": {},
-    "transformer_xl": {},
-    "rope_bias": {},
-    "xpos": {},
+    "t5 shared": {"shared": True},
     "yarn in one layer": {"scale": 4, "layers": [1]},
     "rerope in one layer": {"window": 32, "layers": [0]},
     "fire in one layer": {"layers": [1]},
@@ -227,16 +195,14 @@ def families() -> dict[str, tuple[PreTrainedModel, Any]]:
     halves = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1}
     llama3 = STATIC | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = sizes | {"max_position_embeddings": 2 * ORIGINAL, "rope_parameters": llama3}
+    by_layer = {(0,): YaRN(scale=4), (1,): ReRoPE(window=32)}
     return {
         "a scaled rotation": (LlamaForCausalLM(LlamaConfig(**scaled)), SelfExtend(scale=4)),
         "another in its place": (LlamaForCausalLM(LlamaConfig(**scaled)), DynamicYaRN()),
         "sliding layers": (Gemma3ForCausalLM(gemma), SelfExtend(scale=4)),
         "sliding layers, a table": (Gemma3ForCausalLM(gemma), YaRN(scale=4)),
         "norms of queries": (Qwen3ForCausalLM(Qwen3Config(**sizes)), [YaRN(scale=4), LogN()]),
-        "another method by layer": (
-            Qwen3ForCausalLM(Qwen3Config(**sizes)),
-            {(0,): YaRN(scale=4), (1,): ReRoPE(window=32)},
-        ),
+        "another method by layer": (Qwen3ForCausalLM(Qwen3Config(**sizes)), by_layer),
         "one projection": (Phi3ForCausalLM(Phi3Config(**halves, pad_token_id=0)), DynamicYaRN()),
     }
 
@@ -573,12 +539,7 @@ def test_the_architectures_are_those_of_this_vllm() -> None:
         ("rerope", {"window": 32}, {"kv_cache_dtype": "fp8"}, "leave --kv-cache-dtype out"),
         ("rerope", {"window": 32}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size out"),
         ("yarn", {"scale": 4}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size out"),
-        (
-            "yarn",
-            {"scale": 4},
-            {"speculative_config": DRAFTS},
-            "drafts of ngram_gpu were not tried",
-        ),
+        ("yarn", {"scale": 4}, {"speculative_config": DRAFTS}, "of ngram_gpu were not tried"),
     ],
 )
 def test_what_is_not_served_is_refused(
@@ -604,10 +565,7 @@ def test_a_vllm_that_has_moved_the_requests_is_refused(
 
     by_request(tmp_path)
     monkeypatch.delattr(EngineCore, "preprocess_add_request")
-    with (
-        pytest.raises(Exception, match=r"has no .*EngineCore\.preprocess_add_request"),
-        served(tmp_path),
-    ):
+    with pytest.raises(Exception, match=r"has no .*preprocess_add_request"), served(tmp_path):
         pass
 
 
@@ -622,13 +580,9 @@ def test_a_prompt_in_pieces_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_vllm_runs_by_transformers_is_refused(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 128,
-    }
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=128))
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
+    model = GPTNeoXForCausalLM(config)
     patch_model(model, "rerope", window=32).save_pretrained(tmp_path)
     words = "no implementation of its own of GPTNeoX"
     with pytest.raises(Exception, match=words), served(tmp_path):
@@ -648,14 +602,8 @@ def test_a_server_over_http(tmp_path: Path) -> None:
     by_request(tmp_path)  # whose length goes from process to process
     (text,) = prompts(70)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += [
-        f"--model={tmp_path}",
-        "--port=8123",
-        "--skip-tokenizer-init",
-        "--dtype=float32",
-        "--enforce-eager",
-    ]
-    command += ["--max-model-len=200", "--max-num-seqs=4"]
+    command += [f"--model={tmp_path}", "--port=8123", "--skip-tokenizer-init"]
+    command += ["--dtype=float32", "--enforce-eager", "--max-model-len=200", "--max-num-seqs=4"]
     process = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     try:
         for _ in range(300):

@@ -16,12 +16,9 @@ from tests.support.zoo_registry import config_class_of, quiet
 from tests.support.zoo_sizes import shrunken
 
 _MAPPINGS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")
-_WIDE = {
-    "sliding_window": 32,
-    "local_attention": 32,
-    "attention_window": 32,
-    "attention_chunk_size": 32,
-}
+_WIDE = dict.fromkeys(
+    ("sliding_window", "local_attention", "attention_window", "attention_chunk_size"), 32
+)
 """Windows that hold the whole text of an experiment, as those of trained models do."""
 
 

@@ -101,32 +101,16 @@ def train(
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     ids = torch.randint(0, 48, (20 * processes, 24)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    values = {
-        "max_steps": 12,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 1,
-        "save_steps": 3,
-        "save_total_limit": 1,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": not sharded,
-        "ddp_find_unused_parameters": False,
-        **options,
-    }
-    arguments = TrainingArguments(str(folder), **values)
+    values: dict[str, Any] = {"max_steps": 12, "per_device_train_batch_size": 2}
+    values |= {"gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    values |= {"save_steps": 3, "save_total_limit": 1, "report_to": [], "disable_tqdm": True}
+    values |= {"use_cpu": not sharded, "ddp_find_unused_parameters": False}
+    arguments = TrainingArguments(str(folder), **{**values, **options})
     partition_weights(model, arguments)
     with TrainingFolder(arguments, settings_of(arguments, kind=kind)) as run:
         callbacks = [_AtStep(moment), *([] if collator is None else [collator])]
-        trainer = Trainer(
-            model,
-            arguments,
-            collator,
-            train_dataset=rows,
-            eval_dataset=rows[:4],
-            callbacks=callbacks,
-        )
+        data: Any = {"train_dataset": rows, "eval_dataset": rows[:4]}
+        trainer = Trainer(model, arguments, collator, **data, callbacks=callbacks)
         run.train(trainer)
         run.save(trainer.save_model)
         if arguments.process_index == 0:

@@ -51,33 +51,23 @@ def result(
                     nats = 100 * (math.log(value) + spread)
                     sums = (nats, 100, 400, 80, nats, 100.0)
                     records.append(Record(method, protocol, length, f"doc {index}", *sums))
+    model: dict[str, Any] = {"name": "tiny", "class": "LlamaForCausalLM", "dtype": "float32"}
+    model |= {"device": "cpu", "attention": "sdpa", "parameters": 1000}
+    model["weights_sha256"] = "aa" * 32
+    model["tokenizer"] = {"class": "T", "vocabulary": 8, "sha256": "bb" * 32}
+    model["bos"] = {"policy": "auto", "token_ids": []}
+    hashes = [(f"{n:064x}", f"{n + 99:064x}") for n in range(documents)]
+    sizes = {"tokens": 1024, "bytes": 4096, "words": 800}
     made = PerplexityResult(
         command="hf-posenc perplexity --patch none --patch yarn",
-        model={
-            "name": "tiny",
-            "class": "LlamaForCausalLM",
-            "dtype": "float32",
-            "device": "cpu",
-            "weights_sha256": "aa" * 32,
-            "attention": "sdpa",
-            "parameters": 1000,
-            "tokenizer": {"class": "T", "vocabulary": 8, "sha256": "bb" * 32},
-            "bos": {"policy": "auto", "token_ids": []},
-        },
+        model=model,
         original=256,
         settings=Settings(tuple(lengths), tuple(protocols), tail_tokens=tail, buckets=4),
         environment={"torch": "2.13.0"},
         candidates=[entry(name) for name in curves],
         documents=[
-            {
-                "name": f"doc {n}",
-                "tokens": 1024,
-                "bytes": 4096,
-                "words": 800,
-                "text_sha256": f"{n:064x}",
-                "tokens_sha256": f"{n + 99:064x}",
-            }
-            for n in range(documents)
+            {"name": f"doc {n}", **sizes, "text_sha256": text, "tokens_sha256": tokens}
+            for n, (text, tokens) in enumerate(hashes)
         ],
         skipped=[Skipped("bad.txt", "not UTF-8")],
         failures=[Failure(**failure) for failure in failures],

@@ -375,10 +375,5 @@ REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """Values of the knobs without a default, besides the scale, for a number of pairs."""
 
-DYNAMIC = {
-    "dynamic_pi": "pi",
-    "dynamic_ntk": "ntk",
-    "dynamic_partial_ntk": "partial_ntk",
-    "dynamic_yarn": "yarn",
-}
+DYNAMIC = {f"dynamic_{name}": name for name in ("pi", "ntk", "partial_ntk", "yarn")}
 """Each length-dependent method and the static one that it equals at ``s = max(1, N/L)``."""

@@ -20,18 +20,10 @@ STEPS = 4
 def run(folder: Path, scored: bool) -> None:
     """Trains, and writes the losses."""
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2} if scored else {}
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=1,
-        learning_rate=3e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        ddp_backend="gloo",
-        **options,
-    )
+    options |= {"max_steps": STEPS, "per_device_train_batch_size": 1, "learning_rate": 3e-3}
+    options |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    options |= {"disable_tqdm": True, "ddp_backend": "gloo"}
+    arguments = TrainingArguments(str(folder), **options)
     with whole_weights(arguments):
         model = patched_model()
     partition_weights(model, arguments)

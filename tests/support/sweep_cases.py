@@ -21,13 +21,8 @@ from tests.support.tiny_text import byte_tokenizer, prose
 
 ResultT = TypeVar("ResultT", covariant=True)
 SETTINGS = Settings((64, 160), ("tail",))
-ABOUT: dict[str, Any] = {
-    "model": {"name": "tiny"},
-    "original": 64,
-    "source": {"kind": "test"},
-    "skipped": (),
-    "command": "test",
-}
+ABOUT: dict[str, Any] = {"model": {"name": "tiny"}, "original": 64, "source": {"kind": "test"}}
+ABOUT |= {"skipped": (), "command": "test"}
 
 
 @functools.cache

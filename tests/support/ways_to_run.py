@@ -110,10 +110,8 @@ KINDS: dict[str, Kind] = {
 
 def texts(model: Any, kind: Kind, seed: int = 3) -> dict[str, Any]:
     """Return two texts as arguments of a forward without a cache."""
-    ids, config = (
-        zoo.tokens(kind.length, batch=2, seed=seed),
-        getattr(model, "module", model).config,
-    )
+    ids = zoo.tokens(kind.length, batch=2, seed=seed)
+    config = getattr(model, "module", model).config
     given: dict[str, Any] = {"input_ids": ids}
     if config.is_encoder_decoder:
         given["decoder_input_ids"] = ids.flip(1)

@@ -331,15 +331,11 @@ def test_draws_are_those_of_every_version() -> None:
 
 @pytest.mark.parametrize("context", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_live_on_learn_of_the_epoch(context: str | None) -> None:
-    rows, made = examples(8), collator("pose")
-    loader: Any = DataLoader(
-        rows,  # type: ignore[arg-type]
-        batch_size=2,
-        num_workers=2 if context else 0,
-        persistent_workers=bool(context),
-        collate_fn=made,
-        multiprocessing_context=context,
-    )
+    rows: Any = examples(8)
+    made, workers = collator("pose"), 2 if context else 0
+    options: Any = {"num_workers": workers, "persistent_workers": bool(context)}
+    options |= {"batch_size": 2, "multiprocessing_context": context}
+    loader: Any = DataLoader(rows, collate_fn=made, **options)
     for epoch in range(2):
         made.set_epoch(epoch)
         seen = [row for batch in loader for row in batch["position_ids"].tolist()]

@@ -58,19 +58,10 @@ def _own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(checkpoint: Path, output: Path, **more: Any) -> list[str]:
-    options: dict[str, Any] = {
-        "model": checkpoint,
-        "text": checkpoint / "text.txt",
-        "output_dir": output,
-        "patch": "yarn:scale=2",
-        "learning_rate": 5e-3,
-        "warmup_steps": 2,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "gradient_accumulation_steps": 3,
-        "save_steps": SAVED,
-        **more,
-    }
+    options: dict[str, Any] = {"model": checkpoint, "text": checkpoint / "text.txt"}
+    options |= {"output_dir": output, "patch": "yarn:scale=2", "learning_rate": 5e-3}
+    options |= {"warmup_steps": 2, "max_steps": STEPS, "per_device_train_batch_size": BATCH}
+    options |= {"gradient_accumulation_steps": 3, "save_steps": SAVED, **more}
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
@@ -204,11 +195,8 @@ def test_two_processes_report_what_one_does(
     expected = losses_of_loop(monkeypatch, command(model, tmp_path / "one", max_steps=4))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("ACCELERATE_USE_CPU", None)  # the launch file alone must do
-    launch = [
-        "accelerate.commands.launch",
-        "--config_file",
-        "scripts/configs/two_cpu_processes.yaml",
-    ]
+    config = "scripts/configs/two_cpu_processes.yaml"
+    launch = ["accelerate.commands.launch", "--config_file", config]
     given = command(model, tmp_path / "two", max_steps=4, per_device_train_batch_size=BATCH // 2)
     script = [sys.executable, "-m", *launch, "scripts/finetune_loop.py", *given]
     options: Any = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}

@@ -169,15 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
 
-DATA = {
-    "source": {"kind": "files", "paths": ["/home/someone/secret/book.txt"]},
-    "documents": 16,
-    "tokens": 1024,
-    "blocks": 16,
-    "block_length": 64,
-    "positions": "pose",
-    "target_length": 128,
-}
+DATA: dict[str, Any] = {"documents": 16, "tokens": 1024, "blocks": 16, "block_length": 64}
+DATA |= {"positions": "pose", "target_length": 128}
+DATA["source"] = {"kind": "files", "paths": ["/home/someone/secret/book.txt"]}
 
 
 def fine_tuned(

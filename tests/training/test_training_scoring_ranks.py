@@ -121,14 +121,10 @@ def test_zero_3_is_scored_by_all_together_and_trains_the_same(tmp_path: Path) ->
     config = ROOT / "scripts" / "configs" / "zero3.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     for way in ("scored", "alone"):
-        done = subprocess.run(
-            [*launch, "-m", "tests.support.score_zero3", str(tmp_path / way), way],
-            cwd=ROOT,
-            env={**os.environ, "DS_ACCELERATOR": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [*launch, "-m", "tests.support.score_zero3", str(tmp_path / way), way]
+        options: Any = {"capture_output": True, "text": True, "check": False}
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, **options)
         assert done.returncode == 0, done.stderr[-3000:]
     one, other = ((tmp_path / way / "losses.json").read_text() for way in ("scored", "alone"))
     assert one == other

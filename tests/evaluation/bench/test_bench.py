@@ -78,9 +78,8 @@ def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
     alone = measure_perplexity(model, words, TEXTS, methods=METHODS, lengths=LENGTHS)
     known = {"source", "fingerprint"}
     theirs, ours = alone.to_dict(), result.perplexity.to_dict()
-    assert {k: v for k, v in ours.items() if k not in known} == {
-        k: v for k, v in theirs.items() if k not in known
-    }
+    same = [{k: v for k, v in each.items() if k not in known} for each in (ours, theirs)]
+    assert same[0] == same[1]
     retrieval: Any = result.retrieval
     options: dict[str, Any] = {"lengths": LENGTHS, "tasks": ("passkey",)}
     options |= {name: getattr(retrieval.settings, name) for name in ("depths", "samples")}
@@ -90,9 +89,8 @@ def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
 
 def test_a_result_comes_back_from_its_json(result: BenchResult) -> None:
     titles = [grid.title.split(":")[0] for grid in result.tables()]
-    assert titles == [
-        *("Perplexity, prefix", "Perplexity, tail", "Retrieval, passkey", "Prefill of 640 tokens")
-    ]
+    assert titles[:2] == ["Perplexity, prefix", "Perplexity, tail"]
+    assert titles[2:] == ["Retrieval, passkey", "Prefill of 640 tokens"]
     assert set(titles[:2]) == {grid.title.split(":")[0] for grid in result.perplexity.tables()}
     assert "seconds" not in without_speed(result)
     text = to_json(result.to_dict())
@@ -310,10 +308,8 @@ def test_the_clock_is_read_when_the_devices_are_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "perf_counter", logs("clock", lambda: next(times)))
     assert clock.time(logs("work")) == (2.5, 7)
     monkeypatch.undo()
-    assert events == [
-        *("reset_peak_memory_stats", "synchronize", "clock"),
-        *("work", "synchronize", "clock", "peak"),
-    ]
+    before = ["reset_peak_memory_stats", "synchronize", "clock"]
+    assert events == [*before, "work", "synchronize", "clock", "peak"]
 
 
 def test_the_memory_of_a_cpu_is_the_peak_of_this_piece_of_work() -> None:

@@ -26,13 +26,8 @@ from tests.support import broken_backends, emulated
 from tests.support.commands import invoke
 
 CPU = torch.device("cpu")
-SMALL: dict[str, Any] = {
-    "device": "cpu",
-    "dtypes": ["float32"],
-    "head_dims": [16],
-    "length": 64,
-    "methods": ["rerope", "alibi", "fire"],
-}
+SMALL: dict[str, Any] = {"device": "cpu", "dtypes": ["float32"], "head_dims": [16], "length": 64}
+SMALL["methods"] = ["rerope", "alibi", "fire"]
 
 
 @pytest.fixture(autouse=True)

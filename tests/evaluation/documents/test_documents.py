@@ -57,6 +57,8 @@ def test_files_folders_and_patterns_each_file_once(tmp_path: Path) -> None:
     assert names(read_paths([f"{tmp_path}/*.txt", str(tmp_path / "a.txt")])) == ["a.txt", "b.txt"]
     assert names(read_paths([f"{tmp_path}/**/*.md"])) == ["c.md"]
     assert names(read_paths([str(tmp_path / ".e.txt")])) == [".e.txt"]  # named explicitly
+    for one in (str(tmp_path / "a.txt"), tmp_path / "a.txt"):
+        assert names(read_paths(one)) == ["a.txt"]
 
 
 def test_tokens_know_the_bytes_of_their_text() -> None:
@@ -162,14 +164,9 @@ def test_links_and_pipes(tmp_path: Path) -> None:
     (tmp_path / "circle.txt").symlink_to("circle.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    reasons = {
-        "dangling.txt": "a link that leads nowhere",
-        "circle.txt": "cannot be read (Too many levels of symbolic links)",
-        **dict.fromkeys(
-            ("pipe.txt", "pipe.jsonl"),
-            "a pipe or a device, not a file: write its content to a file first",
-        ),
-    }
+    pipe = "a pipe or a device, not a file: write its content to a file first"
+    reasons = {"dangling.txt": "a link that leads nowhere", "pipe.txt": pipe, "pipe.jsonl": pipe}
+    reasons["circle.txt"] = "cannot be read (Too many levels of symbolic links)"
     for name, reason in reasons.items():
         assert list(read_paths([str(tmp_path / name)])) == [Skipped(str(tmp_path / name), reason)]
     found = {Path(entry.name).name: entry for entry in read_paths([str(tmp_path)])}

@@ -217,9 +217,8 @@ def test_too_few_documents_are_refused_and_few_are_named(planted: Planted) -> No
 
 def test_what_the_options_cannot_be() -> None:
     assert [read_duration(text, "t") for text in ("90s", "30m", "1h30m", 7)] == [90, 1800, 5400, 7]
-    assert [duration(s) for s in (0.2, 59, 90, 600, 5400)] == [
-        *("1 s", "59 s", "1 min 30 s", "10 min", "1 h 30 min")
-    ]
+    shown = ["1 s", "59 s", "1 min 30 s", "10 min", "1 h 30 min"]
+    assert [duration(s) for s in (0.2, 59, 90, 600, 5400)] == shown
     for budget in ("", "30", "m", "1.2.3s", -1, True):
         with pytest.raises(PosencError, match="is no time; give it as 90s, 30m or 1h30m"):
             ExtendOptions(budget=budget)  # type: ignore[arg-type]
@@ -379,9 +378,8 @@ def test_a_difference_within_the_tolerance_that_may_be_chance_is_no_loss(
 
 def test_a_result_without_near_needles_has_no_demand_on_them(plain: ExtendResult) -> None:
     values = plain.to_dict()
-    values["retrieval"]["records"] = [
-        row for row in values["retrieval"]["records"] if (row["distance"] or 0) > ORIGINAL
-    ]
+    rows = values["retrieval"]["records"]
+    values["retrieval"]["records"] = [row for row in rows if (row["distance"] or 0) > ORIGINAL]
     result = ExtendResult.from_dict(values)
     assert result.extended
     assert "within" not in result.lines()[2]
@@ -392,9 +390,8 @@ def test_methods_that_fail_are_an_answer(job: ExtendJob, planted: Planted, tmp_p
     result = finished(job, tmp_path)
     assert result.winner is None
     assert result.lines()[0].startswith("Do not extend to 512 tokens: no method gave numbers.")
-    assert (
-        ExtendResult.from_dict(json.loads(json.dumps(result.to_dict()))).lines() == result.lines()
-    )
+    read = ExtendResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert read.lines() == result.lines()
 
 
 def best_is(kind: str, job: ExtendJob, gain: float) -> Loss:
@@ -577,12 +574,8 @@ def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_pa
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number:02}.txt").write_text(text)
     out = tmp_path / "out"
-    given = [
-        str(folder),
-        "--text",
-        str(tmp_path),
-        *f"--target-length 512 --budget {LEAST}s".split(),
-    ]
+    given = [str(folder), "--text", str(tmp_path), "--target-length", "512"]
+    given += ["--budget", f"{LEAST}s"]
     text = " ".join(succeeded("extend", *given, "--no-plot", "--output", out).output.split())
     assert "Do not extend to 512 tokens: " in text
     assert "or fine-tune: hf-posenc finetune" in text

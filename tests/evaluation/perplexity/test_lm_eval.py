@@ -225,12 +225,8 @@ def test_a_task_of_ruler() -> None:
     name, length = str(model_path()), 2048
     model: Any = patch_model(LlamaForCausalLM.from_pretrained(name), "yarn", target_length=length)
     lm = harness(model, AutoTokenizer.from_pretrained(name), max_length=length)
-    results = simple_evaluate(
-        model=lm,
-        tasks=["niah_single_1"],
-        metadata={"tokenizer": name, "max_seq_lengths": [length]},
-        limit=1,
-    )
+    about = {"tokenizer": name, "max_seq_lengths": [length]}
+    results = simple_evaluate(model=lm, tasks=["niah_single_1"], metadata=about, limit=1)
     sample = results["samples"]["niah_single_1"][0]
     ids = torch.tensor([lm.tok_encode(sample["arguments"][0][0])])
     assert length // 2 < ids.shape[1] < length

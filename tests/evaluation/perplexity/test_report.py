@@ -130,11 +130,8 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     values = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert values["protocols"]["tail"].startswith("the same last 128 tokens")
     assert values["skipped"] == [{"name": "bad.txt", "reason": "not UTF-8"}]
-    assert [method["prefix_from_one_forward"] for method in values["methods"]] == [
-        True,
-        False,
-        True,
-    ]
+    from_one = [method["prefix_from_one_forward"] for method in values["methods"]]
+    assert from_one == [True, False, True]
     assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
     assert values["records"][-1]["nats"] is values["summary"][-1]["perplexity"] is None
     again = PerplexityResult.from_dict(values)
@@ -265,10 +262,8 @@ def test_panels_lines_and_axes() -> None:
     pytest.importorskip("matplotlib")
     curves = {**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)}
     prefix, tail = plots.figure(example(curves)).axes
-    assert [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)] == [
-        "prefix",
-        "tail",
-    ]
+    titles = [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)]
+    assert titles == ["prefix", "tail"]
     assert (prefix.get_xscale(), prefix.get_yscale()) == ("log", "log")
     assert prefix.get_ylim() == tail.get_ylim()
     lines: dict[str, Any] = {str(line.get_label()): line for line in tail.get_lines()}

@@ -50,14 +50,9 @@ from tests.support.zoo import CACHE
 
 TRAINED = 64  # what zoo's models name
 FACTOR = 8
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": TRAINED // 8,
-}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = TRAINED // 8
 
 
 def on_meta(config: Any) -> Any:

@@ -362,10 +362,8 @@ def test_every_place_is_a_candidate_and_named_once(task: str) -> None:
         example, text, question = parts_of(prompt)
         places = re.findall(r"went to the (\w+)\.", text)
         asked = re.findall(r"before the (\w+)\?", question)
-        offered = [
-            *prompt.references,
-            *(shown_by(other.ids).strip() for other in prompt.distractors),
-        ]
+        others = [shown_by(other.ids).strip() for other in prompt.distractors]
+        offered = [*prompt.references, *others]
         assert sorted([*offered, *asked]) == sorted({*places})
         assert len(offered) == 6
         named = re.findall(r"\w+", text)

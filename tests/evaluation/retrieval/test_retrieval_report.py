@@ -334,9 +334,8 @@ THREE = (400, 800, 1600)
 
 
 def settings(**given: Any) -> RetrievalSettings:
-    return RetrievalSettings(
-        **{"lengths": THREE, "tasks": ("passkey",), "samples": 2, "distractors": 3, **given}
-    )
+    usual: dict[str, Any] = {"lengths": THREE, "tasks": ("passkey",), "samples": 2}
+    return RetrievalSettings(**{**usual, "distractors": 3, **given})
 
 
 def run_of(model: Any, **given: Any) -> RetrievalRun:

@@ -90,10 +90,8 @@ def test_pairs_are_those_of_the_mask(length: int, window: int | None, chunked: b
 @pytest.mark.parametrize(
     ("model_type", "windows"),
     [
-        ("mistral", [8] * 4),
-        ("gemma3_text", [8, None, 8, None]),
-        ("qwen2", [None] * 4),
-        ("olmo3", [8, 8, 8, None]),
+        *(("mistral", [8] * 4), ("qwen2", [None] * 4)),
+        *(("gemma3_text", [8, None, 8, None]), ("olmo3", [8, 8, 8, None])),
     ],
 )
 def test_windows_are_read_off(model_type: str, windows: list[int | None]) -> None:
@@ -267,9 +265,7 @@ METHODS: dict[str, dict[str, Any]] = {"rerope": {"window": 64}, "alibi": {}, "du
 def test_memory_of_patched_models(
     way: str, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attend(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any
-    ) -> tuple[Tensor, Tensor, Any]:
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
         """Make the tensors of the operator, and no others."""
         lse = query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
         return query.new_zeros(*query.shape[:2], value.shape[2]), lse, (lse, lse)
@@ -311,10 +307,8 @@ def test_a_slower_backend_of_a_gpu_takes_longer(monkeypatch: pytest.MonkeyPatch)
     here = estimate.read_shape(model)
     backend = engine.Backend("exact", lambda *_: True, exact.exact)
     monkeypatch.setattr(estimate, "layer_backend", lambda *_: (backend, True))
-    plain, slow = (
-        estimate.forward_flops(replace(here, device=torch.device(device)), 1000, 0)
-        for device in ("cpu", "cuda")
-    )
+    shapes = [replace(here, device=torch.device(name)) for name in ("cpu", "cuda")]
+    plain, slow = (estimate.forward_flops(shape, 1000, 0) for shape in shapes)
     layer, layers = here.attentions[0], len(here.attentions)
     pairs = layers * layer.heads * (layer.key_dim + layer.value_dim) * (1000 * 1001)
     assert slow - plain == pytest.approx(99 * pairs)

@@ -113,9 +113,8 @@ def test_logits_never_exceed_a_chunk() -> None:
 
 
 def test_the_default_chunk_adapts_to_the_vocabulary() -> None:
-    small, large = (
-        TokenScorer(zoo.build("llama", vocab_size=size), zoo.tokens(9)[0]) for size in (128, 65536)
-    )
+    models = (zoo.build("llama", vocab_size=size) for size in (128, 65536))
+    small, large = (TokenScorer(model, zoo.tokens(9)[0]) for model in models)
     assert small.chunk * 128 == large.chunk * 65536 == 2**25
 
 
