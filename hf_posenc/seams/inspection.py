@@ -363,8 +363,7 @@ def _describe(model: nn.Module, table: RotaryTable) -> str:
         if lengths := " or ".join(map(str, readings(table))):
             words.append(f"{lengths} tokens")
         # The copy is called, since a call changes the table of a dynamic module.
-        device = table.live()[0].device
-        if moves_with_length(copy.deepcopy(table.module), table.label, device):
+        if moves_with_length(copy.deepcopy(table.module), table.label, table.live()[0].device):
             words.append(
                 "frequencies change with the length of the text, those of cached keys do not"
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import Growing, LengthDependent, Method, get_method
+from hf_posenc.methods import Growing, LengthDependent, Method, TableMethod, get_method
 from hf_posenc.patch.config import PatchConfig, check_seams, parse_method
 
 if TYPE_CHECKING:
@@ -480,8 +480,9 @@ def movement(model: nn.Module) -> tuple[bool, bool]:
     own = any(_moves(model, table) for table in rotary_tables(model))
     state = state_of(model)
     methods = () if state is None else state.methods
-    patch = any(isinstance(each, Growing) and each.update != "row" for each in methods)
-    return own or patch, own
+    grows = (each.update != "row" for each in methods if isinstance(each, Growing))
+    longer = (each.by_request for each in methods if isinstance(each, TableMethod))
+    return own or any((*grows, *longer)), own
 
 
 def _moves(model: nn.Module, table: RotaryTable) -> bool:

@@ -31,6 +31,7 @@ from hf_posenc.evaluation.perplexity.run import (
     PerplexityRun,
     evaluator_of,
     key_tokens,
+    measure_perplexity,
     prepare,
 )
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
@@ -39,7 +40,7 @@ from hf_posenc.methods import LogN, PositionInterpolation
 from tests.support import zoo
 from tests.support.perplexities import measured, reference, shared_prefix
 from tests.support.selection import late
-from tests.support.tiny_text import byte_tokenizer, prose, tiny
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny
 
 LENGTHS = (32, 64, 128, 256)  # of 64 trained tokens
 DOCUMENTS = [
@@ -455,3 +456,19 @@ def test_an_evaluator_that_would_be_broken_is_refused() -> None:
     message = r"other: its tokenizer is not the measured model's.*self@"
     with pytest.raises(PosencError, match=message):
         evaluator_for(64, "other", model, lambda name: evaluator())
+
+
+def test_a_table_that_a_request_makes_longer_is_measured_length_by_length() -> None:
+    """A prefix within the trained length is read with the original table, as by the unpatched model."""
+    model, tokenizer = zoo.build("gpt2", vocab_size=VOCABULARY), byte_tokenizer()
+    methods, documents = ["none", "interpolate:scale=2,update=request"], [prose(200)]
+    options: dict[str, Any] = {"methods": methods, "lengths": [64, 128]}
+    result = measure_perplexity(model, tokenizer, documents, protocols=["prefix"], **options)
+    none, patched = (
+        result.cell(candidate.label, "prefix", 64).perplexity for candidate in result.candidates
+    )
+    assert patched == none
+    result = measure_perplexity(
+        model, tokenizer, documents, protocols=["tail"], prefill=32, **options
+    )
+    assert [failure.method for failure in result.failures] == ["none"]  # which has no position 64
