@@ -160,9 +160,9 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     implementation = getattr(kwargs.pop("config", None), "_attn_implementation", None)
     if (positions := kwargs.pop("cache_position", None)) is not None:  # transformers before 5.4
         kwargs |= {"q_length": len(positions), "q_offset": positions[0], "device": positions.device}
-    short = kwargs["q_length"] * kwargs["kv_length"] <= DENSE
-    short = short or isinstance(implementation, WithWrittenMasks)
-    if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
+    # Traced graphs first: an exported one would hold for lengths on one side of `DENSE` alone.
+    written = torch.compiler.is_compiling() or isinstance(implementation, WithWrittenMasks)
+    if written or kwargs.get("use_vmap") or kwargs["q_length"] * kwargs["kv_length"] <= DENSE:
         return sdpa_mask(**kwargs)
     # A static cache counts in a tensor, which it increments before the layers read the mask.
     kwargs["q_offset"] = int(kwargs.get("q_offset", 0))
@@ -223,8 +223,8 @@ def scores_mask(**kwargs: Any) -> Tensor | None:
     skips = bool(kwargs.get("allow_is_bidirectional_skip"))
     positions = kwargs.get("cache_position")  # transformers before 5.4
     queries = len(positions) if positions is not None else kwargs["q_length"]
-    short = queries * kwargs["kv_length"] <= DENSE
-    if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
+    written = torch.compiler.is_compiling() or kwargs.get("use_vmap")
+    if written or queries * kwargs["kv_length"] <= DENSE:
         return masking_utils.eager_mask(**kwargs)
     if isinstance(offset := kwargs.get("q_offset"), Tensor):  # as in `posenc_mask`
         kwargs["q_offset"] = int(offset)

@@ -36,9 +36,9 @@ QUICK = ("dynamic_ntk_row",)
 
 
 def traced(model: PreTrainedModel, *, strict: bool = False) -> torch.export.ExportedProgram:
-    """Export a model for texts of 2 to 100 tokens, from one of 30."""
+    """Export a model for texts of 2 to 2,048 tokens, from one of 30."""
     inputs = {"input_ids": zoo.tokens(30), "use_cache": False}
-    shapes = {"input_ids": {1: torch.export.Dim("tokens", min=2, max=100)}, "use_cache": None}
+    shapes = {"input_ids": {1: torch.export.Dim("tokens", min=2, max=2048)}, "use_cache": None}
     with torch.no_grad():
         return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=strict)
 
@@ -47,7 +47,7 @@ def export(model: PreTrainedModel, *, strict: bool = False) -> Any:
     return traced(model, strict=strict).module()
 
 
-def check(model: PreTrainedModel, program: Any, lengths: Any = (9, 50, 70)) -> None:
+def check(model: PreTrainedModel, program: Any, lengths: Any = (9, 70, 600)) -> None:
     for length in lengths:
         ids = zoo.tokens(length)
         got = program(input_ids=ids, use_cache=False).logits.double()
@@ -97,7 +97,7 @@ def test_a_strict_export(name: str) -> None:
 def test_a_padded_batch_of_any_size() -> None:
     model: Any = apply(layer(), "rerope").bfloat16()
     inputs = {"input_ids": zoo.tokens(30, 2), "attention_mask": torch.ones(2, 30, dtype=torch.long)}
-    sizes = {0: torch.export.Dim("rows", max=8), 1: torch.export.Dim("tokens", min=2, max=100)}
+    sizes = {0: torch.export.Dim("rows", max=8), 1: torch.export.Dim("tokens", min=2, max=2048)}
     shapes = {**dict.fromkeys(inputs, sizes), "use_cache": None}
     given = {**inputs, "use_cache": False}
     with torch.no_grad():
