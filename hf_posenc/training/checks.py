@@ -64,7 +64,7 @@ def check_run(
         if update == "request" and positions != "packed":
             continue  # one table per row
         raise PosencError(
-            f"{name} scales with the longest text of a batch (update={update!r}), and with positions={positions!r} "
+            f"{name} follows the longest text of a batch or row (update={update!r}), and with positions={positions!r} "
             "that length differs between batches and processes: the same weights would be trained with different "
             "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
             "method (yarn, ntk_by_parts, ...)."

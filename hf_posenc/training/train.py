@@ -332,7 +332,7 @@ def resolve_lengths(
     original = original_length(model, ())
     target = target_length or (None if patch is None else patch.extended_length)
     if target is None:
-        why = "there is no patch" if patch is None else f"{patch.method} follows the text"
+        why = "there is no patch" if patch is None else f"{patch.method} has none"
         raise PosencError(f"No length to train for, since {why}: give --target-length, in tokens.")
     original, drawn = original or target, positions in options.DRAWN
     block = block_length or (min(original, target) if drawn else target)
