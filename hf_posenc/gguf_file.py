@@ -90,9 +90,7 @@ class Header:
 
         tensor = self.tensors[name]
         if tensor.kind != "F32":
-            raise PosencError(
-                f"{self.path} has {name} as {tensor.kind}: convert it again, it is F32."
-            )
+            raise PosencError(f"{self.path} has {name} as {tensor.kind}: convert it again, to F32.")
         count = math.prod(tensor.shape)
         return [float(x) for x in np.fromfile(self.path, "<f4", count, offset=tensor.start)]
 
@@ -299,9 +297,7 @@ def _set_rope(header: Header, text: Any) -> None:
     scaling = _scaling(header, text)
     if not rope:
         if scaling or header.get("rope.freq_base"):
-            raise _inexpressible(
-                header, f"{text.model_type} has no rope_parameters in transformers"
-            )
+            raise _inexpressible(header, f"{text.model_type} lacks rope_parameters in transformers")
         return
     for entry in rope.values():  # a table with pairs that do not rotate, which its config has
         if isinstance(entry, dict) and entry.get("rope_type") == "proportional" and scaling:

@@ -70,7 +70,7 @@ def refuse_drafts(module: nn.Module, args: Any, kwargs: Any) -> None:
         raise PosencError(
             f'logits_to_keep={kept} in the first forward of a text: with update="request" its length is in force, and '
             "the drafts behind it, which assisted generation and prompt lookup add there, would count. Patch with "
-            'update="row", generate without drafts, or leave out logits_to_keep.'
+            "another update, generate without drafts, or leave out logits_to_keep."
         )
 
 
@@ -213,12 +213,8 @@ class DecoderWatch(Entering):
         masks = kwargs.get("attention_mask")
         forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
         seen = 0 if cache is None else int(cache.get_seq_length())
-        first = None if seen or positions is None else _of_rows(positions, inputs, 0)
-        if self.lengths and first is not None and _restart(first, masks):
-            raise PosencError(
-                'position_ids has several texts in one row, which with update="request" would get the length of '
-                'the longest. Patch with update="row", or run one text a row.'
-            )
+        if self.lengths and not seen:
+            refuse_packed(positions, masks)
         if cache is None:
             return forward
         self._check_filled(cache)
@@ -329,15 +325,21 @@ def _of_rows(positions: Tensor | None, inputs: Tensor, seen: int) -> Tensor:
     return (positions if positions.dim() == 2 else positions[0]).expand(rows, -1)  # of several axes
 
 
-def _restart(positions: Tensor, mask: Any) -> bool:
-    """Return whether positions restart within a row, but at padding, which may have any position."""
-    back, (mask, _) = positions.diff(dim=1) < 0, _of_all_keys(mask)
+def refuse_packed(positions: Tensor | None, mask: Any) -> None:
+    """Raise for several texts in one row with `update="request"`; padding may have any position."""
+    if positions is None:
+        return
+    back, (mask, _) = positions.diff(dim=-1) < 0, _of_all_keys(mask)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        shown = mask[:, : positions.shape[1]].bool()
+        shown = mask[:, : positions.shape[-1]].bool()
         back = back & shown[:, 1:] & shown[:, :-1]
-    elif not _shown(mask, 0, positions.shape[1]):
-        return False
-    return bool(back.any())
+    elif not _shown(mask, 0, positions.shape[-1]):
+        return
+    if bool(back.any()):
+        raise PosencError(
+            'position_ids has several texts in one row, which with update="request" would get the length of '
+            "the longest. Patch with another update, or run one text a row."
+        )
 
 
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:

@@ -23,9 +23,7 @@ def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -
         kind = type(model).__name__
         message = f"{kind} is not a model: give a transformers model (PreTrainedModel), also wrapped by PEFT or DDP."
         if isinstance(getattr(model, "model", None), nn.Module):
-            message = (
-                f"A {kind} is not a model: give the model that it holds, its attribute .model."
-            )
+            message = f"A {kind} is not a model: give the model that it holds, as .model."
         if isinstance(model, str):
             message = f"{model!r} is a name, not a model: load it first, as in hf_posenc.from_pretrained({model!r})."
         raise UnsupportedModelError(message)

@@ -22,6 +22,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
 from hf_posenc.methods.contract import check_table
 from hf_posenc.model.forward import Entering, running
+from hf_posenc.model.positions import refuse_drafts, refuse_packed
 from hf_posenc.model.unwrapping import configs_of, hooked, owner_of, trial
 from hf_posenc.model.weights import free_memory, refuse_parts_of_texts
 from hf_posenc.seams import probes
@@ -73,6 +74,7 @@ class LongText(Entering):
         (new, past), trained = length, self.trained
         if new + past <= trained:
             return
+        refuse_packed(kwargs.get("position_ids"), kwargs.get("attention_mask"))
         if 0 < past <= trained:
             raise PosencError(
                 f"The text grows past {trained:,} tokens, up to which {self.method.name} with update='request' keeps "
@@ -274,6 +276,7 @@ class TableSeam(TablesByPosition):
             place, positions = places[table.path], lengths[table.path]
             grown = _grown(place.tensor().detach(), table.start, positions, method)
             if method.by_request:
+                state.hooks.append(model.register_forward_pre_hook(refuse_drafts, with_kwargs=True))
                 owners = owners_of(model, place)
                 texts = [LongText(table.positions, method) for _ in owners]
                 for text, owner in zip(texts, owners, strict=True):

@@ -17,7 +17,6 @@ from transformers import TrainingArguments
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.scoring.decoder import READS_AHEAD_HALF, evaluation_mode, input_embeddings
-from hf_posenc.methods import Growing
 from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
@@ -52,7 +51,7 @@ def check_run(
     moving = {
         method.name: method.update
         for method in (() if patch is None else patch.config.build())
-        if isinstance(method, Growing)
+        if getattr(method, "update", "static") != "static"
     }
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
         for table in inspect_rope(model):  # transformers' own, unless a patch replaced them

@@ -180,7 +180,7 @@ CALLS: dict[str, dict[str, str]] = {
         "'gpt2', 'yarn', scale=2": "'gpt2' is a name, not a model: load it first, as in",
     },
     "{}": {
-        "unpatch_model(pipe)": "give the model that it holds, its attribute .model.",
+        "unpatch_model(pipe)": "give the model that it holds, as .model.",
         "save_patch(patch_model(type(model)(model.config), 'yarn', scale=2), '')": "'' is no folder",
         "load_patch(model, {'method': 'yarn'})": "A patch is a recipe's name, a JSON file or a dir",
         "load_patch(model, model_path())": "saved with its patch is loaded by from_pretrained.",
@@ -545,7 +545,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "a pointer": (_write("model.safetensors", "version https://git-lfs.github.com/"), "Git LFS"),
     "damaged torch weights": (_write("pytorch_model.bin", "x"), "incomplete (not what torch.save"),
     "no shard": (_index(weight_map={"model.norm.weight": "a.safetensors"}), "which is not there"),
-    "a shard elsewhere": (_index(weight_map={"a": "/etc/passwd"}), "which is no file beside it"),
+    "a shard elsewhere": (_index(weight_map={"a": "/etc/passwd"}), "no file beside it"),
     "not finite": (_weights(lambda _, value: value * math.nan), "weights of the model are not fi"),
     "all zero": (_weights(lambda _, value: value * 0), "The weights of the model are all zero"),
     "whole numbers": (_weights(lambda _, value: (9 * value).int()), " as I32, which is no floati"),

@@ -374,6 +374,21 @@ def test_packed_texts_have_no_length_of_a_request() -> None:
     model(input_ids=ids, position_ids=torch.arange(30)[None], use_cache=False)
 
 
+def test_a_longer_table_by_request_takes_no_packed_texts_and_no_drafts() -> None:
+    model: Any = built("gpt2", "interpolate", {"scale": 4, "update": "request"})
+    positions = torch.arange(40).repeat(2)[None]
+    with pytest.raises(PosencError, match="several texts in one row"):
+        model(input_ids=zoo.tokens(80), position_ids=positions, use_cache=False)
+    with pytest.raises(PosencError, match="in the first forward of a text"):
+        _drafted(model, zoo.tokens(8).repeat(1, 9)[:, :61])
+
+
+def _drafted(model: Any, ids: Tensor) -> Tensor:
+    options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 2, "do_sample": False}
+    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return found
+
+
 @torch.no_grad()
 def test_a_cropped_cache_has_the_length_of_its_request_or_is_refused() -> None:
     """As in assisted decoding, whose drafts are cropped, past several buckets; and cropped into the prompt."""

@@ -292,14 +292,20 @@ class Candidate:
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
         """Patch the model for this length; undone on exit."""
+        import torch
+
         from hf_posenc.patch.patching import patched
 
         if not self.patches:
             yield
             return
         method, options = self.arguments(self.scale_at(length) or 1.0)
-        with patched(model, method, **options):
-            yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(
+                0
+            )  # for parameters that are drawn: the same each time
+            with patched(model, method, **options):
+                yield
 
 
 def within_reach(
