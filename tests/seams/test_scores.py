@@ -190,7 +190,13 @@ def check(kind: str, name: str, length: int = LENGTH) -> None:
     model, ids = own.build(kind), zoo.tokens(length)
     before = zoo.logits(model, ids[:, :LENGTH])
     patch(model, name)
-    want = zoo.logits(reference(own, model, name), ids)
+    other = reference(own, model, name)
+    for (
+        module
+    ) in other.modules():  # transformers 5.24 still looks rows up that the formulas do not read
+        if isinstance(table := getattr(module, "embed_positions", None), Tensor):
+            module.embed_positions = table.new_zeros(length, table.shape[1])
+    want = zoo.logits(other, ids)
     assert zoo.relative_difference(zoo.logits(model, ids), want) < 1e-5
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, ids[:, :LENGTH]), before)
