@@ -472,3 +472,13 @@ def test_a_table_that_a_request_makes_longer_is_measured_length_by_length() -> N
         model, tokenizer, documents, protocols=["tail"], prefill=32, **options
     )
     assert [failure.method for failure in result.failures] == ["none"]  # which has no position 64
+
+
+def test_parameters_that_are_drawn_are_the_same_in_each_run() -> None:
+    model, tokenizer = tiny(), byte_tokenizer()
+    found = [
+        measure_perplexity(model, tokenizer, [prose(200)], methods=methods, lengths=[64])
+        for methods in (["none", "kerple_log"], ["none", "fire", "kerple_log"])
+    ]
+    first, second = (result.cell("kerple_log", "tail", 64).perplexity for result in found)
+    assert first == second
