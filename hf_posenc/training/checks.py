@@ -49,9 +49,9 @@ def check_run(
     patch = get_patch(model)
     # The frequency tables that depend on the length of a batch, with their update mode.
     moving = {
-        method.name: method.update
+        method.name: update
         for method in (() if patch is None else patch.config.build())
-        if getattr(method, "update", "static") != "static"
+        if (update := getattr(method, "update", "static")) != "static"
     }
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
         for table in inspect_rope(model):  # transformers' own, unless a patch replaced them

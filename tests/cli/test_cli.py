@@ -280,7 +280,8 @@ def test_the_commands_that_recommend_prints_can_be_run(
     rope: dict[str, Any], target: int, texts: Path, tmp_path: Path
 ) -> None:
     block = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **rope}
-    folder = tiny_checkpoint(tmp_path / "tiny", **({"rope_parameters": block} if rope else {}))
+    more: dict[str, Any] = {"rope_parameters": block} if rope else {}
+    folder = tiny_checkpoint(tmp_path / "tiny", **more)
     told = json.loads(invoke("recommend", "--json", folder, "--target-length", target).stdout)
     for command in told["commands"][::2]:  # none of retrieval's prompts is as short
         words = shlex.split(command.replace("'YOUR/*.txt'", str(texts)))[1:]

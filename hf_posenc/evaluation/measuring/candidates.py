@@ -301,9 +301,7 @@ class Candidate:
             return
         method, options = self.arguments(self.scale_at(length) or 1.0)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(
-                0
-            )  # for parameters that are drawn: the same each time
+            torch.default_generator.manual_seed(0)  # drawn parameters are the same each time
             with patched(model, method, **options):
                 yield
 

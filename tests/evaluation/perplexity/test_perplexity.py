@@ -464,9 +464,7 @@ def test_a_table_that_a_request_makes_longer_is_measured_length_by_length() -> N
     methods, documents = ["none", "interpolate:scale=2,update=request"], [prose(200)]
     options: dict[str, Any] = {"methods": methods, "lengths": [64, 128]}
     result = measure_perplexity(model, tokenizer, documents, protocols=["prefix"], **options)
-    none, patched = (
-        result.cell(candidate.label, "prefix", 64).perplexity for candidate in result.candidates
-    )
+    none, patched = (cell.perplexity for cell in result.cells if cell.length == 64)
     assert patched == none
     result = measure_perplexity(
         model, tokenizer, documents, protocols=["tail"], prefill=32, **options
@@ -475,9 +473,9 @@ def test_a_table_that_a_request_makes_longer_is_measured_length_by_length() -> N
 
 
 def test_parameters_that_are_drawn_are_the_same_in_each_run() -> None:
-    model, tokenizer, found = tiny(), byte_tokenizer(), []
+    model, tokenizer, found = tiny(), byte_tokenizer(), list[Any]()
     for seed, methods in enumerate((["none", "kerple_log"], ["none", "fire", "kerple_log"])):
         torch.manual_seed(seed)  # as another process would have it
         result = measure_perplexity(model, tokenizer, [prose(200)], methods=methods, lengths=[64])
-        found.append(result.cell("kerple_log", "tail", 64).perplexity)
+        found.append([c.perplexity for c in result.cells if c.method == "kerple_log"])
     assert found[0] == found[1]
