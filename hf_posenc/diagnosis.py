@@ -343,7 +343,7 @@ def unreadable(name: str | Path) -> str | None:
             return f"{file.name} is not the index of its weights: download it again."
         outside = [shard for shard in shards if Path(str(shard)).name != shard]
         if outside:
-            return f"{file.name} names {outside[0]!r}, no file beside it: download it again."
+            return f"{file.name} names {outside[0]!r}, which is not beside it: download it again."
         absent = [shard for shard in shards if not (Path(name) / shard).is_file()]
         if absent:
             return (

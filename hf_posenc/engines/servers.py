@@ -233,7 +233,7 @@ class VLLM(Engine):
 
     def plugin(self, source: Source) -> tuple[str, ...] | str | None:
         if source.request is None or source.path != source.base:
-            return "the plug-in serves a folder that was saved with a patch, if it can"
+            return "the plug-in serves folders that were saved with a patch which it can compute"
         name = (source.stored.architectures or [""])[0].removeprefix(PREFIX)
         if name not in known_names(self.name)["implemented"]:
             return f"the plug-in needs an implementation of vLLM's own, and {PLUGIN_VLLM[0]} has none of {name}"

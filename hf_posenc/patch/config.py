@@ -192,7 +192,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     for part in (part.strip() for part in _COMMA.split(rest) if colon):
         option, _, value = (piece.strip() for piece in part.partition("="))
         if not option or not value:
-            raise PosencError(f"{text!r}: {part!r} is not option=value, as scale=8,beta_fast=16.")
+            raise PosencError(f"{text!r}: {part!r} is not option=value, like scale=8,beta_fast=16.")
         check_option(method, option)
         if option in options:
             raise PosencError(f"{text!r}: {option} is given twice; give it once.")

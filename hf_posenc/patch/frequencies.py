@@ -199,7 +199,7 @@ def install_sincos(
         live, live_factor = table.live()
         close = torch.allclose(live.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
         if not close or not abs(live_factor - factor) < 1e-2:
-            raise VerificationError(f"{table.name} does not hold the patched table; restored.")
+            raise VerificationError(f"{table.name} lacks the patched table; it was restored.")
     state.hooks.append(model.register_forward_pre_hook(TableEnd(positions), with_kwargs=True))
     values = {} if state.extended is None else {"max_position_embeddings": positions}
     if any(isinstance(table.module, nn.Embedding) for table in tables):

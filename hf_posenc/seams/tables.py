@@ -272,11 +272,12 @@ class TableSeam(TablesByPosition):
         with state.sample.only():
             before = _outputs(model, ids)
         edits, twin = self.grow(model, state, lengths)
+        if method.by_request:
+            state.hooks.append(model.register_forward_pre_hook(refuse_drafts, with_kwargs=True))
         for table in self.tables:
             place, positions = places[table.path], lengths[table.path]
             grown = _grown(place.tensor().detach(), table.start, positions, method)
             if method.by_request:
-                state.hooks.append(model.register_forward_pre_hook(refuse_drafts, with_kwargs=True))
                 owners = owners_of(model, place)
                 texts = [LongText(table.positions, method) for _ in owners]
                 for text, owner in zip(texts, owners, strict=True):

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.scoring.decoder import READS_AHEAD_HALF, evaluation_mode, input_embeddings
+from hf_posenc.methods import Growing, TableMethod
 from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
@@ -48,11 +49,10 @@ def check_run(
     check_launch(arguments)
     patch = get_patch(model)
     # The frequency tables that depend on the length of a batch, with their update mode.
-    moving = {
-        method.name: update
-        for method in (() if patch is None else patch.config.build())
-        if (update := getattr(method, "update", "static")) != "static"
-    }
+    methods = () if patch is None else patch.config.build()
+    moving = {each.name: each.update for each in methods if isinstance(each, Growing)}
+    tables = [each.name for each in methods if isinstance(each, TableMethod) and each.by_request]
+    moving |= dict.fromkeys(tables, "request")
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
         for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
             if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
@@ -60,7 +60,7 @@ def check_run(
     for name, update in moving.items():
         if positions == "contiguous" or update == "row":
             continue  # blocks of one length, or one table per position
-        if update == "request" and positions != "packed":
+        if update == "request" and positions != "packed" and name not in tables:
             continue  # one table per row
         raise PosencError(
             f"{name} follows the longest text of a batch or row (update={update!r}), and with positions={positions!r} "

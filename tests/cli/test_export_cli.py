@@ -107,7 +107,7 @@ def test_the_command_that_serves_a_saved_patch(
 
 @pytest.mark.parametrize(
     ("saved", "words"),
-    [("gpt_neox", "has none of GPTNeoX"), ("no patch", "saved with a patch, if it can")],
+    [("gpt_neox", "has none of GPTNeoX"), ("no patch", "saved with a patch which it can compute")],
 )
 def test_what_the_plug_in_does_not_serve(saved: str, words: str, tmp_path: Path) -> None:
     model = zoo.build("gpt_neox" if saved == "gpt_neox" else "llama")

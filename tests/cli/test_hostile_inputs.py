@@ -545,7 +545,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "a pointer": (_write("model.safetensors", "version https://git-lfs.github.com/"), "Git LFS"),
     "damaged torch weights": (_write("pytorch_model.bin", "x"), "incomplete (not what torch.save"),
     "no shard": (_index(weight_map={"model.norm.weight": "a.safetensors"}), "which is not there"),
-    "a shard elsewhere": (_index(weight_map={"a": "/etc/passwd"}), "no file beside it"),
+    "a shard elsewhere": (_index(weight_map={"a": "/etc/passwd"}), "which is not beside it"),
     "not finite": (_weights(lambda _, value: value * math.nan), "weights of the model are not fi"),
     "all zero": (_weights(lambda _, value: value * 0), "The weights of the model are all zero"),
     "whole numbers": (_weights(lambda _, value: (9 * value).int()), " as I32, which is no floati"),

@@ -131,6 +131,10 @@ def test_each_row_by_itself_or_each_position_needs_no_length(tmp_path: Path) -> 
     rows = patched(DynamicNTK(scale=2, update="request"))
     check_run(rows, positions="pose", arguments=given)
     refused(rows, given, "update='request'", "packed")
+    table = patch_model(zoo.build("gpt2"), "interpolate", scale=2, update="request")
+    check_run(table, positions="contiguous", arguments=given)
+    for positions in ("packed", "pose"):  # one table for all rows, chosen by their number of tokens
+        refused(table, given, "interpolate follows the longest text", positions)
 
 
 def test_liger_may_leave_the_rotation_alone(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ class Candidate:
         return max(1.0, length / self.original)
 
     def check_values(self, *, own: bool = True) -> None:
-        """Raise for a value that a method refuses on every model; with `own`, it may have LongRoPE's lists."""
+        """Raise for a value that a method refuses on every model; with `own`, models may have LongRoPE's lists."""
         with self._naming():
             methods = []
             for part in self.parts:
@@ -300,10 +300,11 @@ class Candidate:
             yield
             return
         method, options = self.arguments(self.scale_at(length) or 1.0)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # drawn parameters are the same each time
-            with patched(model, method, **options):
-                yield
+        with contextlib.ExitStack() as stack:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)  # drawn parameters are the same each time
+                stack.enter_context(patched(model, method, **options))
+            yield
 
 
 def within_reach(
