@@ -355,7 +355,7 @@ def resume_point(
     else:
         point = explicit
         if not (explicit / "trainer_state.json").is_file():
-            raise PosencError(f"{explicit} is no complete checkpoint: it lacks trainer_state.json.")
+            raise PosencError(f"{explicit} is no whole checkpoint: it has no trainer_state.json.")
         ahead = [path for path in complete if step_of(path) > step_of(explicit)]
         if explicit.resolve().parent == folder.resolve() and ahead:
             raise PosencError(
