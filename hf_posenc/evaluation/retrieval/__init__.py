@@ -196,6 +196,7 @@ class Scene:
         least_filler: Tokens of filler without which the task makes no sense.
         asked: Index of the needle whose distance counts.
         questions: Other questions about the same text, whose answers are among the distractors.
+        most: Tokens of the longest distractor that is read; by default none is longer than the answer.
     """
 
     head: Sequence[int]
@@ -208,17 +209,23 @@ class Scene:
     least_filler: int = 0
     asked: int = 0
     questions: tuple[tuple[int, ...], ...] = ()
+    most: int = 0
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer that is read."""
+        return max(len(self.answer.ids), self.most)
 
     @property
     def fixed(self) -> int:
-        """Tokens of everything but the filler, with the longest of the questions."""
+        """Tokens of everything but the filler, with the longest of the questions and of the answers."""
         question = max(map(len, (self.question, *self.questions)))
-        pieces = (self.head, *(ids for _, ids in self.needles), self.answer.ids)
-        return question + sum(map(len, pieces))
+        pieces = (self.head, *(ids for _, ids in self.needles))
+        return question + sum(map(len, pieces)) + self.longest_answer
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest prompt and its answer, without special tokens."""
+        """Tokens of the shortest prompt and its longest answer, without special tokens."""
         return self.fixed + self.least_filler
 
 
@@ -227,9 +234,8 @@ class Prompt:
     """A prompt as tokens.
 
     Attributes:
-        ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64. It is shorter
-            where another of the `questions` is longer than its own.
-        answer: The right answer, whose last token is token L.
+        ids: The tokens of the prompt, special tokens included, int64. With the longest of its answers and questions it
+            has L tokens.
         references: Strings that a generated text must contain.
         distance: Tokens from the end of the needle (of several, `Scene.asked`) to the end of the prompt; `None` without
             a needle.
@@ -269,7 +275,7 @@ class Prompt:
 
 
 def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int) -> Prompt:
-    """Assemble a prompt that has, with its answer, so many tokens; the scene's filler is consumed.
+    """Assemble a prompt that has, with its longest answer, so many tokens; the scene's filler is consumed.
 
     A needle is put at its fraction of the filler's tokens, moved back to the end of a sentence or line; the papers cut
     the filler anywhere, also within a word. Raise if the length is too short.
@@ -305,14 +311,14 @@ def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
     """Return the distractors with as many tokens as the answer, in their order; if too few, then the nearest others.
 
     A sum of log probabilities is only comparable between answers of one length. A distractor with the tokens of the
-    answer, or of another distractor, is left out.
+    answer or of another distractor is left out, and one for which the prompt has no room.
     """
     size = len(scene.answer.ids)
     seen = {scene.answer.ids}
     equal: list[Answer] = []
     unequal: list[Answer] = []
     for other in scene.distractors if count else ():
-        if other.ids not in seen:
+        if other.ids not in seen and len(other.ids) <= scene.longest_answer:
             seen.add(other.ids)
             (equal if len(other.ids) == size else unequal).append(other)
             if len(equal) == count:

@@ -365,7 +365,7 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
         self._answers = AnswerScorer(model, self.scorer)
 
     def prompt(self, sample: Sample) -> Prompt:
-        """Return the prompt of a sample: with its answer of `sample.length` tokens, the same in every process."""
+        """Return the prompt of a sample: with its longest answer of `sample.length` tokens, the same in every process."""
         scene = get_task(sample.task).scene(sample, self._kit)
         return lay_out(scene, sample.length, self.special, self._kit.distractors)
 
@@ -378,7 +378,8 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
     def _score(self, item: Item, prompt: Prompt) -> dict[str, Any]:
         task = get_task(item.sample.task)
         forced = self.settings.decode == "teacher-forced"
-        behind = len(prompt.answer.ids) if forced else task.new_tokens
+        longest = max(len(answer.ids) for answer in (prompt.answer, *prompt.distractors))
+        behind = longest if forced else task.new_tokens
         if item.candidate is not None and item.candidate.most is not None:
             prompt = prompt.truncated(item.candidate.most, len(self.special), behind)
         self.scorer.check_length(prompt.longest + behind)

@@ -331,14 +331,17 @@ def babilong(sample: Sample, kit: Kit, *, facts: int) -> Scene:
     worked = f"{' '.join(example.sentences)}\nQuestion: {example.question} {example.answer}."
     places = draws.places(depth, story.asked, len(story.sentences))
     others = draws.shuffled(story.others)
+    question = f"Question: {story.question}"
+    sizes = (len(answer_of(kit.encoder, question, [other]).ids) for other in others)
     return kit.scene(
         f"{FACTS['babilong']['head']}\n\nExample:\n{worked}\n\nText:\n",
         zip(places, story.sentences, strict=True),
         kit.noise(),
-        f"Question: {story.question}",
+        question,
         [story.answer],
         ([other] for other in others),
         asked=story.asked,
+        most=max(sizes),
         questions=tuple(kit.encoder.line(f"Question: {other}") for other in story.questions),
     )
 

@@ -107,6 +107,16 @@ def test_generated_tokens_count() -> None:
     assert "tokens: GPT2LMHeadModel has positions for 256." in result.failures[0].reason
 
 
+def test_the_longest_candidate_counts() -> None:
+    """Places have 4 to 11 bytes: a prompt of as many tokens as the table has rows leaves room for each of them."""
+    model = zoo.build("gpt2", vocab_size=VOCABULARY, n_positions=1200)
+    options: dict[str, Any] = {"tasks": ["babilong_qa1"], "samples": 6, "lengths": [1200, 1300]}
+    patches = ["none", "truncation"]
+    result = measure_retrieval(model, byte_tokenizer(), methods=patches, depths=(0.5,), **options)
+    assert [(x.method, x.length) for x in result.failures] == [("none", 1300)]
+    assert {record.candidates for record in result.records} == {6}
+
+
 @pytest.mark.parametrize("family", ["gptj", "roformer"])
 def test_a_forward_past_the_patched_table_is_one_line(family: str) -> None:
     model = zoo.build(family).eval()
