@@ -90,7 +90,7 @@ class Patch:
         tables: Every rotary table of the text decoder, patched or not; empty where another seam is patched.
         original_max_position_embeddings: The context length that the method starts from, in tokens; 0 if the model has
             none.
-        extended_length: The context length that it reaches; `None` for methods that follow the text.
+        extended_length: The context length that it reaches; `None` for methods that follow the text or set no length.
         export: How plain transformers computes the patch after `save_pretrained`: by `"rope_parameters"`, as a
             `"longrope"` list, from the `"weights"` or another value of the `"config"`; `None` where only hf_posenc can
             (`from_pretrained`, `load_patch`).
@@ -146,7 +146,7 @@ class Patch:
         return title + (html_table(self.places) if self.places else self.tables._repr_html_())
 
     def _notes(self) -> str:
-        reach = "the text's own length"
+        reach = "no set length"
         if self.extended_length is not None:
             reach = f"{self.extended_length} tokens"
         saved = {

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.scoring.decoder import READS_AHEAD_HALF, evaluation_mode, input_embeddings
 from hf_posenc.methods import Growing, TableMethod
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
@@ -226,11 +227,26 @@ def check_dependencies(
         )
     drawn = batch["position_ids"]
     plain = torch.arange(drawn.shape[1]).expand_as(drawn)
-    if torch.equal(exact, _logits(model, {**batch, "position_ids": plain})):
+    with _without_zeros(model):
+        same = torch.equal(*(_logits(model, {**batch, "position_ids": p}) for p in (drawn, plain)))
+    if same:
         raise PosencError(
             f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
             "positions='contiguous'."
         )
+
+
+@contextlib.contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Give a method's parameters that are all zero, which have no effect yet, other values meanwhile."""
+    zeros = [p.data for p in trained_parameters(model).values() if not p.any()]
+    for each in zeros:
+        each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
+    try:
+        yield
+    finally:
+        for each in zeros:
+            each.zero_()
 
 
 def _reads_across(model: nn.Module, batch: Mapping[str, Any], exact: Tensor) -> list[bool]:

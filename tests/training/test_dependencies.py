@@ -295,6 +295,14 @@ def test_drawn_positions_are_refused_where_they_change_nothing(how: str, drawn: 
         check(model, drawn)
 
 
+@pytest.mark.parametrize("method", ["t5", "shaw", "transformer_xl"])
+def test_new_biases_of_zeros_have_an_effect_once_they_are_trained(method: str) -> None:
+    with quiet():
+        model = patch_model(zoo.build("llama"), method)
+    check(model, "pose")
+    assert not any(value.any() for name, value in model.named_parameters() if "posenc" in name)
+
+
 def test_a_model_without_positions_or_without_a_head_says_so() -> None:
     with quiet():
         mpt = MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64))

@@ -221,7 +221,7 @@ def rope_of(model: nn.Module) -> RopeSpec:
     if tables[0].scaled:
         raise PosencError(
             "This checkpoint is already scaled, by its config or a saved patch, and a search starts from an unscaled "
-            "one. `hf-posenc sweep` takes a scaled config: --patch yarn:replace=true drops the scaling first."
+            "one. If by its config, `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
         )
     specs = [read_spec(each, context_of(each, None).original, compose=False) for each in tables]
     if len({spec.dim for spec in specs}) > 1:
