@@ -240,7 +240,7 @@ class VLLM(Engine):
         try:
             _, reach = served_layers(source.config, source.request, source.path)
         except PosencError as error:
-            return str(error).rstrip(".")
+            return f"the plug-in refuses it: {error}".rstrip(".")
         own = int(source.config.get_text_config(decoder=True).max_position_embeddings)
         return () if reach is None else (self.length_flag, str(max(own, reach)))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import nn
 
@@ -248,9 +248,7 @@ def bench(
     unwrap(model)  # raises for what is no model
     source = Source() if documents is None else Source.of(documents)
     job = prepare(model, tokenizer, source, options)
-    result = job.run(folder, progress=progress)
-    assert result is not None
-    return result
+    return cast(BenchResult, job.run(folder, progress=progress))
 
 
 def prepare(

@@ -341,9 +341,8 @@ def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
         if dynamic:
             raise PosencError(
                 f"The frequencies of {table.name} move with the length of the text, and beside a method that computes "
-                "attention every layer needs one table. Choose all layers, with a static frequency method first in a "
-                "list, as in [YaRN(scale=4), ReRoPE()] (on a scaled checkpoint with replace=True); or a dynamic method "
-                'with update="row" alone.'
+                "attention every layer needs one table. Choose all layers, with a static method first, as in "
+                '[YaRN(scale=4), ReRoPE()] (if scaled, replace=True); or a dynamic one with update="row" alone.'
             )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from hf_posenc.training.processes import check_launch, gather, is_set, wants_fsd
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
 _TOKENS, _PROMPT = 12, 4
 _DOCUMENTS = ((4, 5, 3), (6, 2, 4))
-_SEED = 0
 _ROUNDING = 1e-5
 """Of the largest logit, in single precision: experts are chosen per batch, which changes the order of sums."""
 
@@ -104,8 +103,9 @@ def _check_parallelism(
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
     dropped = None
     if patch is not None and patch.layers:
-        methods = " + ".join(patch.methods)
-        dropped = f"what {methods} changes in attention would be dropped in silence"
+        dropped = (
+            f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence"
+        )
     elif positions == "packed":
         dropped = "packed documents would attend to each other"
     elif moving:
@@ -115,9 +115,8 @@ def _check_parallelism(
         if size > 1 and dropped is not None:
             raise PosencError(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
-                f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and "
-                "positions='contiguous', or train without it (FSDP2, ZeRO-3, tensor parallelism, "
-                "--gradient-checkpointing)."
+                f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and positions='contiguous', "
+                "or train without it (FSDP2, ZeRO-3, tensor parallelism, --gradient-checkpointing)."
             )
 
 
@@ -215,8 +214,7 @@ def check_dependencies(
     if positions == "packed" and any(reads):
         raise PosencError(
             f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no mask, "
-            "or its mask ignores positions. Use positions='contiguous', or another attention implementation (--attn "
-            "sdpa)."
+            "or its mask ignores positions. Use positions='contiguous', or another attention (--attn sdpa)."
         )
     if positions not in DRAWS:
         return
@@ -227,26 +225,19 @@ def check_dependencies(
         )
     drawn = batch["position_ids"]
     plain = torch.arange(drawn.shape[1]).expand_as(drawn)
-    with _without_zeros(model):
+    zeros = [p.data for p in trained_parameters(model).values() if not p.any()]
+    try:  # new biases of zeros have no effect yet
+        for each in zeros:
+            each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
         same = torch.equal(*(_logits(model, {**batch, "position_ids": p}) for p in (drawn, plain)))
+    finally:
+        for each in zeros:
+            each.zero_()
     if same:
         raise PosencError(
             f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
             "positions='contiguous'."
         )
-
-
-@contextlib.contextmanager
-def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Give a method's parameters that are all zero, which have no effect yet, other values meanwhile."""
-    zeros = [p.data for p in trained_parameters(model).values() if not p.any()]
-    for each in zeros:
-        each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
-    try:
-        yield
-    finally:
-        for each in zeros:
-            each.zero_()
 
 
 def _reads_across(model: nn.Module, batch: Mapping[str, Any], exact: Tensor) -> list[bool]:
@@ -292,7 +283,7 @@ def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]
     """Return a batch of the collator, in which every row of drawn positions has a jump."""
     embeddings: Any = input_embeddings(model)
     vocabulary = min(embeddings.weight.shape[0], 1 << 15)
-    random = np.random.default_rng(_SEED)
+    random = np.random.default_rng(0)
     ids = random.integers(vocabulary // 4, vocabulary, (len(_DOCUMENTS), _TOKENS))
     examples = [
         {"input_ids": row, "document_lengths": documents}

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -276,9 +276,7 @@ class Scores:
             records = GroupRecords([item.key for item in run.items], own)
             execute(run, records, share, progress, strict=together)
         records.refresh()
-        result = collected(run, records)
-        assert result is not None
-        return result
+        return cast(PerplexityResult, collected(run, records))
 
     def _read_table(self) -> PerplexityResult | None:
         if self.output is None or group_shard().index:
@@ -292,8 +290,7 @@ class Scores:
                 same = values["fingerprint"] == self.fingerprint
                 return PerplexityResult.from_dict(values) if same else None
         warnings.warn(
-            f"{path} is damaged, or not a training's: its checksum does not match. It is replaced, and any rows of "
-            "earlier steps in it are lost.",
+            f"{path} is damaged, or not a training's. It is replaced, and any rows of earlier steps in it are lost.",
             stacklevel=3,
         )
         return None

@@ -24,9 +24,8 @@ STARTING, HANGING = 120.0, 180.0
 compilation, which takes FlashAttention-4 a minute on a slow core."""
 _CHILD = (
     "import faulthandler, json, sys; task = json.load(sys.stdin); sys.path[:] = task['path']; "
-    "faulthandler.dump_traceback_later(task['starting'], exit=True); "
-    "from hf_posenc.attention.checks.isolation import main; "
-    "from hf_posenc.attention.engine import backend_of; main(task, backend_of)"
+    "faulthandler.dump_traceback_later(task['starting'], exit=True); from hf_posenc.attention.checks.isolation import "
+    "main; from hf_posenc.attention.engine import backend_of; main(task, backend_of)"
 )
 
 

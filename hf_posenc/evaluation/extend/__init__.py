@@ -138,7 +138,7 @@ class ExtendJob(Rung[ExtendResult]):
             except PosencError as error:
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
-            remarks += [f"{f.method} gave no number: {f.reason.rstrip('.')}." for f in part.failures]
+            remarks += [f"{f.method} gave no number: {f.reason}" for f in part.failures]
         options, about = self.options, ("model", "source", "command")
         result = ExtendResult(
             about={
@@ -185,7 +185,7 @@ class ExtendJob(Rung[ExtendResult]):
             if not value.get("failed"):
                 rate = float(value["seconds"]) / run.forwarded
                 return self._fitted(rate), rate, remarks
-            remarks.append(f"{candidate.spec} gave no number: {value['failed'][0][-1].rstrip('.')}.")
+            remarks.append(f"{candidate.spec} gave no number: {value['failed'][0][-1]}")
         specs = " nor ".join(each.spec for each in first)
         raise PosencError(
             f"Neither {specs} gives a number at {self.settings.lengths[1]:,} tokens: nothing can be chosen. `hf-posenc "

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -506,9 +506,7 @@ def measure_perplexity(
     folder = output_folder(output, progress)
     options = with_fields(PerplexityOptions, options, fields)
     run = prepare(model, tokenizer, Source.of(documents), options)
-    result = run.run(folder, progress=progress)
-    assert result is not None
-    return result
+    return cast(PerplexityResult, run.run(folder, progress=progress))
 
 
 def prepare(

@@ -196,7 +196,7 @@ class Scene:
         least_filler: Tokens of filler without which the task makes no sense.
         asked: Index of the needle whose distance counts.
         questions: Other questions about the same text, whose answers are among the distractors.
-        most: Tokens of the longest distractor that is read; by default none is longer than the answer.
+        longest: Tokens of the longest answer that is read; by default none is longer than the right one.
     """
 
     head: Sequence[int]
@@ -209,19 +209,14 @@ class Scene:
     least_filler: int = 0
     asked: int = 0
     questions: tuple[tuple[int, ...], ...] = ()
-    most: int = 0
-
-    @property
-    def longest_answer(self) -> int:
-        """Tokens of the longest answer that is read."""
-        return max(len(self.answer.ids), self.most)
+    longest: int = 0
 
     @property
     def fixed(self) -> int:
         """Tokens of everything but the filler, with the longest of the questions and of the answers."""
         question = max(map(len, (self.question, *self.questions)))
         pieces = (self.head, *(ids for _, ids in self.needles))
-        return question + sum(map(len, pieces)) + self.longest_answer
+        return question + sum(map(len, pieces)) + max(len(self.answer.ids), self.longest)
 
     @property
     def shortest(self) -> int:
@@ -314,11 +309,12 @@ def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
     answer or of another distractor is left out, and one for which the prompt has no room.
     """
     size = len(scene.answer.ids)
+    most = max(size, scene.longest)
     seen = {scene.answer.ids}
     equal: list[Answer] = []
     unequal: list[Answer] = []
     for other in scene.distractors if count else ():
-        if other.ids not in seen and len(other.ids) <= scene.longest_answer:
+        if other.ids not in seen and len(other.ids) <= most:
             seen.add(other.ids)
             (equal if len(other.ids) == size else unequal).append(other)
             if len(equal) == count:

@@ -398,11 +398,10 @@ class RetrievalResult(MethodsResult[Cell]):
 
     def notes(self) -> Iterator[str]:
         settings = self.settings
-        depths, samples = len(settings.depths), settings.samples
+        depths, each = len(settings.depths), settings.samples
         yield (
-            f"{depths * samples} sample{'s' * (depths * samples > 1)} at every length ({depths} "
-            f"depth{'s' * (depths > 1)}, {samples} each; seed {settings.seed}): "
-            f"{DECODES[settings.decode]}. Ranges: 95 %, Wilson."
+            f"{depths * each} sample{'s' * (depths * each > 1)} at every length ({depths} depth{'s' * (depths > 1)}, "
+            f"{each} each; seed {settings.seed}): {DECODES[settings.decode]}. Ranges: 95 %, Wilson."
         )
         if settings.ranks:
             yield (

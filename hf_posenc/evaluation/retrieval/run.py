@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -365,7 +365,7 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
         self._answers = AnswerScorer(model, self.scorer)
 
     def prompt(self, sample: Sample) -> Prompt:
-        """Return the prompt of a sample: with its longest answer of `sample.length` tokens, the same in every process."""
+        """Return the prompt of a sample: `sample.length` tokens with its longest answer, the same in every process."""
         scene = get_task(sample.task).scene(sample, self._kit)
         return lay_out(scene, sample.length, self.special, self._kit.distractors)
 
@@ -454,9 +454,7 @@ def measure_retrieval(
     folder = output_folder(output, progress)
     options = with_fields(RetrievalOptions, options, fields)
     run = prepare(model, tokenizer, options, haystack=haystack)
-    result = run.run(folder, progress=progress)
-    assert result is not None
-    return result
+    return cast(RetrievalResult, run.run(folder, progress=progress))
 
 
 def prepare(

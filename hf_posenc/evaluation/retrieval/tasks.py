@@ -341,7 +341,7 @@ def babilong(sample: Sample, kit: Kit, *, facts: int) -> Scene:
         [story.answer],
         ([other] for other in others),
         asked=story.asked,
-        most=max(sizes),
+        longest=max(sizes),
         questions=tuple(kit.encoder.line(f"Question: {other}") for other in story.questions),
     )
 

@@ -80,7 +80,10 @@ def test_prompt_and_answer_have_exactly_the_tokens_asked_for(task: str, tokenize
     for length in (least, least + 1, least + 7, 2 * least + 3, 3000):
         for depth in depths:
             prompt = make(task, length, depth=depth, tokenizer=tokenizer)
-            assert prompt.longest + max(len(a.ids) for a in (prompt.answer, *prompt.distractors)) == length
+            assert (
+                prompt.longest + max(len(a.ids) for a in (prompt.answer, *prompt.distractors))
+                == length
+            )
             behind = max([len(prompt.ids) - prompt.text, *map(len, prompt.questions)])
             assert prompt.text + behind == prompt.longest
             assert bool(prompt.questions) == TASKS[task].calibrated
