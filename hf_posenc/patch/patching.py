@@ -79,9 +79,9 @@ def patch_model(
         original_max_position_embeddings: The context length that the method starts from, in tokens: with `compose` the
             one that the scaled checkpoint reaches, else the one before any scaling. By default it is read from the
             config, and from the recipes of known checkpoints (`hf_posenc.model.context.readings`).
-        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own; an error where no
-            other layers rotate), `"all"`, or a list of layer indices. In an encoder-decoder model also `"encoder"` or
-            `"decoder"`: its full layers. For frequency methods also the name of a block of `rope_parameters`.
+        layers: `"full"` (all but sliding-window layers; frequency methods leave out those with a rotary table of their
+            own; an error where no others rotate), `"all"`, or a list of layer indices. In an encoder-decoder model also
+            `"encoder"` or `"decoder"`: its full layers. For static frequencies also a block of `rope_parameters`.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.

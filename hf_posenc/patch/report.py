@@ -29,7 +29,7 @@ class EffectiveTable:
         rope_type: The method's name for a patched table, transformers' `rope_type` for another; `"dropped"` where a
             bias has replaced the rotation.
         theta: The base it started from; `None` where the config does not name one.
-        inv_freq: Shape (d/2,), float32, radians per token.
+        inv_freq: Shape (d/2,), radians per token; float32 where patched.
         attention_factor: The factor on cos and sin.
         difference: How the frequencies differ from those that transformers computes from the config, in a sentence;
             empty if they do not.
@@ -90,7 +90,7 @@ class Patch:
         tables: Every rotary table of the text decoder, patched or not; empty where another seam is patched.
         original_max_position_embeddings: The context length that the method starts from, in tokens; 0 if the model has
             none.
-        extended_length: The context length that it reaches; `None` for methods that follow the text or set no length.
+        extended_length: The context length that it reaches; `None` where no scale or target sets it.
         export: How plain transformers computes the patch after `save_pretrained`: by `"rope_parameters"`, as a
             `"longrope"` list, from the `"weights"` or another value of the `"config"`; `None` where only hf_posenc can
             (`from_pretrained`, `load_patch`).
