@@ -117,7 +117,7 @@ def output_folder(output: Path | str | None, progress: Any) -> Path | None:
     """Return the folder of a Python caller's records, `None` for none; raise for what is no folder or no function."""
     if not callable(progress):
         raise PosencError(
-            f"progress is a function of a label, the tokens done and those in all, not {type(progress).__name__}."
+            f"progress is a function of a label, the operations done and those in all, not {type(progress).__name__}."
         )
     if output is None:
         return None

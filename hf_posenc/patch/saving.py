@@ -127,7 +127,8 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
 
 def _warning(model: Any, state: State, folder: Path, methods: str, advice: str) -> str:
     """Return what the reader of a saved folder must know; empty where plain transformers computes the patch."""
-    if own := [name for name, _ in state.config.parts if name not in available_methods()]:
+    own = [name for name, _ in state.config.parts if name not in available_methods()]
+    if own and state.export != "weights":
         return (
             f"{own[0]!r} is a method of your own that is not registered, so hf_posenc.from_pretrained cannot load this "
             f"model{'' if state.export is None else '; plain transformers can'}. Register its class before you patch: "

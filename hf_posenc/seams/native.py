@@ -132,6 +132,8 @@ def refusal(
     advice = " ".join(filter(None, (*reasons, *advice_on(seams, positions))))
     rotates = positions.of_kind(ROTARY, ROTARY_TABLE)
     lacks = f"nothing that {method.name} changes" if rotates else "no rotary embedding"
+    if rotates and method.seam == "rotary":
+        lacks = "a rotary table that its adapter does not name (sincos_table)"
     return UnsupportedModelError(
         f"{type(model).__name__} has {lacks}. {positions.describe()}. "
         f"{advice or 'hf_posenc has no method for that.'}"

@@ -36,7 +36,7 @@ from hf_posenc import (
 )
 from hf_posenc.cli import main
 from hf_posenc.embedded import model_path
-from hf_posenc.methods import Scaled
+from hf_posenc.methods import Scaled, Stretch
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.config import parse_method
@@ -526,6 +526,16 @@ class TestMethodsOfOnesOwn:
             saved(model, tmp_path)
         with pytest.raises(PosencError, match=r"Unknown method 'halved'.*import the code"):
             from_pretrained(tmp_path)
+
+    def test_not_registered_but_in_the_weights(self, tmp_path: Path) -> None:
+        class Own(Stretch):
+            name = "own"
+
+        own = patch_model(zoo.build("gpt2"), Own(scale=2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            saved(own, tmp_path)
+        assert torch.equal(logits(from_pretrained(tmp_path)), logits(own))
 
     def test_a_class_that_is_registered_again_replaces_the_first(self, halved: Any) -> None:
         class Again(halved):  # type: ignore[misc]
