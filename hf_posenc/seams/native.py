@@ -78,14 +78,12 @@ def advice_on(seams: Seams, positions: Positions) -> list[str]:
         for seam in seams:
             if kind not in seam.sources:
                 continue
-            causal = not (
-                positions.bidirectional and seam.in_attention
-            )  # biases for causal attention
+            both_ways = positions.bidirectional and seam.in_attention
             names = [
                 method.name
                 for method in METHODS
                 if seam.takes(method, kind)
-                and (causal or method.bidirectional or method.seam != "bias")
+                and not (both_ways and method.seam == "bias" and not method.bidirectional)
             ]
             advice[f"{seam.purpose.format(with_article(kind))}: {', '.join(names)}."] = None
     return list(advice)

@@ -285,12 +285,9 @@ class ExtendJob(Rung[ExtendResult]):
         exports = {}
         for engine in ENGINES:
             made = export(folder, engine)
-            way = (
-                ", as it is"
-                if engine == "transformers5"
-                else f": hf-posenc export PATH --to {engine}"
-            )
-            exports[engine] = f"yes{way}"
+            exports[engine] = f"yes: hf-posenc export PATH --to {engine}"
+            if engine == "transformers5":
+                exports[engine] = "yes, as it is"
             if not made.possible:  # empty where nothing is known
                 exports[engine] = made.reason and f"no: {made.reason}"
         result.saved = {
