@@ -441,13 +441,13 @@ class RetrievalResult(MethodsResult[Cell]):
         """
         length = self.settings.lengths[-1]
         answers: dict[str, dict[Any, Record]] = {}
-        for record in (record for record in self.records if record.length == length):
-            prompt = record.task, record.depth, record.sample
-            answers.setdefault(record.method, {})[prompt] = record
+        records = [record for record in self.records if record.length == length]
+        for record in records:
+            answers.setdefault(record.method, {})[record.task, record.depth, record.sample] = record
         control, rivals = self.control(list(answers)) if answers else ("", [])
         if not rivals:
             return
-        ranked = not any(record.correct for own in answers.values() for record in own.values())
+        ranked = self.settings.ranks and not any(record.correct for record in records)
         hits = {
             label: {prompt for prompt, r in own.items() if (r.rank == 1 if ranked else r.correct)}
             for label, own in answers.items()

@@ -156,7 +156,10 @@ def test_chance_is_called_chance() -> None:
     assert "passkey: no method ranks the answer first more often than chance" in never
     ranked = "\n".join(result(right=False, rank=1).guide())
     assert "passkey: the model never gives an answer outright" in ranked
-    assert not list(result(ranks=False).guide())
+    unranked = result(ranks=False, right=False)
+    assert not list(unranked.guide())
+    assert all("ranks the answer" not in line for line in unranked.findings())
+    assert any("answers 0" in line for line in unranked.findings())
     both = result()
     assert not list(both.guide())
     both.cells = [c for c in both.cells if c.task == "vt"]
