@@ -79,9 +79,7 @@ def _label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PACKAGE if _unit(path) != "__init__"], ids=_label
-)
+@pytest.mark.parametrize("path", [p for p in PACKAGE if _unit(p) != "__init__"], ids=_label)
 def test_imports_go_one_way(path: Path) -> None:
     unit = _unit(path)
     assert unit in HEIGHT, f"{unit} has no place in the layers of this test (and of the design)"

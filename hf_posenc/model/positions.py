@@ -306,14 +306,16 @@ def watch_caches(model: nn.Module, filled_by: object) -> list[RemovableHandle]:
     return [hook for each, watch in watches if each not in outer for hook in watch.around(each)]
 
 
-def _shown(mask: Any, start: int, tokens: int) -> bool:
-    """Return whether a mask shows that none of these tokens is padding; false if there is no telling."""
-    if mask is None:
-        return True
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
-        return False
-    shown = seen_keys(mask)
-    return shown is not None and bool(shown[:, start : start + tokens].all())
+def _any_shown(pairs: Tensor, mask: Any, start: int = 0) -> bool:
+    """Return whether any of the pairs of neighbours, (rows, pairs) from token `start`, is chosen and has no padding."""
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
+            return False  # no telling
+        if (shown := seen_keys(mask)) is None:
+            return False
+        shown = shown[:, start : start + pairs.shape[1] + 1]
+        pairs = pairs & shown[:, 1:] & shown[:, :-1]
+    return bool(pairs.any())
 
 
 def _of_rows(positions: Tensor | None, inputs: Tensor, seen: int) -> Tensor:
@@ -329,13 +331,7 @@ def refuse_packed(positions: Tensor | None, mask: Any) -> None:
     """Raise for several texts in one row with `update="request"`; padding may have any position."""
     if positions is None:
         return
-    back, (mask, _) = positions.diff(dim=-1) < 0, _of_all_keys(mask)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        shown = mask[:, : positions.shape[-1]].bool()
-        back = back & shown[:, 1:] & shown[:, :-1]
-    elif not _shown(mask, 0, positions.shape[-1]):
-        return
-    if bool(back.any()):
+    if _any_shown(positions.diff(dim=-1) < 0, _of_all_keys(mask)[0]):
         raise PosencError(
             'position_ids has several texts in one row, which with update="request" would get the length of '
             "the longest. Patch with another update, or run one text a row."
@@ -346,7 +342,7 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     """Raise for positions that do not continue those of a cache."""
     rows, queries = positions.shape
     first, first_mask = vars(cache).pop(_MADE, (positions, None))
-    if seen and first is not positions and _shown(first_mask, 0, first.shape[1]):
+    if seen and first is not positions:
         _refuse_gaps(cache, 0, first, first_mask)
     length, last = getattr(cache, _LAST, (0, positions))
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
@@ -358,11 +354,13 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
         return
     wrong = bool((steps > 1).any())
     unknown = int(seen and not known)  # the first step
-    if not wrong and _shown(mask, seen - known, queries + known):  # padding has any position
-        wrong = bool((steps[:, unknown:] < 1).any())
-        if wrong and not seen:  # several texts, behind which every position is a gap
+    if not wrong and _any_shown(
+        steps[:, unknown:] < 1, mask, seen - known
+    ):  # padding has any position
+        if not seen:  # several texts, behind which every position is a gap
             setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2))
             return
+        wrong = True
     if wrong:
         raise PosencError(
             "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "

@@ -233,8 +233,10 @@ def check_seams(parts: Sequence[Method | type[Method]]) -> None:
             )
     alone = [part for part in parts if id(part) not in map(id, filters)]
     seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in alone]
+    scaling = [f"{part.name} with log_n" for part in alone if getattr(part, "log_n", False)]
     for seam in seams:
         names = [part.name for part, own in zip(alone, seams, strict=True) if own == seam]
+        names += scaling if seam == "query" else []
         if len(names) > 1:
             raise PosencError(
                 f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."

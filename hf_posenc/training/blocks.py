@@ -8,7 +8,8 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from glob import glob
@@ -217,23 +218,17 @@ def prepare_blocks(
     check_tokenizer(tokenizer)
     prefix = special_prefix(tokenizer, "auto")
     if length < len(prefix) + 2:
-        raise PosencError(
-            f"A block of {length} tokens has none to predict: give a longer block or target length."
-        )
+        raise PosencError(f"A block of {length} tokens has none to predict: give a longer one.")
     suffix = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     packed = positions == "packed"
-    cutter, cut = (
-        Cutter(length, packed, prefix, suffix),
-        partial(_blocks, entries, tokenizer, limit),
-    )
+    cutter = Cutter(length, packed, prefix, suffix)
+    cut = partial(_blocks, entries, tokenizer, limit)
     if cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
         with disk_errors(f"{_UNWRITTEN} {place}"), tempfile.TemporaryDirectory() as folder:
             return _written(Path(folder), cutter, cut, in_memory=True)
     if not isinstance(source, Mapping):
-        raise PosencError(
-            "A cache needs source, the description of the documents: a dictionary such as {'kind': 'mine'}."
-        )
+        raise PosencError("A cache needs source, which describes documents: {'kind': 'mine'}.")
     decisive = {
         "format": _FORMAT,
         "tokenizer": tokenizer_hash(tokenizer),
@@ -304,15 +299,11 @@ def _written(folder: Path, cutter: Cutter, cut: Cut, *, in_memory: bool = False)
 
 
 def _blocks(
-    entries: Iterable[str | Entry],
-    tokenizer: Any,
-    limit: int | None,
-    cutter: Cutter,
-    counts: Counts,
+    given: Iterable[str | Entry], tokenizer: Any, limit: int | None, cutter: Cutter, counts: Counts
 ) -> Iterator[Block]:
     """Yield all blocks, in the order of the documents, and count them; raise if there is none."""
     vocabulary, digest = Vocabulary(tokenizer), hashlib.sha256()
-    for entry in as_entries(entries):
+    for entry in as_entries(given):
         try:
             document = _usable(entry, tokenizer, vocabulary, cutter)
         except UnreadableError as error:
@@ -382,13 +373,24 @@ def candidates(entries: Iterable[Entry]) -> Iterator[Entry]:
     yield from others or ()
 
 
-def without(source: Source, names: Collection[str]) -> Source:
-    """Return a source without the held-out documents of these names."""
+def without(source: Source, held: Sequence[TokenizedDocument], tokenizer: Any) -> Source:
+    """Return a source without the documents that are held out, nor others that begin with all their tokens."""
+    names = sorted(document.name for document in held)
 
     def read() -> Iterator[Entry]:
-        return (entry for entry, out in _parted(source) if not (out and entry.name in names))
+        for entry, out in _parted(source):
+            if out and entry.name in names:
+                continue
+            if isinstance(entry, Document | LongDocument):
+                with suppress(UnreadableError):  # who cuts it into blocks gives the reason
+                    entry = tokenize(entry, tokenizer)
+            if isinstance(entry, TokenizedDocument):
+                starts = (x for x in held if np.array_equal(entry.ids[: len(x)], x.ids))
+                if (other := next(starts, None)) is not None:
+                    entry = Skipped(entry.name, f"begins as {other.name}, which is held out")
+            yield entry
 
-    return replace(source, read=read, about={**source.about, "held_out": sorted(names)})
+    return replace(source, read=read, about={**source.about, "held_out": names})
 
 
 def _parted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, bool]]:

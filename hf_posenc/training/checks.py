@@ -103,9 +103,7 @@ def _check_parallelism(
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
     dropped = None
     if patch is not None and patch.layers:
-        dropped = (
-            f"what {' + '.join(patch.methods)} changes in attention would be dropped in silence"
-        )
+        dropped = f"what {' + '.join(patch.methods)} changes in attention would be lost silently"
     elif positions == "packed":
         dropped = "packed documents would attend to each other"
     elif moving:

@@ -345,7 +345,7 @@ Next:
   hf-posenc export {where} --to vllm
   {upload(f"YOUR_NAME/{folder.resolve().name}", folder)}""")
     if not texts:
-        print("The first reads beginnings of held-out modules, not texts that were scored here.")
+        print("The first reads the beginnings of held-out modules of the standard library.")
 
 
 def upload(repository: str, folder: Path | str) -> str:

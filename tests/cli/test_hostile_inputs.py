@@ -707,8 +707,7 @@ def test_an_unknown_name_is_one_line_without_retries(
 def test_custom_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model")
     (model / "mine.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class Mine(LlamaConfig):\n    model_type = 'mine'\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
         "class Model(LlamaForCausalLM):\n    config_class = Mine\n"
     )
     names = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}

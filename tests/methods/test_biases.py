@@ -355,9 +355,8 @@ def test_xpos_decays_as_published() -> None:
         scaled_q = turn(q, position, frequencies) * method.query_scale(position, 6, origin).repeat(
             1, 2
         )
-        scaled_k = turn(k, position, frequencies) * method.key_scale(position, 6, origin).repeat(
-            1, 2
-        )
+        scale = method.key_scale(position, 6, origin).repeat(1, 2)
+        scaled_k = turn(k, position, frequencies) * scale
         scores = scaled_q @ scaled_k.T
         for m in range(0, length, 3):
             for n in range(m + 1):

@@ -355,12 +355,17 @@ def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> Non
     """Padding may stand behind a text, and a cropped cache goes on from where it is."""
     patch_model(model, "rerope", window=16)
     ids, mask = zoo.tokens(22, batch=2), torch.ones(2, 22, dtype=torch.long)
-    two_texts = torch.arange(10).repeat(2)[None]
+    two_texts, left = torch.arange(10).repeat(2)[None], mask.clone()
+    padded = torch.cat((torch.zeros(1, 2, dtype=torch.long), two_texts[:, :18]), 1)
+    left[:, :2] = 0
+    wrong = (None, 19, mask), (None, 4, mask), (two_texts, 10, mask), (padded, 8, left)
     for given in ({CACHE: DynamicCache(config=model.config)}, {}):  # {}: the forward makes its own
-        for first, place in ((None, 19), (None, 4), (two_texts, 10)):
-            cache = getattr(model(ids[:, :20], position_ids=first, **copy.deepcopy(given)), CACHE)
+        for first, place, shown in wrong:
+            begin = {"position_ids": first, "attention_mask": shown[:, :20], **copy.deepcopy(given)}
+            behind = {CACHE: getattr(model(ids[:, :20], **begin), CACHE)}
+            behind |= {"position_ids": torch.full((2, 1), place), "attention_mask": shown[:, :21]}
             with pytest.raises(PosencError, match="restarts or repeats behind cached tokens"):
-                model(ids[:, 20:21], **{CACHE: cache}, position_ids=torch.full((2, 1), place))
+                model(ids[:, 20:21], **behind)
     cache, place_of_both = getattr(model(ids[:, :20]), CACHE), torch.empty(2, 1, dtype=torch.long)
     cache.crop(-5)
     for place in (15, 16):  # written into one tensor

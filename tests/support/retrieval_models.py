@@ -43,9 +43,8 @@ def trained(kind: str) -> Any:
         )
         trainer = trainers.WordLevelTrainer(special_tokens=["<unk>"])
     else:
-        backend = Tokenizer(
-            models.Unigram() if kind == "unigram" else models.BPE(byte_fallback=True)
-        )
+        empty = models.Unigram() if kind == "unigram" else models.BPE(byte_fallback=True)
+        backend = Tokenizer(empty)
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
         backend.decoder = decoders.Metaspace()
         letters = [chr(code) for code in range(32, 127)] + ["\n"]

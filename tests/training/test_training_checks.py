@@ -84,7 +84,7 @@ def test_methods_inside_attention_in_parts_of_a_text_or_of_the_heads(
         check_run(model, positions="contiguous", arguments=given)
         return
     reason = {"CP": "Context", "SP": "Sequence"}[kind]
-    refused(model, given, rf"{reason} parallelism \(size 2\) .* dropped in silence")
+    refused(model, given, rf"{reason} parallelism \(size 2\) .* lost silently")
     context_parallel(monkeypatch, kind, size=1)
     check_run(model, positions="contiguous", arguments=given)
 

@@ -26,6 +26,7 @@ from hf_posenc.evaluation.documents import (
     TokenizedDocument,
     read_dataset,
     read_paths,
+    tokenize,
 )
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.training.blocks import (
@@ -392,35 +393,48 @@ def long(name: str) -> LongDocument:
 @pytest.mark.parametrize(
     ("entries", "held_out"),
     [
-        ([Document(f"{i}", "text") for i in range(25)], ["1", "11", "21"]),
+        ([Document(f"{i}", f"{i} texts") for i in range(25)], ["1", "11", "21"]),
         # What cannot be read does not count.
         ([Skipped("a", "damaged"), Document("b", " "), *map(long, "cde")], ["d"]),
     ],
 )
 def test_every_tenth_document_is_held_out(entries: Sequence[Entry], held_out: list[str]) -> None:
     assert [entry.name for entry in candidates(entries)] == held_out
-    source = Source(lambda: entries, {"kind": "test"}, embedded=False)
-    rest = without(source, held_out[:1])  # the others are trained on if nothing scores them
+    made = tokenizer()
+    scored = tokenize(next(candidates(entries)), made)  # type: ignore[arg-type]
+    rest = without(Source(lambda: entries, SOURCE, embedded=False), [scored], made)
+    # The others are trained on if nothing scores them.
     assert {entry.name for entry in rest} == {entry.name for entry in entries} - {held_out[0]}
     assert rest.about == {"kind": "test", "held_out": held_out[:1]}
 
 
-def halves(document: Entry) -> list[Any]:
-    """What is trained on and what is held out of a single document."""
-    (end,) = candidates([document])
-    (rest,) = without(Source(lambda: [document], embedded=False), [end.name])
-    return [rest, end]
+def test_copies_of_what_is_held_out_are_not_trained_on() -> None:
+    made = tokenizer()
+    entries: list[Any] = documents(20, 30, 40, 50)
+    entries += [
+        Document("copy", entries[1].text),
+        Document("longer", f"{entries[1].text} and more"),
+    ]
+    source = Source(lambda: entries, SOURCE, embedded=False)
+    kept = without(source, [tokenize(entries[1], made)], made)
+    blocks = prepare_blocks(kept, made, length=10, source=kept.about)
+    assert blocks.counts.documents == 3
+    assert "2 documents not used (the first: copy: begins as doc1, which" in blocks.counts.line()
 
 
-@pytest.mark.parametrize("document", [Document("a", TEXT), long("a")])
-def test_the_last_tenth_of_a_single_text_is_held_out(document: Entry) -> None:
-    assert ["".join(part.chunks()) for part in halves(document)] == [TEXT[:108], TEXT[108:]]
+IDS = TokenizedDocument("a", torch.arange(30), None, None)
 
 
-def test_the_last_tenth_of_single_token_ids_is_held_out() -> None:
-    rest, end = halves(TokenizedDocument("a", torch.arange(30), None, None))
-    assert torch.equal(torch.cat([rest.ids, end.ids]), torch.arange(30))
-    assert len(end) == 3
+@pytest.mark.parametrize(
+    ("document", "end"), [(Document("a", TEXT), 108), (long("a"), 108), (IDS, 27)]
+)
+def test_the_last_tenth_of_a_single_document_is_held_out(document: Any, end: int) -> None:
+    made, source = tokenizer(), Source(lambda: [document], embedded=False)
+    (last,) = candidates([document])
+    held = last if isinstance(last, TokenizedDocument) else tokenize(last, made)  # type: ignore[arg-type]
+    (rest,) = without(source, [held], made)
+    ids = document.ids.tolist() if document is IDS else ids_of(made, Document("a", TEXT))
+    assert [part.ids.tolist() for part in (rest, held)] == [ids[:end], ids[end:]]  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_held_out_is_given_with_its_reason() -> None:

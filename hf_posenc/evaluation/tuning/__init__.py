@@ -76,10 +76,8 @@ class Course(contextlib.ExitStack):
         """Measure what no process has measured yet; return the values of the items."""
         fingerprint, folder = fingerprint_of(run.decisive), self.folder
         if fingerprint not in self._stores:
-            opened = (
-                Records() if folder is None else self.enter_context(run.open(folder, self.shard))
-            )
-            self._stores[fingerprint] = opened
+            held = Records() if folder is None else self.enter_context(run.open(folder, self.shard))
+            self._stores[fingerprint] = held
         store = self._stores[fingerprint]
         run.fingerprint = None if folder is None else fingerprint
         new = {item.key: item.cost for item in run.items if item.key not in self._costs}

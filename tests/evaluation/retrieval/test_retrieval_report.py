@@ -158,8 +158,8 @@ def test_chance_is_called_chance() -> None:
     assert "passkey: the model never gives an answer outright" in ranked
     unranked = result(ranks=False, right=False)
     assert not list(unranked.guide())
-    assert all("ranks the answer" not in line for line in unranked.findings())
-    assert any("answers 0" in line for line in unranked.findings())
+    unranked.settings = dataclasses.replace(unranked.settings, lengths=(256, 512))
+    assert all("good (auto) answers 0" in line for line in unranked.findings())
     both = result()
     assert not list(both.guide())
     both.cells = [c for c in both.cells if c.task == "vt"]
