@@ -153,9 +153,7 @@ def test_the_changelog_begins_with_the_version() -> None:
 
 def test_the_release_publishes_what_ci_has_passed_without_a_token() -> None:
     folder = ROOT / ".github" / "workflows"
-    release, ci = (
-        yaml.safe_load((folder / f"{name}.yml").read_text()) for name in ("release", "ci")
-    )
+    release, ci = (yaml.safe_load((folder / f"{n}.yml").read_text()) for n in ("release", "ci"))
     assert ci["jobs"]["ci"]["steps"][-1]["run"].startswith(".ci/run ")
     jobs = release["jobs"]
     assert jobs["ci"]["uses"] == "./.github/workflows/ci.yml"

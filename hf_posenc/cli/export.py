@@ -103,7 +103,8 @@ def export(options: ExportOptions) -> None:
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
     way = "" if exported.divisors is None else ", once --gguf has put the table into the file"
-    way += ", once the model's weights are beside this config" * (options.weights == "none")
+    bare = not any(path.suffix in (".safetensors", ".bin") for path in written)
+    way += ", once the model's weights are beside this config" * bare
     print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc{way}:")
     print_items(*_commands(exported, folder), wrap=False)
     if options.verify:
@@ -140,8 +141,6 @@ def _show(exported: Export) -> None:
     if exported.plugin is not None:
         print_items("The plug-in of hf_posenc serves this folder as it is; vLLM by itself cannot:")
         print_items(_command("vllm", exported.path, exported.plugin), wrap=False)
-        if not exported.plugin:
-            print_items("It takes any --max-model-len.", style="dim")
     if not exported.possible:
         return
     print_items(f"written as {exported.form}")

@@ -242,7 +242,7 @@ class VLLM(Engine):
         except PosencError as error:
             return f"the plug-in refuses it: {error}".rstrip(".")
         own = int(source.config.get_text_config(decoder=True).max_position_embeddings)
-        return () if reach is None else (self.length_flag, str(max(own, reach)))
+        return self.length_flag, str(max(own, reach or 0))
 
 
 def _changed(config: Mapping[str, Any], source: Source) -> dict[str, Any]:

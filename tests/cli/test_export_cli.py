@@ -54,7 +54,9 @@ def test_the_default_folder_is_named_after_both(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    succeeded("export", model, "--to", "vllm", "--patch", "pi:scale=2")
+    given = "export", model, "--to", "vllm", "--patch", "pi:scale=2"
+    assert "weights are beside" in said(*given, "--weights", "none")
+    assert "weights are beside" not in said(*given)
     assert (tmp_path / "tiny-vllm" / "config.json").is_file()
 
 
@@ -79,8 +81,8 @@ LENGTH = " --max-model-len 256"
 SAVED: dict[str, tuple[str, dict[str, Any], str, str | None]] = {
     "native": ("yarn", {"scale": 4}, "by itself, without hf_posenc", f"-vllm{LENGTH}"),
     "plug-in": ("self_extend", {"scale": 4}, "The plug-in of hf_posenc", LENGTH),
-    "any length": ("rerope", {"window": 32}, "takes any --max-model-len", ""),
-    "trained": ("fire", {}, "The plug-in of hf_posenc", ""),
+    "any length": ("rerope", {"window": 32}, "plug-in", " --max-model-len 64"),
+    "trained": ("fire", {}, "The plug-in of hf_posenc", " --max-model-len 64"),
     "one layer": ("yarn", {"scale": 4, "layers": [0]}, "plug-in", LENGTH),
     "none": ("dynamic_yarn", {"update": "sequence"}, "depends on the other texts of a batch", None),
 }

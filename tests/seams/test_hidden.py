@@ -241,11 +241,9 @@ def test_a_model_whose_weights_or_modules_have_changed_is_tried_again(trials: li
         patch_model(model, "pi", scale=4)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "forwards"), [("gpt_oss", 6), ("qwen3_next", 5), ("lfm2", 5)]
-)
-def test_known_reasons_are_reused(trials: list[str], model_type: str, forwards: int) -> None:
-    model = zoo.build(model_type)
+@pytest.mark.parametrize(("family", "forwards"), [("gpt_oss", 6), ("qwen3_next", 5), ("lfm2", 5)])
+def test_known_reasons_are_reused(trials: list[str], family: str, forwards: int) -> None:
+    model = zoo.build(family)
     trials.clear()
     patch_model(model, "pi", scale=4, replace=True)
     assert trials == ["forward"] * len(trials)
