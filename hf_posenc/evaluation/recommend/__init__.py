@@ -403,14 +403,15 @@ def table(advice: Advice) -> Grid:
     """Return every method with its class and the reason for it, in the order of the options."""
     title = f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
     grid, before, kinds = Grid(title), "", [option.kind for option in advice.options]
-    heads = {"works": WORKS, "changes": kinds, "method": [o.method for o in advice.options]}
+    names = [str(o.spec) if "scale" in (o.options or ()) else o.method for o in advice.options]
+    heads = {"works": WORKS, "changes": kinds, "method": names}
     for head, shown in heads.items():
         grid.column(head, least=max(map(len, shown), default=0))
     grid.column("why")
-    for option in advice.options:
+    for option, name in zip(advice.options, names, strict=True):
         works, new = option.works, option.works != before
         reason = option.reason + (" [*]" if _untried(option) else "")
-        grid.row(works * new, option.kind, option.method, reason, rule=new)
+        grid.row(works * new, option.kind, name, reason, rule=new)
         before = works
     return grid
 
