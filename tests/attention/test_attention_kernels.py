@@ -23,7 +23,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
-from hf_posenc.methods import DynamicYaRN, get_method
+from hf_posenc.methods import DynamicYaRN, LogN, get_method
 from hf_posenc.model.masks import WrittenMask
 from hf_posenc.rope import RopeSpec
 from tests.support import references
@@ -459,7 +459,8 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     of_query, of_key = (norm.weight.detach().double() for norm in norms)
     of_keys = Rotation(native, layout, norm=norms[1])
     rotation = Rotation(native, layout, norm=norms[0], keys=of_keys)
-    encoding = Encoding(ORIGINAL, 4, rotation, method=DynamicYaRN(update="request"), spec=spec)
+    method = DynamicYaRN(update="request")
+    encoding = Encoding(ORIGINAL, 4, rotation, method=method, query=LogN(), spec=spec)
     q, k, v = (
         torch.randn(2, h, n, FEATURES).double() for h, n in ((4, queries), (2, KEYS), (2, KEYS))
     )
@@ -488,7 +489,8 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     mine, theirs = (turned(x, at, moved, layout) for x, at in ((q, m), (k, n)))
     rotated = slice(layout.start, layout.start + layout.dim)
     mine[..., rotated] *= factor.double().square()[:, None, None, None]
-    scores = scores_of(mine * of_query, theirs * of_key)
+    by_length = (torch.log(m.double() + 1) / math.log(ORIGINAL)).clamp(min=1)[:, None, :, None]
+    scores = scores_of(mine * of_query * by_length, theirs * of_key)
     if numbers is not None:
         scores = 3.0 * (scores / 3.0).tanh() + numbers
     scores = scores.masked_fill(~mask.shown, -math.inf)

@@ -551,10 +551,8 @@ class TestMethodsOfOnesOwn:
         """An installed package with a method."""
         monkeypatch.setattr(methods, "_OWN", {})
         (tmp_path / "own_methods.py").write_text(
-            "from hf_posenc.methods import Scaled\n\n\n"
-            "class Third(Scaled):\n"
-            "    name = 'third'\n"
-            "    summary = source = needs = 'this test'\n\n"
+            "from hf_posenc.methods import Scaled\n\n\nclass Third(Scaled):\n"
+            "    name = 'third'\n    summary = source = needs = 'this test'\n\n"
             "    def inv_freq(self, rope, length=None):\n"
             "        return rope.default_inv_freq() / self.scale**3\n"
         )
