@@ -213,7 +213,7 @@ class Expressed:
     """One method in an engine.
 
     Attributes:
-        method: Its name, with the options that were tried.
+        method: Its name, with the `update` that was tried.
         form: The form in which the engine gets it; `None` if there is none.
         reason: The reason why there is none; empty otherwise.
     """
@@ -224,14 +224,14 @@ class Expressed:
 
 
 def survey(directory: str | Path, engine: str) -> tuple[Expressed, ...]:
-    """Export a saved model with every method, without the patch of its own.
+    """Export a saved model with every method for rotary models, without its own patch.
 
     Args:
         directory: The model: a folder or a hub name.
         engine: One of `ENGINES`.
 
     Returns:
-        An entry for each method, whether the engine can have it or not.
+        An entry for each of them, whether the engine can have it or not.
 
     Raises:
         PosencError: An unknown engine, or no config.

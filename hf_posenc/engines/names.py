@@ -13,7 +13,7 @@ HOMES = {
 """The file in this folder of each engine, and its subclass of `Engine`; a new engine is a file and a row."""
 ENGINES = tuple(HOMES)
 WEIGHTS = ("link", "copy", "none")
-"""Ways to treat the files beside the config: hard links (copies where the file system has none), copies, nothing."""
+"""Ways to treat the files beside the config: weights hard linked (or copied) and others copied, copies, nothing."""
 PLUGIN_VLLM = ("0.32", "0.33")
 """Versions of vLLM that the plug-in (`hf_posenc/serve/`) was run with, which serves what vLLM itself cannot have."""
 SERVED = {

@@ -200,7 +200,7 @@ class Scores:
             progress: Called after every forward with the row's label, operations done and in all.
 
         Returns:
-            All rows so far, this one the last. Rows of later steps, of a training that this one replaces, are removed.
+            All rows so far. A new one is the last; rows of later steps, of a training that it replaces, are removed.
 
         Raises:
             PosencError: The model cannot be scored, or the folder cannot be written to.

@@ -66,7 +66,7 @@ def read_paths(
     The names are `books`, `code` and `prose` (`documents.named`), where there is no such file or folder.
 
     Each file is read once. Its suffix, without `.gz` or `.zst`, selects the format: `.jsonl`, `.ndjson` and `.parquet`
-    contain rows; everything else is one text, except a `.json`, `.csv` or `.tsv` file that is named. A folder that
+    contain rows; everything else is one text, except `.json`, `.csv` or `.tsv` by name or pattern. A folder that
     `save_to_disk` of the datasets library wrote is that dataset.
 
     Args:

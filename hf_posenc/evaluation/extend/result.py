@@ -86,7 +86,7 @@ class ExtendResult(Result):
         about: The model, the source of the documents, the versions, the command.
         settings: `original` and `target` length in tokens, `budget` in seconds, `max_regression`.
         plan: The amounts that fit the budget, and the seconds that they took.
-        kinds: `"table"` or `"attention"` by method, in the order of `recommend`.
+        kinds: `"table"` or `"attention"` by method, each kind in the order of `recommend`.
         remarks: What was left out, and what the verdict cannot say.
         choosing: The methods on one half of the documents.
         perplexity: The winner and the controls on the other half; `None` without a winner.

@@ -278,7 +278,7 @@ class TokenScorer:
 
     The constructor runs a probe of a few tokens by head replay and by the plain forward. If the logits differ by more
     than rounding, the scorer logs a warning and uses the plain forward from then on. A prefill in pieces is tried
-    before it is used (`prefill.Prefill`): if it changes the numbers, a warning reports that texts are run whole.
+    before it is used (`Prefill`): if it changes the numbers, a warning reports that texts are run whole.
 
     Whenever memory runs out, less is run at a time from then on: fewer windows first, then fewer logits if the head ran
     out of memory, otherwise the prefill in pieces. Once nothing is left to reduce, the platform's error is raised.
