@@ -28,7 +28,7 @@ class T5(DistanceBias):
         mode: `"distance"`: distances r are read as `floor(r / s)`. `"max_distance"`: `max_distance` is multiplied by s,
             so that exact buckets stay and the others widen.
         buckets: Rows of the table.
-        max_distance: Distance in tokens from which all keys share a bucket.
+        max_distance: Distance in tokens up to which the ranges are computed; the last one has no end.
         shared: One table for all layers, as in T5.
     """
 

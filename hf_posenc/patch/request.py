@@ -86,7 +86,7 @@ def resolve_request(
     if isinstance(source, NativeSeam):
         _check_native(layers, compose=compose)
         original = source.length or 0 if given is None else given
-        if not original and target is not None:
+        if not original and target is not None and not parts[0].follows_text:
             raise PosencError(
                 "The model names no context length that target_length= could be divided by. Give scale=, or "
                 "original_max_position_embeddings=, the number of tokens that it was trained on."
