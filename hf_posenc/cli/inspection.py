@@ -459,10 +459,10 @@ def recommend(checkpoint: CheckpointOptions, options: RecommendOptions) -> None:
     if not options.all:
         first, *lines = report.answer(advice)
         print_heading(model or "the embedded model", f"{about}, {first}", wrap=False)
-        order = "Within a class the order is no finding: measure two or three of each kind."
+        order = "Within a class the order is no finding: measure two or three of each kind. Reasons: --all"
         own = ", ".join(str(one.spec) for one in advice.first if "scale" in (one.options or {}))
         least = f"{own}: the least scale that reaches {advice.target:,} tokens. " if own else ""
-        print_items(*lines, f"{least}{order} Reasons: --all", wrap=False)
+        print_items(*lines, *[f"{least}{order}"] * bool(advice.options), wrap=False)
         return
     print_heading(model or "the embedded model", about)
     print_items(*(f"{heading}: {text}" for heading, text in report.facts(advice)))
