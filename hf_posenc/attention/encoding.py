@@ -306,9 +306,7 @@ class BandPlan(Plan):
         far = bands[-1].key_position
         self._cached = cached = super().cached_position if encoding.unmoved else far
         self.kernel = None if both else _band_kernel(bands)
-        self.counts_from_zero = any(
-            band.chunk is not None or band.keys is not None for band in bands
-        )
+        self.counts_from_zero = any(b.chunk is not None or b.keys is not None for b in bands)
         if encoding.rotation is None:
             return
         parts = far(torch.zeros(1, dtype=torch.long)).shape[1:]

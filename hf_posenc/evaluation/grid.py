@@ -508,9 +508,7 @@ class MethodsResult(Result, Generic[CellT]):
     def control(self, labels: Sequence[str] = ()) -> tuple[str, list[str]]:
         """Return truncation, else the baseline, and the methods compared to it, of these labels if any."""
         methods = {e.label: e.method for e in self.candidates if not labels or e.label in labels}
-        control = next(
-            (n for n, name in methods.items() if name == TRUNCATION), next(iter(methods))
-        )
+        control = next((n for n, m in methods.items() if m == TRUNCATION), next(iter(methods)))
         rivals = [n for n, name in methods.items() if name not in (None, TRUNCATION)]
         return control, [label for label in rivals if label != control]
 

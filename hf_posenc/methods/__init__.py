@@ -31,6 +31,7 @@ from hf_posenc.methods.base import (
     bucket_length,
     needs_no_rotation,
     seam_of,
+    update_of,
 )
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
 from hf_posenc.methods.dpe import DPE
@@ -83,6 +84,7 @@ __all__ = [
     "needs_no_rotation",
     "register_method",
     "seam_of",
+    "update_of",
 ]
 __all__ += [
     "Length",

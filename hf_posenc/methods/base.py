@@ -422,6 +422,13 @@ def seam_of(method: Method) -> str:
     return method.seam
 
 
+def update_of(method: Method) -> str:
+    """Return the length that a method's frequencies, bands or table follow; `"static"` if they follow none."""
+    if isinstance(method, LengthDependent) and not method.length_dependent:
+        return "static"
+    return getattr(method, "update", "static")
+
+
 def needs_no_rotation(methods: Iterable[Method | type[Method]]) -> bool:
     """Return whether all of these methods act in layers that do not rotate too, since they only multiply queries.
 

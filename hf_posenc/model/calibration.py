@@ -313,9 +313,7 @@ def _argument_of(module: nn.Module, length: int, forward: Callable[[], object]) 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
         given = named_arguments(module, args, kwargs).items()
         states = ((name, value) for name, value in given if isinstance(value, Tensor))
-        found.extend(
-            name for name, value in states if value.dim() == 3 and value.shape[1] == length
-        )
+        found.extend(name for name, x in states if x.dim() == 3 and x.shape[1] == length)
 
     with hooked([module.register_forward_pre_hook(keep, with_kwargs=True)]):
         forward()

@@ -251,9 +251,7 @@ def rotary_tables(model: nn.Module) -> tuple[RotaryTable, ...]:
     if decoder is None:
         # Modules whose config is the text decoder's own, where there are any: a protein encoder reads text too.
         # Otherwise all, if one config covers the whole model: BLT has one more for each of its parts.
-        own = [
-            one for one in rotaries if getattr(one.config, "model_type", None) == text.model_type
-        ]
+        own = [r for r in rotaries if getattr(r.config, "model_type", None) == text.model_type]
         rotaries = own or (rotaries if text is whole else [])
     inside = set() if decoder is None else {*decoder.modules()}
     tables = []

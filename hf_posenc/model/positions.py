@@ -306,16 +306,27 @@ def watch_caches(model: nn.Module, filled_by: object) -> list[RemovableHandle]:
     return [hook for each, watch in watches if each not in outer for hook in watch.around(each)]
 
 
-def _any_shown(pairs: Tensor, mask: Any, start: int = 0) -> bool:
-    """Return whether any of the pairs of neighbours, (rows, pairs) from token `start`, is chosen and has no padding."""
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
-            return False  # no telling
-        if (shown := seen_keys(mask)) is None:
-            return False
-        shown = shown[:, start : start + pairs.shape[1] + 1]
-        pairs = pairs & shown[:, 1:] & shown[:, :-1]
-    return bool(pairs.any())
+def _shown(mask: Any, positions: Tensor, start: int) -> Tensor | None:
+    """Return which tokens, (rows, tokens) from token `start`, are no padding, bool; `None` if there is no telling."""
+    if mask is None:
+        return torch.ones_like(positions, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.dtype == HANDLE:
+        return None
+    if (shown := seen_keys(mask)) is None or shown.shape[1] < start + positions.shape[1]:
+        return None
+    return shown[:, start : start + positions.shape[1]].expand_as(positions)
+
+
+def _steps(positions: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far tokens are past the shown one before them, (rows, tokens - 1), and the place of the last, or -1.
+
+    Padding, and what has none before it, is 1 past.
+    """
+    places = torch.arange(shown.shape[1], device=shown.device)
+    places = places.expand_as(positions).where(shown, -1).cummax(1).values
+    before = places[:, :-1]
+    steps = positions[:, 1:] - positions.gather(1, before.clamp(min=0))
+    return steps.where(shown[:, 1:] & (before >= 0), 1), places[:, -1:]
 
 
 def _of_rows(positions: Tensor | None, inputs: Tensor, seen: int) -> Tensor:
@@ -331,7 +342,8 @@ def refuse_packed(positions: Tensor | None, mask: Any) -> None:
     """Raise for several texts in one row with `update="request"`; padding may have any position."""
     if positions is None:
         return
-    if _any_shown(positions.diff(dim=-1) < 0, _of_all_keys(mask)[0]):
+    shown = _shown(_of_all_keys(mask)[0], positions, 0)
+    if shown is not None and bool((_steps(positions, shown)[0] < 0).any()):
         raise PosencError(
             'position_ids has several texts in one row, which with update="request" would get the length of '
             "the longest. Patch with another update, or run one text a row."
@@ -344,21 +356,24 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     first, first_mask = vars(cache).pop(_MADE, (positions, None))
     if seen and first is not positions:
         _refuse_gaps(cache, 0, first, first_mask)
-    length, last = getattr(cache, _LAST, (0, positions))
+    length, last, real = getattr(cache, _LAST, (0, positions, None))
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
-    setattr(cache, _LAST, (seen + queries, positions[:, -1:].clone()))
     if seen and not known:
-        last = positions.new_full((rows, 1), seen - 1)
-    steps = (torch.cat((last, positions), 1) if seen else positions).diff(dim=1)
-    if not bool((steps != 1).any()):
+        last, real = positions.new_full((rows, 1), seen - 1), positions[:, :1] >= 0
+    told = _shown(mask, positions, seen)
+    shown = torch.ones_like(positions, dtype=torch.bool) if told is None else told
+    if seen:
+        positions, shown = torch.cat((last, positions), 1), torch.cat((real, shown), 1)
+    steps, end = _steps(positions, shown)
+    setattr(cache, _LAST, (seen + queries, positions.gather(1, end.clamp(min=0)), end >= 0))
+    gaps = (steps > 1) | (positions.diff(dim=1) > 1)  # of padding too
+    if not bool((gaps | (steps < 1)).any()):
         return
-    wrong = bool((steps > 1).any())
+    wrong = bool(gaps.any())
     unknown = int(seen and not known)  # the first step
-    if not wrong and _any_shown(
-        steps[:, unknown:] < 1, mask, seen - known
-    ):  # padding has any position
+    if not wrong and told is not None and bool((steps[:, unknown:] < 1).any()):
         if not seen:  # several texts, behind which every position is a gap
-            setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2))
+            setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2, end >= 0))
             return
         wrong = True
     if wrong:

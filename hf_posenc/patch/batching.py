@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
+from hf_posenc.methods import update_of
 from hf_posenc.model.rotary import ENGINE
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.state import State, state_of
@@ -67,8 +68,7 @@ def _start(model: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse_lengths(state: State) -> None:
     """Raise for a method that depends on the length of a whole text."""
     for method in state.methods:
-        update = getattr(method, "update", "row")
-        if update in ("row", "static"):
+        if (update := update_of(method)) in ("row", "static"):
             continue
         way = "Use generate()."
         if "update" in method.knobs():

@@ -525,9 +525,7 @@ def run_past(model: Any, ids: Tensor, tables: Sequence[Table], lengths: Mapping[
         ]
 
     def stop(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hidden = next(
-            (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None
-        )
+        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if hidden is not None and hidden.dim() == 3 and max(hidden.shape[:2]) >= tokens:
             raise _ReachedError
 

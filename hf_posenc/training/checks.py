@@ -17,11 +17,14 @@ from transformers import TrainingArguments
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.scoring.decoder import READS_AHEAD_HALF, evaluation_mode, input_embeddings
-from hf_posenc.methods import Growing, TableMethod
+from hf_posenc.methods import TableMethod, update_of
+from hf_posenc.model.discovery import PER_LENGTH, rotary_tables
 from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import rounding_dtype
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
+from hf_posenc.patch.scaled import moving_note
 from hf_posenc.training.chunked_loss import ChunkedLoss
 from hf_posenc.training.collator import DRAWS, PositionCollator
 from hf_posenc.training.processes import check_launch, gather, is_set, wants_fsdp
@@ -50,12 +53,14 @@ def check_run(
     patch = get_patch(model)
     # The frequency tables that depend on the length of a batch, with their update mode.
     methods = () if patch is None else patch.config.build()
-    moving = {each.name: each.update for each in methods if isinstance(each, Growing)}
+    updates = {each.name: update_of(each) for each in methods}
+    moving = {name: update for name, update in updates.items() if update != "static"}
     tables = [each.name for each in methods if isinstance(each, TableMethod) and each.by_request]
-    moving |= dict.fromkeys(tables, "request")
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
-        for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
-            if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
+        inner = unwrap(model)
+        own = [table for table in rotary_tables(inner) if moving_note(inner, table)]
+        for table in inspect_rope(model) if own else ():  # unless a patch replaced them
+            if table.rope_type in PER_LENGTH and table.rope_type not in updates:
                 moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
     for name, update in moving.items():
         if positions == "contiguous" or update == "row":

@@ -225,9 +225,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for each, hint, text in listed():
         flag: Flag = each.metadata["flag"]
-        kind = flag.kind or next(
-            part for part in get_args(hint) or (hint,) if part is not type(None)
-        )
+        kind = flag.kind or next(p for p in get_args(hint) or (hint,) if p is not type(None))
         given: dict[str, Any] = {"help": text.replace("%", "%%"), "default": each.default}
         if hint is bool:
             given |= {"type": _truth, "nargs": "?", "const": True}

@@ -269,9 +269,7 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     @functools.cache
     def is_unique(end: str) -> bool:
         # `modules_to_save` matches any end of a path, also in the middle of a name ("norm": "input_layernorm").
-        return not end[0].isdigit() and all(
-            key in keys for path, key in every if path.endswith(end)
-        )
+        return not end[0].isdigit() and all(key in keys for at, key in every if at.endswith(end))
 
     names: dict[str, None] = {}
     for path in (path for path, key in every if key in keys):

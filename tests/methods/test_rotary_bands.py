@@ -137,9 +137,7 @@ def streaming(length: int, sinks: int, recent: int) -> list[list[list[int]]]:
 
 def rows_of(method: RotaryBands, length: int, original: int) -> list[list[list[int]]]:
     found = position_map(method, length, original).tolist()
-    return [
-        [[] if math.isnan(p) else [int(p)] for p in row[: m + 1]] for m, row in enumerate(found)
-    ]
+    return [[[] if math.isnan(p) else [int(p)] for p in r[: m + 1]] for m, r in enumerate(found)]
 
 
 @pytest.mark.parametrize("trained", [24, 64, 61])

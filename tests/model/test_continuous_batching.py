@@ -118,13 +118,15 @@ def test_every_method_that_computes_attention(name: str, events: list[tuple[str,
     assert [tokens for tokens, _ in answers] != unpatched_tokens()
 
 
-STATIC = [n for n in zoo.frequency_methods() if not n.startswith(("dynamic", "longrope"))]
+STATIC = [name for name in zoo.frequency_methods() if not name.startswith("dynamic")]
 
 
-@pytest.mark.parametrize("name", quick(STATIC, ("yarn", "clip")))
+@pytest.mark.parametrize("name", quick(STATIC, ("yarn", "clip", "longrope")))
 def test_frequencies(name: str) -> None:
     """transformers' own attention, which reads the table of the patch."""
-    model = patch_model(build(), name, **zoo.frequency_options(name))
+    options = zoo.frequency_options(name)
+    options |= {knob: options["long_factor"] for knob in options if knob == "short_factor"}
+    model = patch_model(build(), name, **options)
     prompts = texts(21, 90)
     check(served(model, prompts), prompts, of(model))
 

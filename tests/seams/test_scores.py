@@ -420,9 +420,7 @@ def _features_first(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def _with_another_term(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As DeBERTa: a second product becomes a part of the scores, by an operation that is unknown."""
-    term = torch.matmul(q, k.flip(2).transpose(-1, -2)).gather(
-        3, torch.arange(6).expand(2, 3, 6, 6)
-    )
+    term = torch.matmul(q, k.flip(2).mT).gather(3, torch.arange(6).expand(2, 3, 6, 6))
     return torch.softmax(q @ k.transpose(-1, -2) / 4 + term + mask, dim=-1) @ v
 
 

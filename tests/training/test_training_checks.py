@@ -124,8 +124,11 @@ def test_moving_frequencies_need_one_length(method: str, positions: str, tmp_pat
 
 
 def test_each_row_by_itself_or_each_position_needs_no_length(tmp_path: Path) -> None:
-    given = arguments(tmp_path)
+    given, lists = arguments(tmp_path), {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}
+    own = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, **lists}
     for positions in ("contiguous", "packed", "pose", "random", "cream"):
+        check_run(patched("longrope", scale=4, **lists), positions=positions, arguments=given)
+        check_run(zoo.build("llama", rope_parameters=own), positions=positions, arguments=given)
         check_run(patched("dynamic_ntk", scale=2), positions=positions, arguments=given)
         check_run(patched("yarn", scale=4), positions=positions, arguments=given)
     rows = patched(DynamicNTK(scale=2, update="request"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import Growing, LengthDependent, Method, TableMethod, get_method
+from hf_posenc.methods import Growing, LengthDependent, Method, TableMethod, get_method, update_of
 from hf_posenc.patch.config import PatchConfig, check_seams, parse_method
 
 if TYPE_CHECKING:
@@ -213,9 +213,7 @@ class Candidate:
         scaled = of_length and get_method(self.parts[0].method).takes_scale()
         if scaled and self.original:
             options[0].setdefault("scale", beside.pop("target_length") / self.original)
-        parts = [
-            [part.method, own, part.auto] for part, own in zip(self.parts, options, strict=True)
-        ]
+        parts = [[p.method, own, p.auto] for p, own in zip(self.parts, options, strict=True)]
         state = [self.state] if self.state is not None else [TRUNCATION] * self.truncates
         text = json.dumps([parts, beside, self.original, *state])
         return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
@@ -485,7 +483,9 @@ def movement(model: nn.Module) -> tuple[bool, bool]:
     own = any(_moves(model, table) for table in rotary_tables(model))
     state = state_of(model)
     methods = () if state is None else state.methods
-    grows = (each.update != "row" for each in methods if isinstance(each, Growing))
+    grows = (
+        update_of(each) not in ("row", "static") for each in methods if isinstance(each, Growing)
+    )
     longer = (each.by_request for each in methods if isinstance(each, TableMethod))
     return own or any((*grows, *longer)), own
 
