@@ -47,9 +47,7 @@ class Download:
         """The hash of each file that is used, by its name."""
         if self.files is not None:
             return {next(iter(self.files)): self.sha256}
-        names = (
-            package.lstrip("@").replace("/", "-").replace("@", "-") for package in self.packages
-        )
+        names = (p.lstrip("@").replace("/", "-").replace("@", "-") for p in self.packages)
         return dict(zip((f"{name}.tgz" for name in names), self.packages.values(), strict=True))
 
 

@@ -207,9 +207,7 @@ def _loading_report(path_or_id: str | Path) -> Iterator[None]:
         if "above report" not in str(error):
             raise
         rows = "".join(text for text in taken if report in text).splitlines()
-        failed = [
-            row.partition("|")[0].strip() for row in rows if "CONVERSION" in row and "|" in row
-        ]
+        failed = [r.partition("|")[0].strip() for r in rows if "CONVERSION" in r and "|" in r]
         raise PosencError(
             f"The weights of {path_or_id} cannot be converted to this model: {_names(failed)}. "
             "The checkpoint is damaged or incomplete, or belongs to another config.json."
@@ -240,9 +238,7 @@ def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_s
         )
     _check_missing(path, info["missing_keys"], "model", allow, sorted(info["unexpected_keys"]))
     # A patch's own parameters are loaded after the patch.
-    unexpected = sorted(
-        key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in f".{key}"
-    )
+    unexpected = sorted(k for k in info["unexpected_keys"] if f".{PARAMETERS}." not in f".{k}")
     if unexpected:
         warnings.warn(
             f"{path} has {len(unexpected)} weights that the model has no use for: {_names(unexpected)}. "

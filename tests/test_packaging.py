@@ -146,9 +146,7 @@ def test_the_changelog_begins_with_the_version() -> None:
     headings = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
     dated = rf"\[{re.escape(str(version))}\] - \d{{4}}-\d{{2}}-\d{{2}}"
     assert re.fullmatch(r"\[Unreleased\]" if version.is_devrelease else dated, headings[0])
-    assert "version" not in (ROOT / "CITATION.cff").read_text(encoding="utf-8").replace(
-        "cff-version", ""
-    )
+    assert "version" not in (ROOT / "CITATION.cff").read_text().replace("cff-version", "")
 
 
 def test_the_release_publishes_what_ci_has_passed_without_a_token() -> None:

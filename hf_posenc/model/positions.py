@@ -318,10 +318,7 @@ def _shown(mask: Any, positions: Tensor, start: int) -> Tensor | None:
 
 
 def _steps(positions: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far tokens are past the shown one before them, (rows, tokens - 1), and the place of the last, or -1.
-
-    Padding, and what has none before it, is 1 past.
-    """
+    """Return how far each token but the first is past the shown one before it (padding: 1), and the place of the last."""
     places = torch.arange(shown.shape[1], device=shown.device)
     places = places.expand_as(positions).where(shown, -1).cummax(1).values
     before = places[:, :-1]
@@ -356,7 +353,7 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     first, first_mask = vars(cache).pop(_MADE, (positions, None))
     if seen and first is not positions:
         _refuse_gaps(cache, 0, first, first_mask)
-    length, last, real = getattr(cache, _LAST, (0, positions, None))
+    length, last, real = getattr(cache, _LAST, (0, positions, positions >= 0))
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
     if seen and not known:
         last, real = positions.new_full((rows, 1), seen - 1), positions[:, :1] >= 0
@@ -369,16 +366,15 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     gaps = (steps > 1) | (positions.diff(dim=1) > 1)  # of padding too
     if not bool((gaps | (steps < 1)).any()):
         return
-    wrong = bool(gaps.any())
-    unknown = int(seen and not known)  # the first step
-    if not wrong and told is not None and bool((steps[:, unknown:] < 1).any()):
+    if not bool(gaps.any()):
+        unknown = int(seen and not known)  # the first step
+        if told is None or not bool((steps[:, unknown:] < 1).any()):
+            return
         if not seen:  # several texts, behind which every position is a gap
             setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2, end >= 0))
             return
-        wrong = True
-    if wrong:
-        raise PosencError(
-            "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
-            "order the methods that compute attention themselves derive the position of a key. Pass contiguous "
-            "positions, or use_cache=False."
-        )
+    raise PosencError(
+        "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
+        "order the methods that compute attention themselves derive the position of a key. Pass contiguous "
+        "positions, or use_cache=False."
+    )

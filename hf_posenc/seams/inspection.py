@@ -436,9 +436,7 @@ def _arguments(model: nn.Module) -> Iterator[Found]:
         if not group:
             continue
         paths = {each.path for each in group}
-        outer = [
-            each for each in group if not any(each.path.startswith(f"{path}.") for path in paths)
-        ]
+        outer = [x for x in group if not any(x.path.startswith(f"{path}.") for path in paths)]
         places = tuple(f"{each.path}({each.key})" for each in outer)
         slopes = max((each.slopes or () for each in group), key=len)
         first = ", ".join(f"{slope:.4g}" for slope in slopes[:4]) + ", ..." * (len(slopes) > 4)

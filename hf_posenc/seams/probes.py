@@ -317,9 +317,7 @@ class _Call:
     def texts(self) -> list[Tensor]:
         """Return the different arguments with a row for each token."""
         values = (value for value in (*self.args, *self.kwargs.values()) if _is_text(value))
-        return list(
-            {id(value): value for value in values if value.dim() == self.hidden.dim()}.values()
-        )
+        return list({id(x): x for x in values if x.dim() == self.hidden.dim()}.values())
 
     def again(self, module: nn.Module, hidden: Tensor) -> Tensor | None:
         """Call the module on other hidden states; its other arguments stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -379,6 +380,18 @@ def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> Non
     alone = torch.cat((ids[1:, :17], ids[1:, 20:]), 1)
     want = model(alone, use_cache=False).logits[0, -2:]
     torch.testing.assert_close(got.logits[1], want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_shown_tokens_around_a_hidden_one_count_up(model: PreTrainedModel) -> None:
+    patch_model(model, "rerope", window=4)
+    ids, mask = zoo.tokens(9), torch.tensor([[1] * 7 + [0, 1]])
+    want = model(torch.cat((ids[:, :7], ids[:, 8:]), 1)).logits[:, -1]
+    for places in ([5, 6, 6, 7], [5, 6, 6, 5], [5, 6, 6, 6], [5, 6, 7, 8]):
+        behind = {CACHE: getattr(model(ids[:, :5]), CACHE), "attention_mask": mask}
+        with pytest.raises(PosencError, match="or restarts") if places[-1] != 7 else nullcontext():
+            got = model(ids[:, 5:], position_ids=torch.tensor([places]), **behind).logits[:, -1]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_that_repeat_behind_cached_tokens_are_refused(model: PreTrainedModel) -> None:

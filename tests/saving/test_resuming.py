@@ -70,9 +70,7 @@ def test_trainer(method: str, tmp_path: Path) -> None:
     assert equal(loaded, whole)
 
 
-@pytest.mark.parametrize(
-    "method", [*FORMS, *late([method for method in STATIC if method not in FORMS])]
-)
+@pytest.mark.parametrize("method", [*FORMS, *late([m for m in STATIC if m not in FORMS])])
 def test_bare_loop(method: str, tmp_path: Path) -> None:
     ids, accelerator = zoo.tokens(80, batch=2), Accelerator(cpu=True)
 

@@ -305,9 +305,7 @@ def test_a_factor_on_the_queries_is_named_by_its_law(model_type: str, law: str) 
     """Llama 4's is 1 within its first 8,192 tokens, where no experiment on short texts sees it."""
     model = build_text_model(model_type)
     implementation = model.config._attn_implementation
-    (factor,) = (
-        each for each in inspect_positions(model).rest if each.kind == "factor on the queries"
-    )
+    (factor,) = (x for x in inspect_positions(model).rest if x.kind == "factor on the queries")
     assert factor.facts == law
     assert all(place.endswith("self_attn") for place in factor.places)
     assert model.config._attn_implementation == implementation

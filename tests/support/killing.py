@@ -174,9 +174,7 @@ def losses(folder: Path) -> list[dict[str, Any]]:
     """Every logged row of a finished run, without what depends on the clock."""
     state = json.loads((folder / "finished.json").read_text())
     rows = [row for row in state["log_history"] if "loss" in row or "eval_loss" in row]
-    return [
-        {k: v for k, v in row.items() if not k.endswith(("runtime", "per_second"))} for row in rows
-    ]
+    return [{k: v for k, v in r.items() if not k.endswith(("runtime", "per_second"))} for r in rows]
 
 
 @contextlib.contextmanager

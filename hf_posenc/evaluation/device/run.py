@@ -77,9 +77,7 @@ class SpeedResult:
 
     def row(self, method: str) -> Row:
         """Return the times of a method beside those of the first one; memory is the largest peak."""
-        own, first = (
-            [values[name] for values in self.rounds] for name in (method, self.methods[0])
-        )
+        own, first = ([v[name] for v in self.rounds] for name in (method, self.methods[0]))
         reasons = (values["failed"] for values in own if "failed" in values)
         if (failed := next(reasons, None if own else "not measured")) is not None:
             return Row("prefill", method, self.length, failed=failed)
