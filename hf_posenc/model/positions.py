@@ -318,7 +318,7 @@ def _shown(mask: Any, positions: Tensor, start: int) -> Tensor | None:
 
 
 def _steps(positions: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far each token but the first is past the shown one before it (padding: 1), and the place of the last."""
+    """Return by how much tokens are past the shown one before them (padding: by 1), and the place of the last."""
     places = torch.arange(shown.shape[1], device=shown.device)
     places = places.expand_as(positions).where(shown, -1).cummax(1).values
     before = places[:, :-1]

@@ -229,7 +229,7 @@ def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "special", "expected"),
+    ("options", "special", "want"),
     [
         ({"protocols": ("prefix",)}, 1, [(0, 7, 1, 1, 8)]),
         ({"protocols": ("tail",), "windows_per_document": 2}, 1, [(0, 7, 1, 5, 8), (13, 20, 1, 5, 8)]),
@@ -247,13 +247,11 @@ def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
         ({"protocols": ("stream",), "stride": 5}, 1, [(0, 7, 1, 1, 8), (5, 12, 1, 1, 8)]),
     ],
 )  # fmt: skip
-def test_windows_by_hand(options: dict[str, Any], special: int, expected: list[Any]) -> None:
+def test_windows_by_hand(options: dict[str, Any], special: int, want: list[Any]) -> None:
     """Windows of 8 tokens in a text of 20: begin, end, special tokens, first one that counts, one past the last."""
     settings = make((8,), tail_tokens=3, **options)
     windows = plan(20, settings, special=special, shared_prefix=True)
-    assert [
-        (w.begin, w.end, w.special, span.first, span.stop) for w in windows for span in w.spans
-    ] == expected
+    assert [(w.begin, w.end, w.special, s.first, s.stop) for w in windows for s in w.spans] == want
 
 
 STREAM, PREFIX = "the documents as one stream", "the first L tokens of each document"
