@@ -145,7 +145,7 @@ def bench(
 
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The weights are
     loaded once, every document is tokenized once. The same command resumes an interrupted run. Writes bench.json,
-    bench.csv, retrieval.csv, table.md, curve.png and heatmap.png.
+    bench.csv, bench_retrieval.csv, table.md, curve.png and heatmap.png.
 
     --suite gpu measures a device instead, without weights and documents: the attention of every method, and a whole
     model. MODEL then gives the sizes alone. Writes gpu.json, gpu.csv and gpu.md.

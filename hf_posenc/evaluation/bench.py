@@ -77,11 +77,11 @@ class BenchResult(Result):
         return f"BenchResult({self.suite}, {self.perplexity!r})"
 
     def files(self) -> dict[str, str]:
-        """Return the text files: the CSV file has the perplexities, `retrieval.csv` the answers."""
+        """Return the text files: `bench.csv` has the perplexities, `bench_retrieval.csv` the answers."""
         files = {**super().files(), "table.md": self._repr_markdown_()}
         if self.retrieval is not None:
             rows = self.retrieval.csv_rows()
-            files["retrieval.csv"] = to_csv(list(self.retrieval.columns), rows)
+            files["bench_retrieval.csv"] = to_csv(list(self.retrieval.columns), rows)
         return files
 
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
