@@ -125,9 +125,7 @@ class LlamaCpp(Engine):
             keys.update(divisors.keys(architecture))
         scaled = {"rope.scaling.factor", "rope.scaling.attn_factor"} & keys.keys()
         if scaled and architecture in known_names("llama.cpp")["own_factor"]:
-            return (
-                "its class for this model computes a factor of the scores of its own from a scaling"
-            )
+            return "its class for this model computes a factor of scores of its own from a scaling"
         return runtime(keys, tensors, dim, setup.source.reach, flags=setup.draft.flags)
 
 

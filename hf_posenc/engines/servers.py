@@ -232,7 +232,9 @@ class VLLM(Engine):
         return (self.override_flag, json.dumps(changed)) if changed else ()
 
     def plugin(self, source: Source) -> tuple[str, ...] | str | None:
-        if source.request is None or source.path != source.base:
+        if source.request is not None and source.path != source.base:
+            return "the plug-in serves no adapter: merge it into its base, and save that"
+        if source.request is None:
             return "the plug-in serves folders that were saved with a patch which it can compute"
         name = (source.stored.architectures or [""])[0].removeprefix(PREFIX)
         if name not in known_names(self.name)["implemented"]:

@@ -330,8 +330,8 @@ def refuse_another(config: Any, implementation: str) -> None:
     chosen = config._attn_implementation
     if chosen not in (implementation, ENGINE, SCORES):  # the engine computes scaled queries too
         raise PosencError(
-            f"This model is patched with a method that computes attention itself, but its attention implementation "
-            f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."
+            "This model is patched with a method that computes attention or scales queries, and its attention "
+            f"implementation was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."
         )
 
 

@@ -339,8 +339,8 @@ def _refuse_prompts(model: Any) -> None:
     for config in (getattr(model, "peft_config", None) or {}).values():
         if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
             raise UnsupportedModelError(
-                f"{config.peft_type} puts learned keys before the text, which have no position. Patch the model "
-                "without that adapter, or with a frequency method."
+                f"{str(config.peft_type).removeprefix('PeftType.')} puts learned keys before the text, which have no "
+                "position. Patch the model without that adapter, or with a frequency method."
             )
 
 
