@@ -450,6 +450,7 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     """
     torch.manual_seed(0)
     monkeypatch.setattr(prefill, "ROWS", 1)
+    monkeypatch.setattr(general, "SCRATCH", 1)
     order = torch.arange(layout.dim // 2).flip(0)  # of the pairs in the model's table
     spec = replace(RopeSpec(layout.dim, THETA, ORIGINAL), order=order)
     native = spec.default_inv_freq().float()[order]
@@ -458,9 +459,8 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     of_query, of_key = (norm.weight.detach().double() for norm in norms)
     of_keys = Rotation(native, layout, norm=norms[1])
-    rotation = Rotation(native, layout, norm=norms[0], keys=of_keys)
-    method = DynamicYaRN(update="request")
-    encoding = Encoding(ORIGINAL, 4, rotation, method=method, query=LogN(), spec=spec)
+    turn = Rotation(native, layout, norm=norms[0], keys=of_keys)
+    encoding = Encoding(ORIGINAL, 4, turn, DynamicYaRN(update="request"), query=LogN(), spec=spec)
     q, k, v = (
         torch.randn(2, h, n, FEATURES).double() for h, n in ((4, queries), (2, KEYS), (2, KEYS))
     )
