@@ -324,9 +324,7 @@ def position_figure(result: Any) -> Figure:
     """
     curve = result.curve
     if not curve or not curve["methods"]:
-        raise PosencError(
-            "This result has no curve by position: it is measured with --protocol prefix."
-        )
+        raise PosencError("This result has no curve by position: it needs --protocol prefix.")
     with line_panels(result, 4.8) as (drawn, (panel,)):
         edges: Sequence[int] = curve["edges"]
         panel.set_xscale("log", base=2)

@@ -353,19 +353,24 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     first, first_mask = vars(cache).pop(_MADE, (positions, None))
     if seen and first is not positions:
         _refuse_gaps(cache, 0, first, first_mask)
-    length, last, real = getattr(cache, _LAST, (0, positions, positions >= 0))
+    length, last, real = getattr(cache, _LAST, (0, positions, None))
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
     if seen and not known:
-        last, real = positions.new_full((rows, 1), seen - 1), positions[:, :1] >= 0
-    told = _shown(mask, positions, seen)
-    shown = torch.ones_like(positions, dtype=torch.bool) if told is None else told
+        last, real = positions.new_full((rows, 1), seen - 1), None
+    told, own = _shown(mask, positions, seen), positions
+    positions = torch.cat((last, own), 1) if seen else own
+    odd = (positions.diff(dim=1) != 1).any()
+    for all_of in (told, real):
+        odd = odd if all_of is None else odd | ~all_of.all()
+    setattr(cache, _LAST, (seen + queries, own[:, -1:].clone(), None))
+    if not bool(odd):
+        return
+    shown = torch.ones_like(own, dtype=torch.bool) if told is None else told
     if seen:
-        positions, shown = torch.cat((last, positions), 1), torch.cat((real, shown), 1)
+        shown = torch.cat((torch.ones_like(shown[:, :1]) if real is None else real, shown), 1)
     steps, end = _steps(positions, shown)
     setattr(cache, _LAST, (seen + queries, positions.gather(1, end.clamp(min=0)), end >= 0))
     gaps = (steps > 1) | (positions.diff(dim=1) > 1)  # of padding too
-    if not bool((gaps | (steps < 1)).any()):
-        return
     if not bool(gaps.any()):
         unknown = int(seen and not known)  # the first step
         if told is None or not bool((steps[:, unknown:] < 1).any()):
