@@ -128,5 +128,5 @@ def test_the_next_commands_can_be_copied(
     print_next(Path("my run"), texts, [128, 64])
     shown = capsys.readouterr().out
     assert shown.startswith(f"\nNext:\n  {measure}  hf-posenc export 'my run' --to vllm\n")
-    assert shown.endswith("not texts that were scored here.\n") == (not texts)
+    assert shown.endswith("held-out modules of the standard library.\n") == (not texts)
     assert "  hf upload 'YOUR_NAME/my run' 'my run' . --exclude '*/*' --exclude '.*'" in shown
