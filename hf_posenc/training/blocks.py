@@ -373,12 +373,14 @@ def candidates(entries: Iterable[Entry]) -> Iterator[Entry]:
     yield from others or ()
 
 
-def without(source: Source, held: Sequence[TokenizedDocument], tokenizer: Any) -> Source:
-    """Return a source without the documents that are held out, nor others that begin with all their tokens."""
+def without(
+    source: Source, held: Sequence[TokenizedDocument], tokenizer: Any, *, own: bool = True
+) -> Source:
+    """Return a source without documents that begin with all tokens of a scored one, nor those held out of its `own`."""
     names = sorted(document.name for document in held)
 
     def read() -> Iterator[Entry]:
-        for entry, out in _parted(source):
+        for entry, out in _parted(source) if own else ((entry, False) for entry in source):
             if out and entry.name in names:
                 continue
             if isinstance(entry, Document | LongDocument):
@@ -387,7 +389,7 @@ def without(source: Source, held: Sequence[TokenizedDocument], tokenizer: Any) -
             if isinstance(entry, TokenizedDocument):
                 starts = (x for x in held if np.array_equal(entry.ids[: len(x)], x.ids))
                 if (other := next(starts, None)) is not None:
-                    entry = Skipped(entry.name, f"begins as {other.name}, which is held out")
+                    entry = Skipped(entry.name, f"begins as {other.name}, which is scored")
             yield entry
 
     return replace(source, read=read, about={**source.about, "held_out": names})

@@ -57,8 +57,7 @@ def check_run(
     moving = {name: update for name, update in updates.items() if update != "static"}
     tables = [each.name for each in methods if isinstance(each, TableMethod) and each.by_request]
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
-        inner = unwrap(model)
-        own = [table for table in rotary_tables(inner) if moving_note(inner, table)]
+        own = [t for t in rotary_tables(unwrap(model)) if moving_note(unwrap(model), t)]
         for table in inspect_rope(model) if own else ():  # unless a patch replaced them
             if table.rope_type in PER_LENGTH and table.rope_type not in updates:
                 moving[f"the model's own {table.rope_type} RoPE"] = "sequence"

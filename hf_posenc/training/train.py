@@ -20,7 +20,6 @@ from transformers.utils.import_utils import is_torch_xla_available
 
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.evaluation import loading
-from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.identity import weights_hash
@@ -151,7 +150,7 @@ def finetune(parsed: Arguments) -> None:
 
     # The documents to score, then those to train on.
     source = source_of(data.source(data.text, data.dataset, data.split))
-    scores, held_out = None, list[TokenizedDocument]()
+    scores, held_out = None, list[str]()
     spans = data.score_lengths or [lengths.original, lengths.target]
     if data.score:
         scored = data.source(data.score_text, data.score_dataset, data.score_split)
@@ -174,11 +173,11 @@ def finetune(parsed: Arguments) -> None:
                 "--no-score."
             ) from error
         if taken:
-            held_out = scores.documents
+            held_out = [document.name for document in scores.documents]
     if source.embedded:
         source = Source(read_standard_library, STANDARD_LIBRARY)
-    elif held_out:
-        source = without(source, held_out, tokenizer)
+    elif scores is not None:
+        source = without(source, scores.documents, tokenizer, own=bool(held_out))
     if arguments.disable_tqdm or arguments.process_index:
         with suppress(ImportError):  # prepare_blocks names the extra to install
             importlib.import_module("datasets").disable_progress_bars()
@@ -200,7 +199,7 @@ def finetune(parsed: Arguments) -> None:
     if arguments.process_index == 0:
         print(blocks.counts.line())
         if held_out:
-            print(f"Held out to be scored: {', '.join(each.name for each in held_out)}")
+            print(f"Held out to be scored: {', '.join(held_out)}")
     if output is None:
         print_cost(model, lengths.block, blocks.counts, choice, arguments)
         return
@@ -264,7 +263,7 @@ def finetune(parsed: Arguments) -> None:
         folder.save(lambda path: result.write_result(path, trainer, log, table, name=repository))
     if arguments.process_index == 0:
         result.print_report(table, output)
-        result.print_next(output, data.score_text or [each.name for each in held_out], spans)
+        result.print_next(output, data.score_text or held_out, spans)
         if pushes:
             result.push(output, repository, arguments)
 

@@ -411,15 +411,13 @@ def test_every_tenth_document_is_held_out(entries: Sequence[Entry], held_out: li
 def test_copies_of_what_is_held_out_are_not_trained_on() -> None:
     made = tokenizer()
     entries: list[Any] = documents(20, 30, 40, 50)
-    entries += [
-        Document("copy", entries[1].text),
-        Document("longer", f"{entries[1].text} and more"),
-    ]
-    source = Source(lambda: entries, SOURCE, embedded=False)
-    kept = without(source, [tokenize(entries[1], made)], made)
-    blocks = prepare_blocks(kept, made, length=10, source=kept.about)
-    assert blocks.counts.documents == 3
-    assert "2 documents not used (the first: copy: begins as doc1, which" in blocks.counts.line()
+    more = Document("longer", f"{entries[1].text} and more")
+    source = Source(lambda: [*entries, more], SOURCE, embedded=False)
+    for own, unused, first in ((True, 1, "longer"), (False, 2, "doc1")):
+        kept = without(source, [tokenize(entries[1], made)], made, own=own)
+        counts = prepare_blocks(kept, made, length=10, source=kept.about).counts
+        assert (counts.documents, counts.skipped) == (3, unused)
+        assert counts.reason == f"{first}: begins as doc1, which is scored"
 
 
 IDS = TokenizedDocument("a", torch.arange(30), None, None)
