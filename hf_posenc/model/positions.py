@@ -317,13 +317,12 @@ def _shown(mask: Any, positions: Tensor, start: int) -> Tensor | None:
     return shown[:, start : start + positions.shape[1]].expand_as(positions)
 
 
-def _steps(positions: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by how much tokens are past the shown one before them (padding: by 1), and the place of the last."""
+def _steps(positions: Tensor, shown: Tensor) -> Tensor:
+    """Return by how much tokens but the first are past the shown one before them; padding is 1 past."""
     places = torch.arange(shown.shape[1], device=shown.device)
-    places = places.expand_as(positions).where(shown, -1).cummax(1).values
-    before = places[:, :-1]
+    before = places.expand_as(positions).where(shown, -1).cummax(1).values[:, :-1]
     steps = positions[:, 1:] - positions.gather(1, before.clamp(min=0))
-    return steps.where(shown[:, 1:] & (before >= 0), 1), places[:, -1:]
+    return steps.where(shown[:, 1:] & (before >= 0), 1)
 
 
 def _of_rows(positions: Tensor | None, inputs: Tensor, seen: int) -> Tensor:
@@ -340,7 +339,7 @@ def refuse_packed(positions: Tensor | None, mask: Any) -> None:
     if positions is None:
         return
     shown = _shown(_of_all_keys(mask)[0], positions, 0)
-    if shown is not None and bool((_steps(positions, shown)[0] < 0).any()):
+    if shown is not None and bool((_steps(positions, shown) < 0).any()):
         raise PosencError(
             'position_ids has several texts in one row, which with update="request" would get the length of '
             "the longest. Patch with another update, or run one text a row."
@@ -368,15 +367,15 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     shown = torch.ones_like(own, dtype=torch.bool) if told is None else told
     if seen:
         shown = torch.cat((torch.ones_like(shown[:, :1]) if real is None else real, shown), 1)
-    steps, end = _steps(positions, shown)
-    setattr(cache, _LAST, (seen + queries, positions.gather(1, end.clamp(min=0)), end >= 0))
+    steps, real = _steps(positions, shown), shown[:, -1:]
+    setattr(cache, _LAST, (seen + queries, positions[:, -1:].clone(), real))
     gaps = (steps > 1) | (positions.diff(dim=1) > 1)  # of padding too
     if not bool(gaps.any()):
         unknown = int(seen and not known)  # the first step
         if told is None or not bool((steps[:, unknown:] < 1).any()):
             return
         if not seen:  # several texts, behind which every position is a gap
-            setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2, end >= 0))
+            setattr(cache, _LAST, (queries, positions[:, -1:] * 0 - 2, None))
             return
     raise PosencError(
         "position_ids leaves a gap, or restarts or repeats behind cached tokens, and there is a cache, from whose "
