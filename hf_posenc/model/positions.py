@@ -352,23 +352,24 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
     first, first_mask = vars(cache).pop(_MADE, (positions, None))
     if seen and first is not positions:
         _refuse_gaps(cache, 0, first, first_mask)
-    length, last, real = getattr(cache, _LAST, (0, positions, None))
+    length, last, last_shown = getattr(cache, _LAST, (0, positions, None))  # `None`: it is shown
     known = seen > 0 and length == seen and len(last) == rows  # not cropped or repeated since
     if seen and not known:
-        last, real = positions.new_full((rows, 1), seen - 1), None
-    told, own = _shown(mask, positions, seen), positions
-    positions = torch.cat((last, own), 1) if seen else own
-    odd = (positions.diff(dim=1) != 1).any()
-    for all_of in (told, real):
-        odd = odd if all_of is None else odd | ~all_of.all()
-    setattr(cache, _LAST, (seen + queries, own[:, -1:].clone(), None))
-    if not bool(odd):
+        last, last_shown = positions.new_full((rows, 1), seen - 1), None
+    told, new = _shown(mask, positions, seen), positions
+    positions = torch.cat((last, new), 1) if seen else new
+    unusual = (positions.diff(dim=1) != 1).any()
+    for shown in (told, last_shown):
+        unusual = unusual if shown is None else unusual | ~shown.all()
+    setattr(cache, _LAST, (seen + queries, new[:, -1:].clone(), None))
+    if not bool(unusual):
         return
-    shown = torch.ones_like(own, dtype=torch.bool) if told is None else told
+    shown = torch.ones_like(new, dtype=torch.bool) if told is None else told
     if seen:
-        shown = torch.cat((torch.ones_like(shown[:, :1]) if real is None else real, shown), 1)
-    steps, real = _steps(positions, shown), shown[:, -1:]
-    setattr(cache, _LAST, (seen + queries, positions[:, -1:].clone(), real))
+        first_shown = torch.ones_like(shown[:, :1]) if last_shown is None else last_shown
+        shown = torch.cat((first_shown, shown), 1)
+    steps = _steps(positions, shown)
+    setattr(cache, _LAST, (seen + queries, new[:, -1:].clone(), shown[:, -1:]))
     gaps = (steps > 1) | (positions.diff(dim=1) > 1)  # of padding too
     if not bool(gaps.any()):
         unknown = int(seen and not known)  # the first step

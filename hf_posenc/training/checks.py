@@ -55,7 +55,7 @@ def check_run(
     methods = () if patch is None else patch.config.build()
     updates = {each.name: update_of(each) for each in methods}
     moving = {name: update for name, update in updates.items() if update != "static"}
-    tables = [each.name for each in methods if isinstance(each, TableMethod) and each.by_request]
+    tables = [each.name for each in methods if isinstance(each, TableMethod)]
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
         own = [t for t in rotary_tables(unwrap(model)) if moving_note(unwrap(model), t)]
         for table in inspect_rope(model) if own else ():  # unless a patch replaced them

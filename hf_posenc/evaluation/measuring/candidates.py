@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import Growing, LengthDependent, Method, TableMethod, get_method, update_of
+from hf_posenc.methods import LengthDependent, Method, get_method, update_of
 from hf_posenc.patch.config import PatchConfig, check_seams, parse_method
 
 if TYPE_CHECKING:
@@ -483,11 +483,7 @@ def movement(model: nn.Module) -> tuple[bool, bool]:
     own = any(_moves(model, table) for table in rotary_tables(model))
     state = state_of(model)
     methods = () if state is None else state.methods
-    grows = (
-        update_of(each) not in ("row", "static") for each in methods if isinstance(each, Growing)
-    )
-    longer = (each.by_request for each in methods if isinstance(each, TableMethod))
-    return own or any((*grows, *longer)), own
+    return own or any(update_of(each) not in ("row", "static") for each in methods), own
 
 
 def _moves(model: nn.Module, table: RotaryTable) -> bool:
