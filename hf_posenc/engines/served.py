@@ -92,10 +92,7 @@ def _check(patch: PatchConfig) -> None:
     """Raise for methods that are not served."""
     for method in patch.build():
         if isinstance(method, LengthDependent) and method.update == "sequence":
-            reason = (
-                'update="sequence" depends on the other texts of a batch; update="row" and "request" '
-                "are served"
-            )
+            reason = 'update="sequence" depends on the other texts of a batch; "row" and "request" are served'
         elif isinstance(method, TableMethod):
             reason = "its table of positions is no rotary one"
         else:
@@ -107,10 +104,12 @@ def _in_place(patch: PatchConfig, name: str, layer: Layer) -> Layer:
     """Return the patch of a layer whose bands read keys as the model rotates them, which turns them once."""
     encoding, turn = layer.encoding, layer.turn
     rotation = encoding.rotation
-    if rotation is not None and (rotation.norm is not None or rotation.order is not None):
-        raise UnsupportedModelError(
-            f"{patch} cannot be served by vLLM: {name} rotates in an order of its own, or before a norm."
-        )
+    if rotation is not None:
+        usual = (rotation.layout.start, rotation.layout.sign) == (0, 1) and rotation.order is None
+        if rotation.norm is not None or not usual:
+            raise UnsupportedModelError(
+                f"{patch} cannot be served by vLLM: {name} does not rotate the first features of a head, as they are."
+            )
     if isinstance(encoding.method, RotaryBands):
         encoding = dataclasses.replace(encoding, unmoved=True)
         turn = dataclasses.replace(turn, encoding=encoding) if isinstance(turn, Turn) else turn
