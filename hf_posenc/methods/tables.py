@@ -134,7 +134,7 @@ class Hierarchical(TableMethod):
         super().__post_init__()
         if self.alpha >= 1 or self.alpha == 0.5:
             raise PosencError(
-                f"{self.name}: alpha is above 0 and below 1, and not 0.5, not {self.alpha}."
+                f"{self.name}: alpha={self.alpha} is not above 0 and below 1, or it is 0.5."
             )
 
     def check(self, trained: int, length: int) -> None:

@@ -231,7 +231,8 @@ def load_documents(
         if len(usable) == limit:
             break
     if not usable:
-        raise PosencError(_none_left(skipped, longest, min_tokens))
+        cut = max_tokens is not None and max_tokens < min_tokens
+        raise PosencError(_none_left(skipped, longest, min_tokens, cut=cut))
     return list(usable.values()), skipped
 
 
@@ -398,13 +399,15 @@ class Vocabulary:
         return cut
 
 
-def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str:
+def _none_left(
+    skipped: Sequence[Skipped], longest: int, min_tokens: int, *, cut: bool = False
+) -> str:
     if not skipped:
         return "There is no document to read."
     others = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
     advice = (
-        f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or longer "
-        "documents."
+        f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or "
+        f"{'a larger --max-doc-tokens' if cut else 'longer documents'}."
     )
     first = f"{skipped[0].name}: {skipped[0].reason}"
     return f"No document can be used ({first}{others}).{advice if longest else ''}"

@@ -153,6 +153,8 @@ def test_no_usable_document_is_an_error_that_says_what_to_do() -> None:
         "No document can be used (a: too short: 20 tokens, 64 are needed; and 1 more). "
         "The longest document has 50 tokens, 64 are needed: give shorter lengths, or longer documents."
     )
+    with pytest.raises(PosencError, match="or a larger --max-doc-tokens"):
+        load_documents(source, byte_tokenizer(), min_tokens=40, max_tokens=30)
     with pytest.raises(PosencError, match="no document to read"):
         load_documents([], byte_tokenizer(), min_tokens=64)
 
