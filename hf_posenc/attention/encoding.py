@@ -248,10 +248,10 @@ class SharedTablePlan(Plan):
         self.cached = encoding.cached_by.cached_position
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        return self.rotation.turn(x, m - self.cached(m))
+        return self.rotation.turn(x, moved(m, self.cached(m)))
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        return self.rotation.of_keys.turn(x, n - self.cached(n))
+        return self.rotation.of_keys.turn(x, moved(n, self.cached(n)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -469,7 +469,7 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
                 prefill_chunk=prefill,
                 full_logits=not run.scorer.replays,
             )
-            attention.maps.append(backends(run.model))
+            attention.maps.append(backends(run.model, lengths[-1]))
         costs.append(cost)
     most = max(costs, key=lambda cost: cost.total)
     return {

@@ -176,7 +176,7 @@ def finetune(parsed: Arguments) -> None:
             held_out = [document.name for document in scores.documents]
     if source.embedded:
         source = Source(read_standard_library, STANDARD_LIBRARY)
-    elif scores is not None:
+    if scores is not None:
         source = without(source, scores.documents, tokenizer, own=bool(held_out))
     if arguments.disable_tqdm or arguments.process_index:
         with suppress(ImportError):  # prepare_blocks names the extra to install

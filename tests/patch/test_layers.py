@@ -24,6 +24,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.methods import (
+    DPE,
     ALiBi,
     Clip,
     DynamicNTK,
@@ -69,6 +70,7 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
         {0: DynamicNTK(scale=2.0, update="row", bucket=8), 1: XPos(scale_base=12)},
         {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
     ),
+    "dpe in one layer": ({1: DPE(**CASES["dpe"].options)}, {1: CASES["dpe"]}),
     "two buckets": (
         {layer: DynamicNTK(scale=2.0, bucket=bucket) for layer, bucket in BUCKETS.items()},
         {layer: replace(NTK, options={"bucket": bucket}) for layer, bucket in BUCKETS.items()},

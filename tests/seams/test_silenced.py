@@ -171,6 +171,8 @@ def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -
     padded = torch.cat((torch.zeros(2, 5, dtype=torch.long), ids), 1)
     mask = torch.cat((torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)), 1)
     assert relative_difference(_run(model, padded, attention_mask=mask)[:, 5:], whole) < 1e-5
+    pieces = in_steps(model, padded, [15, 50, 7, 1, 16], attention_mask=mask)
+    assert relative_difference(pieces[:, 5:], whole) < 1e-5
 
 
 # MRA has `position_ids` among its weights.

@@ -478,7 +478,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
                 found["plain"].append(generated()[0])
             with candidate.applied(model, length):
                 seconds, peak = generated()
-                attention = ", ".join(backends(model, queries=1))
+                attention = ", ".join(backends(model, length, queries=1))
             found["seconds"].append(seconds)
         return {"backend": attention, **found, "peak_bytes": peak}
 
@@ -489,7 +489,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         run = SpeedRun(model, ids, [candidate], rounds=0, first=1)
         timed = run.timed(candidate)
         with candidate.applied(model, length):
-            cost, attention = run_cost(model, [(length, length - 1)]), backends(model)
+            cost, attention = run_cost(model, [(length, length - 1)]), backends(model, length)
         pieces = [f"prefill by {size:,} tokens"] if (size := timed["prefill"]) else []
         return {
             "backend": ", ".join((*attention, *pieces)),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.attention.call import Call, CausalMask
+from hf_posenc.attention.call import Call, CausalMask, Mask
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
@@ -35,6 +35,7 @@ from hf_posenc.evaluation.scoring.decoder import sizes_alone
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.model.attention import native_implementation
 from hf_posenc.model.discovery import layer_type
+from hf_posenc.model.masks import LazyMask
 from hf_posenc.model.positions import LAYER
 
 STATES, WIDE = 5, 3
@@ -146,7 +147,7 @@ def forward_flops(shape: ModelShape, length: int, scored: int) -> float:
         features = count * layer.heads * (layer.key_dim + layer.value_dim)
         times = 1.0
         if layer.encoding is not None and shape.device.type == "cuda":
-            backend, _ = layer_backend(layer, shape.device, shape.dtype.itemsize)
+            backend, _ = layer_backend(layer, shape.device, shape.dtype.itemsize, length)
             times = SLOWER.get(backend.name, times)
         pairs += times * features * visible_pairs(layer, length)
     return 2.0 * (shape.met * length + shape.head * scored + pairs)
@@ -179,7 +180,7 @@ def score_matrix(shape: ModelShape, queries: int, keys: int, size: int) -> int:
     matrix = 0
     for layer in dict.fromkeys(shape.attentions):
         if layer.encoding is not None:
-            if layer_backend(layer, shape.device, size)[0].name == "exact":
+            if layer_backend(layer, shape.device, size, keys)[0].name == "exact":
                 block = max(16, SCRATCH // (layer.heads * keys))
                 matrix = max(matrix, min(block, queries) * layer.heads * keys * EXACT)
         elif shape.implementation == "eager":
@@ -191,7 +192,7 @@ def score_matrix(shape: ModelShape, queries: int, keys: int, size: int) -> int:
 
 
 def layer_backend(
-    layer: Attention, device: torch.device, size: int, queries: int = _PROBE
+    layer: Attention, device: torch.device, size: int, length: int, queries: int = _PROBE
 ) -> tuple[Backend, bool]:
     """Return the backend of a patched layer for the last queries of a text, and whether it was shown to work."""
     assert layer.encoding is not None
@@ -206,14 +207,19 @@ def layer_backend(
             (layer.key_heads, _PROBE, layer.value_dim),
         )
     )
-    mask = CausalMask(queries, _PROBE, place)
+    mask: Mask = CausalMask(queries, _PROBE, place)
+    if layer.window is not None and layer.window < length:
+        mask = LazyMask.of_window(queries, _PROBE, _PROBE // 2, place)
+        mask = Mask() if layer.chunked else mask
+    sinks = torch.zeros(layer.heads, device=place) if layer.sinks else None
+    last, capped = positions[:, -queries:], layer.softcap
     with torch.no_grad():
-        call = Call(query, key, value, positions[:, -queries:], positions, mask, 1.0)
+        call = Call(query, key, value, last, positions, mask, 1.0, softcap=capped, sinks=sinks)
         return candidate(call, layer.encoding)
 
 
-def backends(model: nn.Module, queries: int = _PROBE) -> dict[str, bool]:
-    """Return the names of what computes a model's attention, each with whether it was shown to work on its device.
+def backends(model: nn.Module, length: int, queries: int = _PROBE) -> dict[str, bool]:
+    """Return the names of what computes attention to a text, each with whether it was shown to work on the device.
 
     `queries` is 1 for a step of a generation.
     """
@@ -222,7 +228,8 @@ def backends(model: nn.Module, queries: int = _PROBE) -> dict[str, bool]:
     for layer in dict.fromkeys(shape.attentions):
         name, shown = shape.implementation, True
         if layer.encoding is not None:
-            backend, shown = layer_backend(layer, shape.device, shape.dtype.itemsize, queries)
+            size = shape.dtype.itemsize
+            backend, shown = layer_backend(layer, shape.device, size, length, queries)
             name = backend.name
         found[name] = shown and found.get(name, True)
     return found
@@ -267,6 +274,8 @@ class Attention:
     value_dim: int
     window: int | None = None
     chunked: bool = False
+    softcap: float | None = None
+    sinks: bool = False
     encoding: Encoding | None = None
 
     @property
@@ -428,6 +437,8 @@ def _attention(module: nn.Module, kind: str, config: Any) -> Attention:
         value_dim=_first_int(module, "v_head_dim") or size,
         window=window,
         chunked=chunked,
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        sinks=getattr(module, "sinks", None) is not None,
         encoding=layer.encoding if layer and layer.patched and not layer.native else None,
     )
 

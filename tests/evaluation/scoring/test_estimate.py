@@ -280,7 +280,7 @@ def test_memory_of_patched_models(
     with engine.forced(backend) if backend else contextlib.nullcontext():
         check(model, 1024, prefill=prefill)
         if way == "fused":
-            assert estimate.backends(model) == {EmulatedFlash.name: True}
+            assert estimate.backends(model, 1024) == {EmulatedFlash.name: True}
 
 
 def test_the_peaks_of_a_gpu() -> None:
@@ -298,8 +298,26 @@ def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.Mon
     model = patch_model(build("llama", max_position_embeddings=256), "rerope", window=64)
     untried = engine.Backend("untried", lambda *_: True, exact.exact, proven=False)
     monkeypatch.setattr(engine, "BACKENDS", (untried, *engine.BACKENDS))
-    assert estimate.backends(model) == {"untried": False}
+    assert estimate.backends(model, 64) == {"untried": False}
     assert not engine._checked  # nor was it now
+
+
+@pytest.mark.parametrize("length", [70, 100])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
+def test_the_backends_are_those_of_a_forward(
+    model_type: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"sliding_window": 80} if model_type == "mistral" else {}
+    model = patch_model(zoo.build(model_type, **sizes), "rerope", window=8)
+    named, own, used = {*estimate.backends(model, length)} - {"hf_posenc"}, engine.choose, []
+
+    def choose(*call: Any) -> Any:
+        used.append(own(*call).name)
+        return own(*call)
+
+    monkeypatch.setattr(engine, "choose", choose)
+    zoo.logits(model, zoo.tokens(length))
+    assert named == {*used}
 
 
 def test_a_slower_backend_of_a_gpu_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
