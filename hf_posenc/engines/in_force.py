@@ -110,10 +110,7 @@ def _with_values_of(
     except PosencError:
         return None
     return PatchConfig(
-        method=kind.name,
-        options=given,
-        scale=scale,
-        original_max_position_embeddings=original,
+        method=kind.name, options=given, scale=scale, original_max_position_embeddings=original
     )
 
 

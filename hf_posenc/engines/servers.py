@@ -226,7 +226,9 @@ class VLLM(Engine):
         config = {**config, "model_type": source.text_config.model_type}
         if self._longest(config, tokenizer_length(source.base)) < self._longest(config):
             return ()
-        changed = _changed(config, source)
+        keys = (*source.lengths(), *_LENGTHS, "rope_parameters")
+        before = vars(dict(config_parts(source.stored))[source.text_path])
+        changed = {k: config[k] for k in keys if k in config and config[k] != before.get(k)}
         for name in reversed(source.text_path.split(".") if source.text_path else []):
             changed = {name: changed}
         return (self.override_flag, json.dumps(changed)) if changed else ()
@@ -245,13 +247,6 @@ class VLLM(Engine):
             return f"the plug-in refuses it: {error}".rstrip(".")
         own = int(source.config.get_text_config(decoder=True).max_position_embeddings)
         return self.length_flag, str(max(own, reach or 0))
-
-
-def _changed(config: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Return the attributes of the exported text config that differ from the stored one's."""
-    keys = (*source.lengths(), *_LENGTHS, "rope_parameters")
-    before = vars(dict(config_parts(source.stored))[source.text_path])
-    return {key: config[key] for key in keys if key in config and config[key] != before.get(key)}
 
 
 def tokenizer_length(folder: str | Path) -> float:

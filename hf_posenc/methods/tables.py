@@ -133,9 +133,7 @@ class Hierarchical(TableMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha >= 1 or self.alpha == 0.5:
-            raise PosencError(
-                f"{self.name}: alpha={self.alpha} is not above 0 and below 1, or it is 0.5."
-            )
+            raise PosencError(f"{self.name}: alpha={self.alpha} must be in (0, 1) and not 0.5.")
 
     def check(self, trained: int, length: int) -> None:
         if length > trained**2:

@@ -444,7 +444,10 @@ def scaled_attention(
             least = torch.finfo(query.dtype).min
             attention_mask = attention_mask.masked_fill(~chosen, least)
     if native == "eager":  # the one in the file of the module
-        function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+        function = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+        if function is None:
+            way = 'whose file has no eager_attention_forward: load it with attn_implementation="sdpa".'
+            raise PosencError(f"Queries cannot be scaled in {type(module).__name__}, {way}")
     else:
         function = ALL_ATTENTION_FUNCTIONS[native]
     caller = _Named(module, native) if "flash" in native else module

@@ -419,14 +419,16 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
     live = table.composed()[0] if compose else table.live()[0]
     live = live.detach().to("cpu", torch.float32).clone()
     dim = 2 * len(live)
-    theta = table.parameters.get("rope_theta") or getattr(table.config, "rope_theta", None)
+    theta: Any = table.parameters.get("rope_theta") or getattr(table.config, "rope_theta", None)
+    if theta is None and (compose or table.scaled):
+        raise UnsupportedModelError(f"The config of {table.name} has no rope_theta. Set it there.")
     if compose:
-        return RopeSpec(dim, _required(theta, table), original, live)
+        return RopeSpec(dim, float(theta), original, live)
     rotated = len(live)
     if table.rope_type == "proportional":
         rotated = int(float(table.parameters.get("partial_rotary_factor") or 1.0) * dim // 2)
     if table.scaled:
-        spec = RopeSpec(dim, _required(theta, table), original)
+        spec = RopeSpec(dim, float(theta), original)
         return spec if rotated == len(live) else replace(spec, frequencies=_plain(spec, rotated))
 
     by_speed = live.argsort(descending=True, stable=True)
@@ -442,18 +444,11 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
             exact = torch.allclose(live.double(), plain, rtol=_EXACT, atol=0)
             # exact: the very bits of the model
             return replace(spec, frequencies=live if exact else plain)
+    way = " Use compose=True to scale them as they are." if theta is not None else ""
     raise UnsupportedModelError(
         f"{table.name} ({type(table.module).__name__}) holds frequencies that are not theta ** (-2i/d) "
-        "for any theta, so no method defines scaled ones. Use compose=True to scale them as they are."
+        f"for any theta, so no method defines scaled ones.{way}"
     )
-
-
-def _required(theta: Any, table: RotaryTable) -> float:
-    if theta is None:
-        raise UnsupportedModelError(
-            f"The config of {table.name} has no rope_theta, and its table cannot be read."
-        )
-    return float(theta)
 
 
 def _plain(spec: RopeSpec, rotated: int) -> Tensor:
@@ -537,9 +532,7 @@ def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
     """Return the layers of `"full"` attention, `"sliding"` windows or chunks, `"all"`, or a config's own type."""
     count = range(getattr(config, "num_hidden_layers", None) or 0)
     types = list(getattr(config, "layer_types", None) or ["full_attention" for _ in count])
-    attends = [
-        layer for layer in count if "attention" in types[layer] and "linear" not in types[layer]
-    ]
+    attends = [n for n in count if "attention" in types[n] and "linear" not in types[n]]
     local = [layer for layer in attends if types[layer].startswith(_LOCAL)]
     named = [layer for layer in count if types[layer] == kind]
     choices = {"all": attends, "sliding": local, "full": [x for x in attends if x not in local]}

@@ -165,7 +165,8 @@ class DecoderWatch(Entering):
             return None
         if self.counts:
             seen = 0 if cache is None else cache.get_seq_length()
-            positions = self._counted(kwargs, inputs, seen)
+            if positions is None and self.counts == "tokens":
+                positions = _shown_positions(kwargs.get("attention_mask"), seen, inputs.shape[1])
             if positions is None:
                 positions = (torch.arange(inputs.shape[1], device=inputs.device) + seen)[None]
             positions = positions.to(inputs.device)
@@ -197,15 +198,11 @@ class DecoderWatch(Entering):
             noted = self.computes and plain and not torch.compiler.is_compiling()
             if noted and cache_of(kwargs) is None and inputs is not None:
                 # Copies, since the caller may write the next positions into the same tensor.
-                read = _of_rows(self._counted(kwargs, inputs, 0), inputs, 0).clone()
+                positions = kwargs.get("position_ids")
+                if positions is None and self.counts == "tokens":
+                    positions = _shown_positions(mask, 0, inputs.shape[1])
+                read = _of_rows(positions, inputs, 0).clone()
                 setattr(cache, _MADE, (read, None if mask is None else mask.clone()))
-
-    def _counted(self, kwargs: Any, inputs: Tensor, seen: int | Tensor) -> Tensor | None:
-        """Return the positions of a call, given or counted by its mask; `None`: they are places in the cache."""
-        positions: Tensor | None = kwargs.get("position_ids")
-        if positions is None and self.counts == "tokens":
-            return _shown_positions(kwargs.get("attention_mask"), seen, inputs.shape[1])
-        return positions
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watched_outside(self, *arguments: Any) -> Forward:

@@ -69,10 +69,9 @@ def refuse_hidden(model: nn.Module, tables: Tables, method: str, sample: Sample)
         if found := _found(model, tables, sample):
             raise UnsupportedModelError(
                 f"{type(model).__name__} gets positions from more than its rotary embedding: "
-                f"{', '.join(map(str, found))}. {method} would change the rotation alone, and the two would contradict "
-                "each other. The model was not changed. `hf-posenc inspect MODEL`, or inspect_positions(model), lists "
-                "every place. Take this one out of the model first; or if it is to stay as it is, name its kind in an "
-                "adapter (`beside`, see CONTRIBUTING.md)."
+                f"{', '.join(map(str, found))}. {method} is for models with a rotation alone. Nothing was changed. "
+                "`hf-posenc inspect MODEL`, or inspect_positions(model), lists every place. Take this one out of the "
+                "model first; or if it is to stay, name its kind in an adapter (`beside`, see CONTRIBUTING.md)."
             )
 
     once(model, "hidden", check)

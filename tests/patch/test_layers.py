@@ -70,6 +70,10 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
         {0: DynamicNTK(scale=2.0, update="row", bucket=8), 1: XPos(scale_base=12)},
         {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
     ),
+    "two scales": (
+        {0: DynamicNTK(scale=2.0, bucket=8), 1: DynamicNTK(scale=3.0, bucket=8)},
+        {0: NTK, 1: replace(NTK, table=("dynamic_ntk", {"scale": 3.0}))},
+    ),
     "dpe in one layer": ({1: DPE(**CASES["dpe"].options)}, {1: CASES["dpe"]}),
     "two buckets": (
         {layer: DynamicNTK(scale=2.0, bucket=bucket) for layer, bucket in BUCKETS.items()},
@@ -91,7 +95,7 @@ def patched(which: str) -> tuple[Any, Mapping[int, Case]]:
 
 
 @pytest.mark.parametrize(
-    "which", quick(REQUESTS, ("yarn, rerope", "bias, bands", "trained", "nope, temperature"))
+    "which", quick(REQUESTS, ("yarn, rerope", "trained", "two scales", "dpe in one layer"))
 )
 def test_every_layer_has_its_own_methods(which: str) -> None:
     model, cases = patched(which)
@@ -103,9 +107,7 @@ def test_every_layer_has_its_own_methods(which: str) -> None:
     assert [name.split(".")[2] for name in patch.layers] == [str(layer) for layer in cases]
 
 
-@pytest.mark.parametrize(
-    ("which", "way"), covering(["yarn, rerope", "bias, bands", "by row, xpos", "two buckets"], WAYS)
-)
+@pytest.mark.parametrize(("which", "way"), covering([*REQUESTS][1:], WAYS))
 def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
     model, cases = patched(which)
     assert_close(way(model, IDS), reference(model, cases, IDS))

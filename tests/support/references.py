@@ -31,14 +31,9 @@ def pi(d: int, b: float, trained: int, length: int | None = None, *, scale: floa
 
 
 def diffusion_ntk(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    scale: float,
+    d: int, b: float, trained: int, length: int | None = None, *, scale: float,
     both_sides: bool = True,
-) -> Table:
+) -> Table:  # fmt: skip
     """He 2025 (arXiv 2510.10481): the factor lambda' on the base, with T_cap = 2 T_train, T_Ecap = 2 T_target."""
     cap = (2 if both_sides else 1) * trained
     critical = 2 * max(1, math.ceil(d / 2 * math.log(cap / (2 * math.pi), b)))
@@ -95,19 +90,10 @@ def _falling(
 
 
 def partial_ntk(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    scale: float,
-    ntk_factor: float = 1.0,
-    extrapolation_factor: float = 1.0,
-    beta_0: float = 1.25,
-    beta_1: float = 0.75,
-    gamma_0: float = 16.0,
-    gamma_1: float = 2.0,
-) -> Table:
+    d: int, b: float, trained: int, length: int | None = None, *, scale: float,
+    ntk_factor: float = 1.0, extrapolation_factor: float = 1.0, beta_0: float = 1.25,
+    beta_1: float = 0.75, gamma_0: float = 16.0, gamma_1: float = 2.0,
+) -> Table:  # fmt: skip
     """LlamaPartNTKScaledRotaryEmbedding of jquesnelle/yarn."""
     kept, _ = default(d, b, trained)
     linear, _ = pi(d, b, trained, scale=scale)
@@ -129,17 +115,9 @@ def dynamic_partial_ntk(
 
 
 def ntk_by_parts(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    scale: float,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-    ramp: str = "index",
-) -> Table:
+    d: int, b: float, trained: int, length: int | None = None, *, scale: float,
+    beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True, ramp: str = "index",
+) -> Table:  # fmt: skip
     """Peng 2023 (arXiv 2309.00071) 3.2: the text's ramp is in turns, the code's in the pair index."""
     table = []
     for i in range(d // 2):
@@ -154,17 +132,10 @@ def ntk_by_parts(
 
 
 def yarn(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    scale: float,
-    attention_factor: float | None = None,
-    mscale: float | None = None,
-    mscale_all_dim: float | None = None,
-    **ramp: Any,
-) -> Table:
+    d: int, b: float, trained: int, length: int | None = None, *, scale: float,
+    attention_factor: float | None = None, mscale: float | None = None,
+    mscale_all_dim: float | None = None, **ramp: Any,
+) -> Table:  # fmt: skip
     """Peng 2023 (arXiv 2309.00071) 3.4; ``mscale`` and ``mscale_all_dim`` as DeepSeek has them."""
     table, _ = ntk_by_parts(d, b, trained, scale=scale, **ramp)
     if attention_factor is not None:
@@ -190,17 +161,9 @@ def ntk_mixed(
 
 
 def mrrope(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    scale: float,
-    ramp: str = "uniform",
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    **others: Any,
-) -> Table:
+    d: int, b: float, trained: int, length: int | None = None, *, scale: float,
+    ramp: str = "uniform", beta_fast: float = 32.0, beta_slow: float = 1.0, **others: Any,
+) -> Table:  # fmt: skip
     """Tian 2026 (arXiv 2601.22181), eq. 13-16: the digit j of a position has the radix ``b^(2/d) lambda_j``."""
     low = math.floor(_turns_to_pair(beta_fast, d, b, trained))
     high = math.ceil(_turns_to_pair(beta_slow, d, b, trained))
@@ -216,15 +179,9 @@ def mrrope(
 
 
 def llama3(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    scale: float,
-    low_freq_factor: float = 1.0,
-    high_freq_factor: float = 4.0,
-) -> Table:
+    d: int, b: float, trained: int, length: int | None = None, *, scale: float,
+    low_freq_factor: float = 1.0, high_freq_factor: float = 4.0,
+) -> Table:  # fmt: skip
     """``apply_scaling`` of meta-llama/llama-models."""
     table = []
     for i in range(d // 2):
@@ -241,18 +198,10 @@ def llama3(
 
 
 def longrope(
-    d: int,
-    b: float,
-    trained: int,
-    length: int | None = None,
-    *,
-    short_factor: Sequence[float],
-    long_factor: Sequence[float],
-    scale: float = 1.0,
-    attention_factor: float | None = None,
-    short_mscale: float | None = None,
-    long_mscale: float | None = None,
-) -> Table:
+    d: int, b: float, trained: int, length: int | None = None, *, short_factor: Sequence[float],
+    long_factor: Sequence[float], scale: float = 1.0, attention_factor: float | None = None,
+    short_mscale: float | None = None, long_mscale: float | None = None,
+) -> Table:  # fmt: skip
     """Ding 2024 (arXiv 2402.13753); the two mscales are Phi-3.5-MoE's."""
     past = length is not None and length > trained
     divisors = long_factor if past else short_factor
@@ -266,14 +215,9 @@ def longrope(
 
 
 def clip_of(
-    table: list[float],
-    trained: int,
-    *,
-    soft: int | None = None,
-    pairs: int | None = None,
-    share: float | None = None,
-    turns: float | None = None,
-) -> list[float]:
+    table: list[float], trained: int, *, soft: int | None = None, pairs: int | None = None,
+    share: float | None = None, turns: float | None = None,
+) -> list[float]:  # fmt: skip
     """CoPE (arXiv 2602.05258), its HardClip, p-RoPE (arXiv 2410.06205), and a floor on the turns over L."""
     result, count = list(table), len(table)
     if (soft, pairs, share, turns) == (None,) * 4:

@@ -23,6 +23,8 @@ from tests.support import zoo
 from tests.support.selection import late
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
+Texts = dict[str, Path]
+Capture = pytest.CaptureFixture[str]
 NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
 QUICK = (
     *("--max_steps", "2", "--per_device_train_batch_size", "1", "--save_steps", "1"),
@@ -42,7 +44,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.txt" for name in NAMES}
 
 
-def run(tmp_path: Path, texts: dict[str, Path], *more: str, name: str = "run") -> Path:
+def run(tmp_path: Path, texts: Texts, *more: str, name: str = "run") -> Path:
     """Trains for two steps."""
     output = tmp_path / name
     given = ["--output_dir", str(output), *QUICK]
@@ -59,10 +61,7 @@ def losses(output: Path) -> list[float]:
 
 
 def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
-    tmp_path: Path,
-    texts: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     pushed = list[Any]()
     monkeypatch.setattr(result, "create_repository", lambda _: "me/it")
@@ -91,7 +90,7 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
 
 @pytest.mark.parametrize("positions", ["endprompt", *late(["pose", "packed", "random", "cream"])])
 def test_every_way_of_giving_positions_trains(
-    tmp_path: Path, texts: dict[str, Path], positions: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, texts: Texts, positions: str, capsys: Capture
 ) -> None:
     distilled = () if positions == "packed" else ("--distill", "positions")
     output = run(tmp_path, texts, "--positions", positions, "--no_score", *distilled)
@@ -101,7 +100,7 @@ def test_every_way_of_giving_positions_trains(
 
 
 def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
-    tmp_path: Path, texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached: list[int] = []
     of_stage = PositionCollator._of_stage
@@ -151,7 +150,7 @@ def test_a_recipe_of_the_embedded_model_gives_no_other_one_its_lengths_and_layer
 
 
 @pytest.mark.slow
-def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, Path]) -> None:
+def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: Texts) -> None:
     adapter = run(tmp_path, texts, "--train", "lora", "--lora_dropout", "0.1", name="adapter")
     assert (adapter / "adapter_config.json").is_file()
     assert get_patch(from_pretrained(adapter)) is not None
@@ -165,7 +164,7 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
 
 
 @pytest.mark.slow
-def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Path]) -> None:
+def test_a_patched_model_is_trained_further(tmp_path: Path, texts: Texts) -> None:
     first = run(tmp_path, texts, "--no_score")
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*replace=true"):
         run(tmp_path, texts, "--model", str(first), "--patch", "pi:scale=4", name="second")
@@ -180,7 +179,7 @@ def test_a_patched_model_is_trained_further(tmp_path: Path, texts: dict[str, Pat
 
 @pytest.mark.slow
 def test_a_resumed_run_is_described_as_a_whole(
-    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, texts: Texts, capsys: Capture
 ) -> None:
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
     shown = capsys.readouterr()
@@ -203,7 +202,7 @@ def test_a_resumed_run_is_described_as_a_whole(
 
 @pytest.mark.slow
 def test_the_best_model_is_shown_as_what_it_is(
-    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, texts: Texts, capsys: Capture
 ) -> None:
     best = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
     tail = ("--metric_for_best_model", "eval_tail_perplexity_128", "--greater_is_better", "false")
@@ -271,7 +270,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: dict[str, Path], case: str) -> None:
+def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: Texts, case: str) -> None:
     given, message = WRONG[case]
     if "optimizer" in case and find_spec("bitsandbytes") is not None:
         pytest.skip("bitsandbytes is installed")
@@ -281,7 +280,7 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: dict[str, Path],
 
 
 def test_what_is_scored_is_held_out_of_the_texts(
-    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, texts: Texts, capsys: Capture
 ) -> None:
     paths = [str(path) for path in texts.values()]
     given = ["--output_dir", str(tmp_path / "run"), *QUICK]
@@ -294,14 +293,14 @@ def test_what_is_scored_is_held_out_of_the_texts(
     assert [document["name"] for document in scores["documents"]] == [paths[1]]
 
 
-def test_a_run_that_cannot_score_is_refused_early(tmp_path: Path, texts: dict[str, Path]) -> None:
+def test_a_run_that_cannot_score_is_refused_early(tmp_path: Path, texts: Texts) -> None:
     given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
     with pytest.raises(PosencError, match=r"last tenth: too short.*--score-text.*--no-score"):
         finetune(parse_arguments([*given, "--score_lengths", "16k"]))
     assert not list(tmp_path.rglob("blocks"))
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, texts: dict[str, Path]) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, texts: Texts) -> None:
     wild = ("--learning_rate", "1e30", "--max_grad_norm", "0", "--max_steps", "6")
     with pytest.raises(PosencError, match="is nan at step"):
         run(tmp_path, texts, *wild, "--save_steps", "5", "--no_score")
@@ -309,7 +308,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, texts: dict[str, 
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
-def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def interrupted(given: Any) -> None:
         raise KeyboardInterrupt
 
@@ -322,10 +321,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_a_terminal_shows_the_loss_and_the_time_left_in_one_bar(
-    tmp_path: Path,
-    texts: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     evaluated = ("--eval_strategy", "steps", "--eval_steps", "2", "--score_lengths", "64")

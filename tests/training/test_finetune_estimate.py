@@ -15,10 +15,11 @@ from transformers import LlamaConfig
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.engines.engine import empty_model
 from hf_posenc.evaluation.device.run import LLAMA_8B
+from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.loading import load_tokenizer
 from hf_posenc.evaluation.scoring.decoder import mark_sizes_alone
 from hf_posenc.evaluation.scoring.estimate import read_shape, run_cost
-from hf_posenc.training import choose_parameters, chunk_loss, prepare_blocks
+from hf_posenc.training import choose_parameters, chunk_loss, prepare_blocks, train
 from hf_posenc.training.chunked_loss import default_chunk
 from hf_posenc.training.estimate import Step, step_cost
 from hf_posenc.training.options import Trained
@@ -131,6 +132,18 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(
     assert f"steps:  {steps} of 384 tokens (6 blocks): {steps * 384:,} tokens" in shown
     assert re.search(r"memory: about 0\.\d+ GiB .*GiB are free on cpu", shown)
     assert re.search(r"time:   about \S+ s a step, .* in all", shown)
+
+
+def test_a_scored_text_leaves_the_default_training_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [Document(name, text[:20_000]) for name, text in held_out_documents()][:3]
+    monkeypatch.setattr(train, "read_standard_library", lambda: iter(texts))
+    (tmp_path / "mine").write_text(texts[1].text, encoding="utf-8")
+    given = ["--score_text", str(tmp_path / "mine"), "--score_lengths", "64", "--block_length"]
+    finetune(parse_arguments([*given, "64", "--use_cpu", "--dry-run"]))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"1 document not used .*{texts[1].name}: begins as \S*mine, which", shown)
 
 
 def test_a_dry_run_of_a_table_of_positions(tmp_path: Path) -> None:

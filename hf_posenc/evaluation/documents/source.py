@@ -169,7 +169,7 @@ def check_readable(source: Source, paths: Sequence[str]) -> None:
             return
         skipped.append(entry)
     if skipped:
-        raise PosencError(_none_left(skipped, 0, 0))
+        raise PosencError(_none_left(skipped, 0, 0, None))
 
 
 def load_documents(
@@ -231,8 +231,7 @@ def load_documents(
         if len(usable) == limit:
             break
     if not usable:
-        cut = max_tokens is not None and max_tokens < min_tokens
-        raise PosencError(_none_left(skipped, longest, min_tokens, cut=cut))
+        raise PosencError(_none_left(skipped, longest, min_tokens, max_tokens))
     return list(usable.values()), skipped
 
 
@@ -399,15 +398,13 @@ class Vocabulary:
         return cut
 
 
-def _none_left(
-    skipped: Sequence[Skipped], longest: int, min_tokens: int, *, cut: bool = False
-) -> str:
+def _none_left(skipped: Sequence[Skipped], longest: int, needed: int, cut: int | None) -> str:
     if not skipped:
         return "There is no document to read."
     others = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
     advice = (
-        f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or "
-        f"{'a larger --max-doc-tokens' if cut else 'longer documents'}."
+        f" The longest document has {longest:,} tokens, {needed:,} are needed: give shorter lengths, or "
+        f"{'a larger --max-doc-tokens' if (cut or needed) < needed else 'longer documents'}."
     )
     first = f"{skipped[0].name}: {skipped[0].reason}"
     return f"No document can be used ({first}{others}).{advice if longest else ''}"

@@ -158,7 +158,7 @@ class Settings:
     def shortest_document(self) -> int:
         """Least number of tokens of a document, special tokens in front included."""
         if self.streams:
-            return 1
+            return self.min_tokens or 1
         longest = self.lengths[-1] + (0 if self.read_last else 1)
         return longest if self.min_tokens is None else self.min_tokens
 

@@ -218,8 +218,8 @@ class PerplexityResult(MethodsResult[Cell]):
             places = {"prefix": "the beginning", "tail": "the end"}
             place = "both ends" if settings.protocols[1:] else places[settings.protocols[0]]
             yield (
-                f"{read:,} of {sum(sizes):,} tokens are read, at {place} of each text. --protocol tail "
-                "--windows-per-document 8 reads more of it."
+                f"{read:,} of {sum(sizes):,} tokens are read, at {place} of each text. hf-posenc perplexity "
+                "--protocol tail --windows-per-document 8 reads more of it."
             )
         short = [length for length in settings.lengths if length - special < settings.stride]
         if "stream" in settings.protocols and short:
@@ -235,7 +235,7 @@ class PerplexityResult(MethodsResult[Cell]):
     def sample_sizes(self) -> Iterator[str]:
         """Note too few documents, and how many a difference of 1 % from truncation, else the baseline, would need."""
         if any(c.interval is None and math.isfinite(c.perplexity) for c in self.cells):
-            yield FEW_NOTE
+            yield "One stream has no ranges and no verdicts." if self.settings.streams else FEW_NOTE
         labels, length = [entry.label for entry in self.candidates], self.settings.lengths[-1]
         control = TRUNCATION if TRUNCATION in labels else self._baseline
         protocol = self._last_protocol(length)
@@ -300,7 +300,10 @@ class PerplexityResult(MethodsResult[Cell]):
             if (cell := self.against(protocol, (label, length), (control, length)))
         }
         if not compared:
-            return f"{where}: no method has a number to compare."
+            lacking = (
+                "no method has a" if self.cell(control, protocol, length) else f"{control} has no"
+            )
+            return f"{where}: {lacking} number to compare."
         ranked = sorted(compared, key=lambda label: compared[label].ratio or 0)
         better = [label for label in ranked if compared[label].differs < 0]
         best, *others = better or ranked[:1]

@@ -414,12 +414,14 @@ class RetrievalResult(MethodsResult[Cell]):
                 f"{', '.join(names)}: candidates are ranked by how much more probable they are than on average over "
                 "the same question about others of the text."
             )
-        yield (
-            f"passes {YARN_SUCCESS:.0%}: YaRN's passkey context, the longest with that accuracy. k_max "
-            f"{PI_SUCCESS:.0%}: Position Interpolation's effective context, the largest distance up to which at least "
-            "that many are found, at the longest length."
-        )
-        if self.original is not None and settings.lengths[-1] > self.original:
+        yield f"passes {YARN_SUCCESS:.0%}: YaRN's passkey context, the longest with that accuracy."
+        by_distance = any(get_task(name).has_depth for name in settings.tasks)
+        if by_distance:
+            yield (
+                f"k_max {PI_SUCCESS:.0%}: Position Interpolation's effective context, the largest distance up to which "
+                "at least that many are found, at the longest length."
+            )
+        if by_distance and self.original is not None and settings.lengths[-1] > self.original:
             yield (
                 f"within, beyond: needles within {self.original:,} tokens of the end, all that truncation reads, and "
                 "farther ones, in all longer prompts."

@@ -209,12 +209,11 @@ def layer_backend(
     )
     mask: Mask = CausalMask(queries, _PROBE, place)
     if layer.window is not None and layer.window < length:
-        mask = LazyMask.of_window(queries, _PROBE, _PROBE // 2, place)
-        mask = Mask() if layer.chunked else mask
+        mask = Mask() if layer.chunked else LazyMask.of_window(queries, _PROBE, _PROBE // 2, place)
     sinks = torch.zeros(layer.heads, device=place) if layer.sinks else None
-    last, capped = positions[:, -queries:], layer.softcap
+    last = positions[:, -queries:]
     with torch.no_grad():
-        call = Call(query, key, value, last, positions, mask, 1.0, softcap=capped, sinks=sinks)
+        call = Call(query, key, value, last, positions, mask, 1.0, layer.softcap, sinks)
         return candidate(call, layer.encoding)
 
 

@@ -361,7 +361,7 @@ def test_settings_that_do_not_go_together(options: dict[str, Any], message: str)
         ({"min_tokens": 64}, 64),
         ({"protocols": ("sliding",), "min_tokens": 5}, 5),
         ({"protocols": ("stream",)}, 1),
-        ({"protocols": ("sliding", "stream"), "joined": True, "min_tokens": 5}, 1),
+        ({"protocols": ("sliding", "stream"), "joined": True, "min_tokens": 5}, 5),
     ],
 )
 def test_settings_at_their_limits(options: dict[str, Any], shortest: int) -> None:

@@ -197,6 +197,7 @@ GAPS = "the text between them is not read"
     [
         (1, None, [], "1 document, 1 skipped; bits/byte", "ranges: 95 %"),
         (1, 128, [], "One stream, 1 skipped; bits/byte", GAPS),
+        (1, 128, [], "One stream has no ranges", "Too few"),
         (6, 512, [], f"Windows of 256 tokens lie 512 apart: {GAPS}", "Too few"),
         (6, 256, [], "One stream", GAPS),
         (6, 256, [0], GAPS, "Too few"),
@@ -221,6 +222,7 @@ def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
     result = example(CURVES, *failures)
     assert {cell.method for cell in result.cells} == {"yarn (auto)", "pi (scale 4)"}
     assert all(cell.ratio is None and not cell.differs for cell in result.cells)
+    assert ", 6 documents: none has no number to compare." in next(iter(result.findings()))
 
 
 def test_notes_and_guide() -> None:

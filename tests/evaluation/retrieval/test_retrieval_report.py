@@ -145,6 +145,8 @@ def test_notes_say_what_a_reader_must_know() -> None:
         others.settings = dataclasses.replace(others.settings, tasks=("passkey", "babilong_qa1"))
         ranked = [line for line in others.notes() if "are ranked by how much more" in line]
         assert [line.partition(":")[0] for line in ranked] == ["babilong_qa1"] * ranks
+    others.settings = dataclasses.replace(others.settings, tasks=("fwe",))
+    assert not any("k_max" in line or "beyond" in line for line in others.notes())
     assert list(result().problems()) == [
         "bad: passkey failed at length 1,024: out of memory",
         "bad: vt failed at length 1,024: out of memory",

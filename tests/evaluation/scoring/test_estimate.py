@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -304,20 +305,13 @@ def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("length", [70, 100])
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
-def test_the_backends_are_those_of_a_forward(
-    model_type: str, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backends_are_those_of_a_forward(model_type: str, length: int) -> None:
     sizes = {"sliding_window": 80} if model_type == "mistral" else {}
     model = patch_model(zoo.build(model_type, **sizes), "rerope", window=8)
-    named, own, used = {*estimate.backends(model, length)} - {"hf_posenc"}, engine.choose, []
-
-    def choose(*call: Any) -> Any:
-        used.append(own(*call).name)
-        return own(*call)
-
-    monkeypatch.setattr(engine, "choose", choose)
-    zoo.logits(model, zoo.tokens(length))
-    assert named == {*used}
+    with mock.patch.object(engine, "choose", wraps=engine.choose) as chosen:
+        zoo.logits(model, zoo.tokens(length))
+    used = {engine.choose(*call.args).name for call in chosen.call_args_list}
+    assert used == {*estimate.backends(model, length)} - {"hf_posenc"}
 
 
 def test_a_slower_backend_of_a_gpu_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
