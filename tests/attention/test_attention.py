@@ -333,6 +333,29 @@ def test_masks_of_four_dimensions() -> None:
         model(input_ids=ids[:, 20:21], **step)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "options"), [("rerope", {"window": 40}), ("alibi", {"keep_rope": True})]
+)
+def test_what_a_mask_adds_is_added(name: str, options: dict[str, Any]) -> None:
+    """Of a whole text and of steps: as transformers adds it where a method does nothing, or where it is taken back."""
+    model, ids, positions = build(), zoo.tokens(30), torch.arange(30)[None]
+    distance, heads = positions[0, :, None] - positions, model.config.num_attention_heads
+    torch.manual_seed(0)
+    addition = torch.randn(30, 30).masked_fill(distance < 0, torch.finfo(torch.float32).min)
+    plain = zoo.logits(model, ids, attention_mask=addition[None, None])
+    slopes = 2.0 ** (-8 / heads * torch.arange(1, heads + 1)) * (name == "alibi")
+    mask = (addition + slopes[:, None, None] * distance.clamp(min=0))[None]
+    patch_model(model, name, **options)
+    assert_close(zoo.logits(model, ids, attention_mask=mask), plain)
+    cache, parts = DynamicCache(config=model.config), []
+    for start, stop in ((0, 20), (20, 23), (23, 24), (24, 30)):
+        given = {"attention_mask": mask[:, :, start:stop, :stop], CACHE: cache}
+        rows = {"input_ids": ids[:, start:stop], "position_ids": positions[:, start:stop]}
+        parts.append(model(**rows, **given).logits)
+    assert_close(torch.cat(parts, 1).double(), plain)
+
+
 # Where a method does nothing
 
 NEUTRAL: dict[str, dict[str, Any]] = {

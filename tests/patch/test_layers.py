@@ -23,6 +23,7 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
+from hf_posenc.attention import engine
 from hf_posenc.methods import (
     DPE,
     ALiBi,
@@ -30,11 +31,13 @@ from hf_posenc.methods import (
     DynamicNTK,
     DynamicYaRN,
     LaMPE,
+    LMInfinite,
     LogN,
     NoPE,
     PositionInterpolation,
     ReRoPE,
     SelfExtend,
+    SlidingWindow,
     Temperature,
     XPos,
     YaRN,
@@ -42,7 +45,8 @@ from hf_posenc.methods import (
 from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
-from tests.support.attention_ways import WAYS, in_steps
+from tests.support.attention_ways import WAYS, chunked, in_steps, token_by_token
+from tests.support.emulated import EmulatedFlash
 from tests.support.families import build_text_model
 from tests.support.selection import covering, late, quick
 
@@ -69,6 +73,14 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
     "by row, xpos": (
         {0: DynamicNTK(scale=2.0, update="row", bucket=8), 1: XPos(scale_base=12)},
         {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
+    ),
+    "two windows": (
+        {0: SelfExtend(**CASES["self_extend"].options), 1: ReRoPE(window=5)},
+        {0: CASES["self_extend"], 1: Case("rerope", relative={"window": 5})},
+    ),
+    "two reaches": (
+        {0: SlidingWindow(window=8), 1: LMInfinite(**CASES["lm_infinite"].options)},
+        {0: CASES["sliding_window"], 1: CASES["lm_infinite"]},
     ),
     "two scales": (
         {0: DynamicNTK(scale=2.0, bucket=8), 1: DynamicNTK(scale=3.0, bucket=8)},
@@ -107,10 +119,24 @@ def test_every_layer_has_its_own_methods(which: str) -> None:
     assert [name.split(".")[2] for name in patch.layers] == [str(layer) for layer in cases]
 
 
-@pytest.mark.parametrize(("which", "way"), covering([*REQUESTS][1:], WAYS))
+@pytest.mark.parametrize(
+    ("which", "way"),
+    [*((name, token_by_token) for name in REQUESTS), *covering(REQUESTS, WAYS[1:])],
+)
 def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
     model, cases = patched(which)
     assert_close(way(model, IDS), reference(model, cases, IDS))
+
+
+@pytest.mark.parametrize("way", [zoo.logits, chunked])
+@pytest.mark.parametrize(
+    "which", ["two windows", "two reaches", "two scales", "two buckets", "by row, xpos"]
+)
+def test_what_layers_of_a_forward_share_is_of_one_method(which: str, way: Any) -> None:
+    """In a fused backend: tables, parts and buckets."""
+    model, cases = patched(which)
+    with engine.forced(EmulatedFlash.name):
+        assert_close(way(model, IDS), reference(model, cases, IDS))
 
 
 ROOM: dict[str, Any] = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4}
