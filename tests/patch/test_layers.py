@@ -45,7 +45,7 @@ from hf_posenc.methods import (
 from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
-from tests.support.attention_ways import WAYS, chunked, in_steps, token_by_token
+from tests.support.attention_ways import WAYS, in_steps, token_by_token
 from tests.support.emulated import EmulatedFlash
 from tests.support.families import build_text_model
 from tests.support.selection import covering, late, quick
@@ -75,8 +75,8 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
         {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
     ),
     "two windows": (
-        {0: SelfExtend(**CASES["self_extend"].options), 1: ReRoPE(window=5)},
-        {0: CASES["self_extend"], 1: Case("rerope", relative={"window": 5})},
+        {0: ReRoPE(window=5), 1: SelfExtend(**CASES["self_extend"].options)},
+        {0: Case("rerope", relative={"window": 5}), 1: CASES["self_extend"]},
     ),
     "two reaches": (
         {0: SlidingWindow(window=8), 1: LMInfinite(**CASES["lm_infinite"].options)},
@@ -128,15 +128,18 @@ def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
     assert_close(way(model, IDS), reference(model, cases, IDS))
 
 
-@pytest.mark.parametrize("way", [zoo.logits, chunked])
-@pytest.mark.parametrize(
-    "which", ["two windows", "two reaches", "two scales", "two buckets", "by row, xpos"]
-)
-def test_what_layers_of_a_forward_share_is_of_one_method(which: str, way: Any) -> None:
-    """In a fused backend: tables, parts and buckets."""
+@pytest.mark.parametrize("backend", [None, EmulatedFlash.name])
+@pytest.mark.parametrize("which", ["two windows", "two reaches", "two scales", "two buckets"])
+def test_what_layers_of_a_forward_share_is_of_one_method(which: str, backend: str | None) -> None:
+    """Tables, parts, buckets, and what is known of the last keys, among which one may be hidden."""
     model, cases = patched(which)
-    with engine.forced(EmulatedFlash.name):
-        assert_close(way(model, IDS), reference(model, cases, IDS))
+    ids, mask = torch.cat((IDS[:, :44], IDS[:, 43:]), 1), torch.ones(1, 51, dtype=torch.long)
+    mask[:, 44] = 0
+    with engine.forced(backend):
+        for sizes in ([51], [44, 7], [50, 1]):
+            got = in_steps(model, ids, sizes, attention_mask=mask)
+            got = torch.cat((got[:, :44], got[:, 45:]), 1)
+            assert_close(got, reference(model, cases, IDS))
 
 
 ROOM: dict[str, Any] = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4}
@@ -147,11 +150,13 @@ GROWING: dict[str, tuple[Any, Any]] = {
         lambda texts: replace(NTK, options={"text": texts(4)}),
     ),
     "lampe": (LaMPE(**ROOM, bucket=16), lambda texts: Case("lampe", {**ROOM, "text": texts(16)})),
+    "lampe 5": (LaMPE(**ROOM, bucket=5), lambda texts: Case("lampe", {**ROOM, "text": texts(5)})),
 }
+PAIRS = [("row", "request"), ("request", "lampe"), ("lampe", "row"), ("lampe", "lampe 5")]
 
 
 @pytest.mark.parametrize("first", [50, 40])
-@pytest.mark.parametrize("pair", [("row", "request"), ("request", "lampe"), ("lampe", "row")])
+@pytest.mark.parametrize("pair", PAIRS)
 def test_every_layer_follows_its_own_length(pair: tuple[str, str], first: int) -> None:
     """Of a prompt, and of steps after it, by whole buckets."""
 
