@@ -356,6 +356,16 @@ def test_what_a_mask_adds_is_added(name: str, options: dict[str, Any]) -> None:
     assert_close(torch.cat(parts, 1).double(), plain)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("path", FLASH, indirect=True)
+def test_dropout_and_weights_are_for_the_general_path(path: str, used: list[str]) -> None:
+    model = apply(build(attention_dropout=0.5), "rerope")
+    used.clear()
+    model.train()(zoo.tokens(50))
+    model.eval()(zoo.tokens(50), output_attentions=True)
+    assert {*used} == {"exact"}
+
+
 # Where a method does nothing
 
 NEUTRAL: dict[str, dict[str, Any]] = {

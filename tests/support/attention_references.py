@@ -160,15 +160,9 @@ def sandwich(r: int, m: int, heads: int, dim: int, first: int = 1) -> list[float
 
 
 def t5(
-    r: int,
-    m: int,
-    heads: int,
-    table: Sequence[Sequence[float]],
-    buckets: int = 32,
-    max_distance: int = 128,
-    scale: float = 1.0,
-    mode: str = "distance",
-) -> list[float]:
+    r: int, m: int, heads: int, table: Sequence[Sequence[float]], buckets: int = 32,
+    max_distance: int = 128, scale: float = 1.0, mode: str = "distance",
+) -> list[float]:  # fmt: skip
     if mode == "distance":
         r = math.floor(r / scale)
     else:
@@ -182,16 +176,9 @@ def t5(
 
 
 def fire(
-    r: int,
-    m: int,
-    heads: int,
-    c: float,
-    threshold: float,
-    weight_in: Sequence[Sequence[float]],
-    bias_in: Sequence[float],
-    weight_out: Sequence[Sequence[float]],
-    bias_out: Sequence[float],
-) -> list[float]:
+    r: int, m: int, heads: int, c: float, threshold: float, weight_in: Sequence[Sequence[float]],
+    bias_in: Sequence[float], weight_out: Sequence[Sequence[float]], bias_out: Sequence[float],
+) -> list[float]:  # fmt: skip
     def psi(x: float) -> float:
         return math.log(c * x + 1)
 

@@ -118,15 +118,9 @@ def train(
 
 
 def launch(
-    folder: Path,
-    moment: Moment | None = None,
-    *,
-    processes: int = 1,
-    log: Path | None = None,
-    after: float | None = None,
-    work: Callable[..., None] = train,
-    **options: Any,
-) -> list[int]:
+    folder: Path, moment: Moment | None = None, *, processes: int = 1, log: Path | None = None,
+    after: float | None = None, work: Callable[..., None] = train, **options: Any,
+) -> list[int]:  # fmt: skip
     """Run `work` in several processes, and return the exit status of each: negative for a signal.
 
     When one dies of a signal, the others are killed as a launcher would; after `after` seconds all are. `log` is a file
@@ -187,14 +181,9 @@ def _silent(path: Path) -> Iterator[None]:
 
 
 def _in_process(
-    work: Callable[..., None],
-    folder: Path,
-    moment: Moment | None,
-    rank: int,
-    group: tuple[int, int],
-    log: Path | None,
-    options: dict[str, Any],
-) -> None:
+    work: Callable[..., None], folder: Path, moment: Moment | None, rank: int,
+    group: tuple[int, int], log: Path | None, options: dict[str, Any],
+) -> None:  # fmt: skip
     os.environ["ACCELERATE_USE_CPU"] = "true"
     processes, port = group
     if processes > 1:

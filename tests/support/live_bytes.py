@@ -54,14 +54,9 @@ class LiveBytes(_DispatchMode):  # type: ignore[misc]
 
 
 def check(
-    model: Any,
-    length: int,
-    *,
-    chunk: int = 16,
-    windows: int = 1,
-    full_logits: bool = False,
+    model: Any, length: int, *, chunk: int = 16, windows: int = 1, full_logits: bool = False,
     prefill: int | None = None,
-) -> Cost:
+) -> Cost:  # fmt: skip
     """Return the estimate for windows of one length, which is near the peak of scoring them."""
     scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk, prefill=prefill)
     assert scorer.replays

@@ -29,15 +29,10 @@ CURVES = {
 
 
 def result(
-    curves: Mapping[str, Sequence[float]] = CURVES,
-    *,
-    lengths: Sequence[int] = LENGTHS,
-    documents: int = 6,
-    protocols: Sequence[str] = ("prefix", "tail"),
-    tail: int = 64,
-    failures: Sequence[dict[str, Any]] = (),
-    **more: Any,
-) -> dict[str, Any]:
+    curves: Mapping[str, Sequence[float]] = CURVES, *, lengths: Sequence[int] = LENGTHS,
+    documents: int = 6, protocols: Sequence[str] = ("prefix", "tail"), tail: int = 64,
+    failures: Sequence[dict[str, Any]] = (), **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Build a `perplexity.json`: perplexities by method and length, with documents scattered around them."""
     failed = {(f["method"], f["protocol"], f["length"]) for f in failures}
     records = []

@@ -161,14 +161,9 @@ def bits_per_byte(log_likelihoods: Sequence[float], sizes: Sequence[int]) -> flo
 
 
 def _strided(
-    model: nn.Module,
-    documents: Documents,
-    length: int,
-    *,
-    stride: int = 256,
-    bos: int | None = None,
-    truncate: bool = False,
-) -> Iterator[tuple[Tensor, int]]:
+    model: nn.Module, documents: Documents, length: int, *, stride: int = 256,
+    bos: int | None = None, truncate: bool = False,
+) -> Iterator[tuple[Tensor, int]]:  # fmt: skip
     """The mean loss and the number of new tokens of each window, as YaRN, PoSE and transformers' page cut them.
 
     A window starts at every `stride` tokens and holds up to L tokens, the first of them `bos`, which is put in front of
