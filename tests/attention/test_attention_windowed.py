@@ -331,19 +331,23 @@ def test_layers_that_are_not_patched_and_sliding_windows(path: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap(RotaryBands):
-    """Bands of a user's own, between which pairs are hidden: no kernel's form."""
+    """Bands of a user's own, between which pairs are hidden, or of two sorts of chunks: no kernel's form."""
 
     name = "gap"
     summary = source = "this test"
+    chunk: int | None = None
 
     def bands(self, original: int) -> tuple[Band, ...]:
         far = functools.partial(torch.full_like, fill_value=12)
-        near = Band(query_position=same, key_position=same, below=8)
-        return near, Band(query_position=far, key_position=torch.zeros_like, least=20)
+        below, least = (8, 20) if self.chunk is None else (1, 1)
+        near = Band(query_position=same, key_position=same, below=below, chunk=self.chunk)
+        later = Band(query_position=far, key_position=torch.zeros_like, least=least)
+        return near, replace(later, chunk=self.chunk)
 
 
-def test_bands_of_another_form_take_the_general_path(used: list[str]) -> None:
-    model, ids = patch_model(build(), Gap()), zoo.tokens(80)
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_bands_of_another_form_take_the_general_path(used: list[str], chunk: int | None) -> None:
+    model, ids = patch_model(build(), Gap(chunk=chunk)), zoo.tokens(80)
     used.clear()
     got = zoo.logits(model, ids)
     assert set(used) == {"exact"}

@@ -115,7 +115,7 @@ def test_far_more_tokens_than_a_written_mask_holds() -> None:
     model, ids = build_text_model("eurobert"), zoo.tokens(520, batch=2)
     mask = torch.ones_like(ids)
     mask[1, 300:] = 0
-    patch_model(model, "rerope", window=WINDOW)
+    patch_model(model, "rerope", original_max_position_embeddings=2 * WINDOW)
     short = _run(model, ids[1:, :300])
     assert zoo.relative_difference(_run(model, ids, mask)[1, :300], short[0]) < 1e-5
 
