@@ -258,20 +258,21 @@ def test_compiled_to_machine_code(layer: PreTrainedModel, name: str) -> None:
 def test_attention_weights(name: str) -> None:
     """They sum to 1 over keys that are not in the future, and give the layer's output."""
     model = patched_by(name)
-    ids = zoo.tokens(70)  # as many as the kernels take
+    ids = zoo.tokens(70, batch=2)  # as many as the kernels take
+    places = torch.arange(70).repeat(2, 1)
     values: list[Tensor] = []
     outs: list[Tensor] = []
     attention: Any = model.get_submodule("model.layers.1.self_attn")
     attention.v_proj.register_forward_hook(lambda module, args, out: values.append(out))
     attention.o_proj.register_forward_pre_hook(lambda module, args: outs.append(args[0]))
-    found = model(input_ids=ids, output_attentions=True, use_cache=False)
+    found = model(input_ids=ids, position_ids=places, output_attentions=True, use_cache=False)
     weights = found.attentions[1]
     assert_close(found.logits.double(), zoo.logits(model, ids))
-    assert weights.shape == (1, 4, 70, 70)
-    assert_close(weights.sum(-1), torch.ones(1, 4, 70))
+    assert weights.shape == (2, 4, 70, 70)
+    assert_close(weights.sum(-1), torch.ones(2, 4, 70))
     assert weights.triu(1).abs().max() == 0
-    value = values[0].view(1, 70, 2, 16).transpose(1, 2).repeat_interleave(2, 1)
-    assert_close((weights @ value).transpose(1, 2).reshape(1, 70, 64), outs[0])
+    value = values[0].view(2, 70, 2, 16).transpose(1, 2).repeat_interleave(2, 1)
+    assert_close((weights @ value).transpose(1, 2).reshape(2, 70, 64), outs[0])
 
 
 @pytest.mark.parametrize(
