@@ -84,9 +84,6 @@ def main(
         words = shlex.split(f"{command} {'--output_dir' if tuning else '--output'} {name}")
         words += [word for spec in patch or () for word in ("--patch", spec)]
         program = [sys.executable, "-c", "from hf_posenc.cli import main; main()", *words[1:]]
-        if tuning:  # accelerate launch SCRIPT ...
-            program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--quiet"]
-            program += ["--num_processes", "1", str(ROOT / words[2]), *words[3:]]
         print(f"$ {shlex.join(words)}", flush=True)
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(program, env=environ, cwd=work, check=True)

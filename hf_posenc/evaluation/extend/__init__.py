@@ -215,7 +215,7 @@ class ExtendJob(Rung[ExtendResult]):
             raise PosencError(
                 f"--budget {duration(budget)} is too short: the least that makes sense, {self._amounts(least)}, takes "
                 f"about {duration(needed)} here ({duration(rate * target)} a window of {target:,} tokens). Give "
-                f"--budget {math.ceil(needed / 60)}m, or a shorter --target-length. What was measured is kept."
+                f"--budget {math.ceil(needed / 60)}m, or a shorter --target-length. --output keeps what was measured."
             )
 
         def worth(plan: Plan) -> tuple[int, ...]:

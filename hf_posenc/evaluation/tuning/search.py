@@ -270,10 +270,12 @@ class SearchResult(TuningResult):
         return len(self.candidates) - 1
 
     def best_start(self) -> Row | None:
-        """Return the best of the published starts, by the perplexity of the held-out documents."""
-        names = {step.kind for step in self.steps if step.kind in STARTS}
-        rows = [r for r in self.rows if self.entry(r.label).method in names and r.failed is None]
-        return min(rows, key=lambda row: row.perplexity, default=None)
+        """Return the best of the published starts within the bound, by the perplexity of the held-out documents."""
+        names = [self.documents[index]["name"] for index in self.held_out]
+        started = {step.kind for step in self.steps if step.kind in STARTS}
+        rows = [r for r in self.rows if self.entry(r.label).method in started and r.failed is None]
+        within = (row for row in rows if not self.board.past(row.label, names))
+        return min(within, key=lambda row: row.perplexity, default=None)
 
     @property
     def kept(self) -> Row | None:

@@ -296,3 +296,5 @@ def test_the_interval_judges_the_outcome(more: list[float], said: str, kept: str
     assert said in verdict
     assert control == "It is better than the unpatched model."
     assert result.to_dict()["kept"] == kept
+    bounded = dataclasses.replace(result, race={"max_regression": -1.0})  # which all exceed
+    assert bounded.kept is None
