@@ -5,8 +5,7 @@ vLLM and SGLang make their tables from `rope_parameters`, and read other keys of
 - longrope takes its factor on cos and sin from `short_mscale` and `long_mscale`, never from `attention_factor`;
 - SGLang's yarn has no `attention_factor` either, and multiplies its own factor by `attn_factor`;
 - both multiply the length of a linear table, and the longest text, by `factor` once more;
-- both refuse a length flag above the longest text that they derive, where `factor` times a length is rounded down, and
-  vLLM one above the tokenizer's `model_max_length`.
+- both refuse a length flag above the longest text that they derive, where `factor` times a length is rounded down.
 
 vLLM 0.33.0: `model_executor/layers/rotary_embedding/`, `config/model.py` (`_get_and_verify_max_len`). SGLang 0.5.23:
 `srt/layers/rotary_embedding/`, `srt/utils/hf_transformers/common.py` (`get_context_length`).

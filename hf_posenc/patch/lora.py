@@ -95,8 +95,8 @@ def carry_patch(model: Any, state: State) -> None:
             )
         if isinstance(config, PosencLoraConfig) and PARAMETERS not in whole:
             vars(config)[BESIDE] = trained_parameters(model)
-    if lost and not state.warned:
-        state.warned = True
+    if lost and "adapter" not in state.warned:
+        state.warned.add("adapter")
         warnings.warn(" ".join(lost), stacklevel=2)
 
 

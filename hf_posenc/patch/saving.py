@@ -120,9 +120,10 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     if _OF_TRAINER.fullmatch(file.parent.name):
         values.pop(_SCALING, None)
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if not state.warned and (warning := _warning(model, state, file.parent, methods, advice)):
-        state.warned = True
-        warnings.warn(warning, stacklevel=4)
+    text = "" if "model" in state.warned else _warning(model, state, file.parent, methods, advice)
+    if text:
+        state.warned.add("model")
+        warnings.warn(text, stacklevel=4)
 
 
 def _warning(model: Any, state: State, folder: Path, methods: str, advice: str) -> str:

@@ -50,8 +50,8 @@ class State(Record):
     native: NativeSeam | None = None
     # The attention implementation that the engine replaces, as in `Patch`.
     attention: str | None = None
-    # True once saving has warned that the patch is not loaded with the folder by everyone.
-    warned: bool = False
+    # "model" or "adapter" once saving has warned that the patch is not loaded with it by everyone.
+    warned: set[str] = field(default_factory=set)
     # The PEFT configs that saving has made carry the patch.
     adapters: list[Any] = field(default_factory=list)
     # What the checkpoint's own scaling had and the methods which replace it have not, as in `Patch`.
