@@ -337,8 +337,11 @@ def test_masks_of_four_dimensions() -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [("rerope", {"window": 40}), ("alibi", {"keep_rope": True})]
 )
-def test_what_a_mask_adds_is_added(name: str, options: dict[str, Any]) -> None:
+def test_what_a_mask_adds_is_added(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a whole text and of steps: as transformers adds it where a method does nothing, or where it is taken back."""
+    monkeypatch.setattr(exact, "SCRATCH", 1)  # blocks of 16 queries
     model, ids, positions = build(), zoo.tokens(30), torch.arange(30)[None]
     distance, heads = positions[0, :, None] - positions, model.config.num_attention_heads
     torch.manual_seed(0)
