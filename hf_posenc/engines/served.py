@@ -108,7 +108,7 @@ def _in_place(patch: PatchConfig, name: str, layer: Layer) -> Layer:
         usual = (rotation.layout.start, rotation.layout.sign) == (0, 1) and rotation.order is None
         if rotation.norm is not None or not usual:
             raise UnsupportedModelError(
-                f"{patch} cannot be served by vLLM: {name} does not rotate the first features of a head, as they are."
+                f"{patch} cannot be served by vLLM: {name} rotates other features than the first, or before a norm."
             )
     if isinstance(encoding.method, RotaryBands):
         encoding = dataclasses.replace(encoding, unmoved=True)

@@ -108,7 +108,7 @@ def test_the_command_that_serves_a_saved_patch(
 
 
 @pytest.mark.parametrize(("saved", "words"), [
-    ("gpt_neox", "none of GPTNeoX"), ("deepseek_v3", "not rotate the first features"), ("llama", "saved with a patch"),
+    ("gpt_neox", "none of GPTNeoX"), ("deepseek_v3", "other features than the first"), ("llama", "saved with a patch"),
 ])  # fmt: skip
 def test_what_the_plug_in_does_not_serve(saved: str, words: str, tmp_path: Path) -> None:
     model, options = zoo.build(saved), ("--patch", "rerope") if saved == "llama" else ()
