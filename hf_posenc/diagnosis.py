@@ -223,16 +223,19 @@ def read_json(file: Path, name: str | Path) -> dict[str, Any]:
     return values
 
 
+_CLASSIFIERS = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+
+
 def loader_of(config: Any) -> Any:
     """Return the class that loads a config's model: `AutoModelForCausalLM`, or what its `architectures` name.
 
-    The latter counts if it is a masked or a sequence-to-sequence language model.
+    The latter counts if it is a masked or a sequence-to-sequence language model, or a classifier.
     """
     import transformers
     from transformers.models.auto import modeling_auto
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    for kind in ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+    for kind in ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", *_CLASSIFIERS):
         if name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values():
             return getattr(transformers, name)
     return transformers.AutoModelForCausalLM

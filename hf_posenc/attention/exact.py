@@ -188,7 +188,7 @@ def score_bias(
     if isinstance(method, DistanceBias):
         position = m[:, :, None].to(dtype) if method.of_query else None
         bias = method.bias(distance.to(dtype), encoding.all_heads, parameters, position)
-        return encoding.own(bias).transpose(0, 1)
+        return encoding.own(bias.to(dtype)).transpose(0, 1)
     assert method is not None
     # Content meets distance: one embedding for each distance that occurs, then each pair selects its own.
     constant = method.constant_from()

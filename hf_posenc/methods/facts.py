@@ -39,7 +39,7 @@ def facts(method: type[Method]) -> dict[str, str]:
         found["Length"] = f"set by scale or target_length{', if given' if optional else ''}"
     else:
         found["Length"] = "set by no scale"
-    found |= {"Composes with": composes_with(method), "Source": method.source}
+    found |= {"Composes with (RoPE)": composes_with(method), "Source": method.source}
     return found
 
 
@@ -49,14 +49,16 @@ def composes_with(method: type[Method]) -> str:
     biases = (each for each in REGISTRY.values() if each.seam == "bias")
     apart = [each.name for each in biases if "attention" not in each.beside_kept]
     kept = "a bias with keep_rope=True" + f" (not {', '.join(apart)})" * (not bands)
+    dropping = (x.name for x in REGISTRY.values() if x.seam == "rotary" and "bias" not in x.beside)
+    but = f" (not {', '.join(dropping)})" * (method.seam != "query")
     words = {
-        "rotary": "a frequency method" if bands else "a static frequency method",
+        "rotary": f"{'a' if bands else 'a static'} frequency method{but}",
         "attention": "rotary bands, xpos, rope_bias",
         "query": "log_n or temperature",
         "bias": "a bias" if method.seam == "query" else kept,
     }
     if method.seam == "rotary":
-        before = "a frequency method before it, other filters"
+        before = f"a frequency method before it{but}, other filters"
         words["rotary"] = before if issubclass(method, TableFilter) else "filters after it"
     else:
         words.pop(method.seam, None)

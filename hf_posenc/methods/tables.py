@@ -212,10 +212,10 @@ class Stretch(TableMethod):
     def rows(self, table: Tensor, length: int) -> Tensor:
         import torch
 
-        if self.keep >= len(table):
+        if self.keep > len(table) - 2:
             raise PosencError(
-                f"{self.name}: keep={self.keep} leaves none of the {len(table)} positions to stretch. Give a smaller "
-                "one."
+                f"{self.name}: keep={self.keep} leaves no step between the {len(table)} positions to stretch. Give a "
+                "smaller one."
             )
         rest = table[self.keep :]
         stretched = (length - self.keep) / len(rest)

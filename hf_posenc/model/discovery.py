@@ -43,7 +43,9 @@ _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
 _LEAST = 2.0**-25  # half of the smallest float16
 _TEXT = "text"  # among the modalities of a model
-_LOCAL = ("sliding", "chunked", "local")  # starts of the types of sliding-window and chunked layers
+# Starts of the types of sliding-window and chunked layers, and parts of those of layers with a softmax.
+_LOCAL = ("sliding", "chunked", "local", "hybrid_sliding")
+_ATTENDS = ("attention", "hybrid", "sparse")
 _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 # The base that models with precomputed tables have in their code; `read_spec` checks it against the table.
 _SINCOS_PARAMETERS = {"rope_theta": 10_000.0}
@@ -532,7 +534,8 @@ def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
     """Return the layers of `"full"` attention, `"sliding"` windows or chunks, `"all"`, or a config's own type."""
     count = range(getattr(config, "num_hidden_layers", None) or 0)
     types = list(getattr(config, "layer_types", None) or ["full_attention" for _ in count])
-    attends = [n for n in count if "attention" in types[n] and "linear" not in types[n]]
+    softmax = {kind for kind in types if any(part in kind for part in _ATTENDS)}
+    attends = [n for n in count if types[n] in softmax and "linear" not in types[n]]
     local = [layer for layer in attends if types[layer].startswith(_LOCAL)]
     named = [layer for layer in count if types[layer] == kind]
     choices = {"all": attends, "sliding": local, "full": [x for x in attends if x not in local]}

@@ -448,6 +448,11 @@ def _chosen(
             return not attends_locally(layer.module, layer.table.config if layer.table else config)
         return layer_index(layer.name, layer.module) in requested
 
+    if not eligible:
+        raise UnsupportedModelError(
+            f"No attention layer of this model rotates, as {', '.join(method.name for method in methods)} needs. A "
+            "filter before it in a list may have stopped every pair."
+        )
     if not isinstance(requested, str):
         refuse_missing(methods, requested, eligible)
     if not any(chosen(layer) for layer in eligible):
@@ -462,13 +467,14 @@ def refuse_missing(
     methods: Sequence[Method], requested: Sequence[int], layers: Sequence[CalibratedLayer]
 ) -> None:
     """Raise for numbers of layers that are not among those which methods change."""
-    numbers = {layer_index(layer.name, layer.module) for layer in layers} - {None}
+    found = (layer_index(layer.name, layer.module) for layer in layers)
+    numbers = {number for number in found if number is not None and number >= 0}
     if missing := sorted({*requested} - numbers):
         names = ", ".join(method.name for method in methods)
         raise UnsupportedModelError(
             f"layers={list(requested)}: {names} would change nothing in {', '.join(map(str, missing))}, which "
-            "has no attention or no rotation. Layers that it changes: "
-            f"{', '.join(str(number) for number in sorted(numbers)) or 'none'}."  # type: ignore[type-var]
+            "has no attention, no rotation, or a module that it shares with other layers. Layers that it changes: "
+            f"{', '.join(str(number) for number in sorted(numbers)) or 'none by a number'}."
         )
 
 
@@ -643,8 +649,8 @@ def _encoding(
         )
         if dropped or (isinstance(scaling, YaRN) and scaling.mscale_all_dim):
             raise UnsupportedModelError(
-                f"{layer.name}: mscale_all_dim changes the softmax scale of attention modules, which hf_posenc does "
-                "for whole models only. Choose all layers, or compose=True."
+                f"{layer.name}: mscale_all_dim changes the softmax scale of attention modules, which methods "
+                "by layers do not, nor vLLM's plug-in. Choose all layers, or compose=True."
             )
         spec = read_spec(layer.table, part.original, compose=part.compose)
         check_frequencies(scaling, spec)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.adapters import ArchAdapter
-from hf_posenc.methods import RopeScaling
+from hf_posenc.methods import RopeScaling, YaRN
+from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import RotaryTable
 from hf_posenc.model.rotary import (
     PosencRotary,
@@ -38,13 +39,13 @@ BLOCK = "hf_posenc"
 IN_WEIGHTS = "in_weights"
 """The key of that block which is true if the saved weights hold the patch."""
 
-# Keys of `rope_parameters` that belong to a scaling; every other key (mrope_section, ...) stays.
-_SCALING_KEYS = frozenset(
+SCALING_KEYS = frozenset(
     {"rope_type", "type", "factor", "attention_factor", "original_max_position_embeddings"}
     | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
     | {"low_freq_factor", "high_freq_factor"}
     | {"short_factor", "long_factor", "short_mscale", "long_mscale"}
 )
+"""Keys of `rope_parameters` that belong to a scaling; every other key (mrope_section, ...) stays."""
 # The divisor for a frequency of 0 in a longrope list: an infinity would not pass through JSON.
 _STANDSTILL = 1e30
 _ORIGINAL = "original_max_position_embeddings"
@@ -144,11 +145,11 @@ def rope_forms(
     makers = [("rope_parameters", _native)]
     if not method.length_dependent:
         makers.append(("longrope", _longrope))
-    for (form, make), mscale in itertools.product(makers, (False, True)):
+    for (form, make), own_keys in itertools.product(makers, (False, True)):
         entries: dict[str, Any] = {}
         for patched in tables:
             entry = make(patched, method)
-            if entry is not None and mscale:  # Phi-3.5-MoE reads the factor from keys of its own
+            if entry is not None and own_keys:  # Phi-3.5-MoE reads the factor from keys of its own
                 factor = patched.in_force()[1]
                 entry = {"short_mscale": factor, "long_mscale": factor, **entry}
             entries[patched.table.label] = entry
@@ -165,7 +166,8 @@ def _native(patched: PatchedTable, method: RopeScaling) -> dict[str, Any] | None
     spec = patched.spec
     scaled = patched.wrapper.base_factors or method.filters
     entry = None if scaled else method.rope_parameters(spec)
-    if entry is None:
+    own = _own_length(patched.table)
+    if entry is None or own != (own and entry.get(_ORIGINAL, own)):
         return None
     if patched.table.rope_type == "proportional" and entry["rope_type"] in ("default", "linear"):
         entry = {**entry, "rope_type": "proportional"}
@@ -182,25 +184,55 @@ def _longrope(patched: PatchedTable, method: RopeScaling) -> dict[str, Any]:
     dropped = ("partial_rotary_factor",) if patched.table.rope_type == "proportional" else ()
     return {
         "factor": float(getattr(method, "scale", 1.0)),
-        **_kept(patched, dropped),  # its factor is read by DeepSeek's attention
+        _ORIGINAL: spec.original_max_position_embeddings,
+        **_kept(patched, dropped),
+        **temperature_keys(patched.table, method, compose=bool(patched.wrapper.base_factors)),
         "rope_type": "longrope",
         "short_factor": divisors,
         "long_factor": divisors,
         "attention_factor": factor,
-        "original_max_position_embeddings": spec.original_max_position_embeddings,
     }
+
+
+def temperature_keys(table: RotaryTable, method: RopeScaling, *, compose: bool) -> dict[str, float]:
+    """Return the keys from which DeepSeek's attention computes YaRN's second temperature in force, whatever the type.
+
+    None where it is 1. The temperatures of a composed YaRN and of its checkpoint are multiplied.
+    """
+    keys: dict[str, float] = {}
+    old = table.parameters if table.scaled and compose else {}
+    if old.get("mscale_all_dim"):
+        keys = {key: float(old.get(key) or 1) for key in ("factor", "mscale_all_dim")}
+    if isinstance(method, YaRN) and method.mscale_all_dim and method.scale > 1:
+        weight = method.mscale_all_dim
+        if keys:
+            own, unit = (float(mscale(method.scale, each)) for each in (weight, 1.0))
+            weight = (temperature(keys) * own - 1) / (unit - 1)
+        keys = {"factor": method.scale, "mscale_all_dim": weight}
+    return keys
+
+
+def temperature(entry: Mapping[str, Any]) -> float:
+    """Return YaRN's second temperature by `rope_parameters`; DeepSeek's attention has its square in its `scaling`."""
+    weight = entry.get("mscale_all_dim")
+    return float(mscale(float(entry.get("factor") or 1), float(weight))) if weight else 1.0
 
 
 def _kept(patched: PatchedTable, dropped: Iterable[str]) -> dict[str, Any]:
     spec, old = patched.spec, patched.table.parameters
-    left_out = _SCALING_KEYS | set(dropped)
+    left_out = SCALING_KEYS | set(dropped)
     kept = {key: copy.deepcopy(value) for key, value in old.items() if key not in left_out}
-    # The attention of Ministral and of DeepSeek reads these keys, whatever the rope_type.
-    if old.get(_ORIGINAL) is not None:
-        kept[_ORIGINAL] = spec.original_max_position_embeddings
-    if patched.wrapper.base_factors and old.get("mscale_all_dim"):
-        kept["mscale_all_dim"], kept["factor"] = old["mscale_all_dim"], old.get("factor")
+    if (
+        old.get(_ORIGINAL) is not None
+    ):  # the attention of Ministral reads it, whatever the rope_type
+        kept[_ORIGINAL] = _own_length(patched.table) or spec.original_max_position_embeddings
     return {**kept, "rope_theta": spec.theta}
+
+
+def _own_length(table: RotaryTable) -> int | None:
+    """Return the length in the config from which the attention of Ministral computes its factor on queries."""
+    old = table.parameters
+    return old.get(_ORIGINAL) if old.get("llama_4_scaling_beta") else None
 
 
 def _proven(config: Any, values: Mapping[str, Any], tables: list[PatchedTable]) -> bool:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
-from hf_posenc.methods import PositionInterpolation, RopeScaling, YaRN
+from hf_posenc.methods import PositionInterpolation, RopeScaling
 from hf_posenc.methods.contract import check_frequencies
-from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import (
     RotaryTable,
     SinCosTable,
@@ -153,13 +152,8 @@ def _rescale_attention(
     model: nn.Module, state: State, table: RotaryTable, method: RopeScaling
 ) -> None:
     """Follow YaRN's `mscale_all_dim`, whose square DeepSeek's attention has in its `scaling`."""
-    weight = table.parameters.get("mscale_all_dim") if table.scaled else None
-    old = 1.0
-    if weight:
-        old = float(mscale(float(table.parameters.get("factor") or 1), float(weight)))
-    new = old if state.config.compose else 1.0
-    if isinstance(method, YaRN) and method.mscale_all_dim:
-        new *= float(mscale(method.scale, method.mscale_all_dim))
+    old = export.temperature(table.parameters) if table.scaled else 1.0
+    new = export.temperature(export.temperature_keys(table, method, compose=state.config.compose))
     if new == old:
         return
     candidates = {type(module) for module in model.modules() if "scaling" in vars(module)}

@@ -82,12 +82,13 @@ def carry_patch(model: Any, state: State) -> None:
     own = [name for name, _ in state.config.parts if name not in available_methods()]
     for name, config in model.peft_config.items():
         whole = config.modules_to_save or () if isinstance(config, LoraConfig) else ()
-        if type(config) is LoraConfig and not own:
+        if type(config) is LoraConfig and not (own or state.foreign):
             config.__class__ = PosencLoraConfig
             vars(config)[BLOCK] = state.config.to_dict()
             state.adapters.append(config)
         elif not isinstance(config, PosencLoraConfig):
             kind = "a method that is not registered" if own else config.peft_type.value
+            kind = "frequencies of your own" if state.foreign else kind
             lost.append(
                 f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
                 "it on an unpatched model. Use a LoRA and a registered method (hf_posenc.register_method), or "

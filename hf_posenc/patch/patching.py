@@ -135,8 +135,9 @@ def _patch(
             sample = sample_of(inner) if verify == "sample" else Sample({})
             source = _source(inner, method, sample)
             tables = () if isinstance(source, NativeSeam) else source
-            _refuse_foreign(inner, tables, method, request)
+            foreign = _is_foreign(inner, tables, method, request)
             state = resolve_request(source, method, **request)
+            state.foreign = foreign
             if earlier is not None:
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
@@ -298,10 +299,14 @@ def _check_replaceable(state: State, earlier: State, *, trained: bool, replace: 
     raise PosencError(f"This model is already patched with {earlier.config}. {way}")
 
 
-def _refuse_foreign(
+def _is_foreign(
     model: nn.Module, tables: Sequence[RotaryTable], method: MethodLike, request: Mapping[str, Any]
-) -> None:
-    """Raise for frequencies that are not those of their config, or of a saved patch, which a patch would start from."""
+) -> bool:
+    """Return whether a patch starts from frequencies that are not those of their config; raise unless that is asked.
+
+    Raise for those of a saved patch too.
+    """
+    foreign = False
     frequencies = any(of_kind(one, RopeScaling) for one in named(method))
     block = vars(getattr(model, "config", model)).get(export.BLOCK)
     composed = request.get("compose") is True or any(table.scaled for table in tables)
@@ -318,12 +323,14 @@ def _refuse_foreign(
             continue
         set_by_hand = is_table(table.live()[0]) and table.rope_type not in PER_LENGTH
         if set_by_hand and request.get("compose") is True:
+            foreign = True
             continue
         way = "compose=True starts from them. " if set_by_hand else ""
         raise UnsupportedModelError(
             f"{difference} {way}If the config was edited after loading, or memory was left as it was (to_empty), load "
             "the model again: from_pretrained(..., config=config)."
         )
+    return foreign
 
 
 def _refuse_damaged(damage: str | None, state: State) -> None:

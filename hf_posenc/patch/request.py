@@ -74,7 +74,7 @@ def resolve_request(
         return _by_layers(source, method, layers, options, shared)
     parts = named(method)
     if len(parts) > 1:
-        _check_list(parts, scale, options)
+        _check_list(parts, scale, target, options)
     if isinstance(layers, Iterable) and not isinstance(layers, str):
         layers = tuple(plain(layers))
     given: int | None = None
@@ -100,7 +100,8 @@ def resolve_request(
             replace = True  # of the checkpoint's own scaling by the same one
             given = given or own_original(tables)
         lengths = {"original": given, "scale": scale, "target": target}
-        compose = composes(tables, parts, lengths, compose=compose, replace=replace)
+        log_n = options.get("log_n") is True
+        compose = composes(tables, parts, lengths, compose=compose, replace=replace, log_n=log_n)
         optional = target is None and not any(part.reads_length for part in parts)
         original = given or _common_length(tables, compose=compose, optional=optional)
     native, cut = (source, False) if isinstance(source, NativeSeam) else (None, cut)
@@ -114,9 +115,9 @@ def resolve_request(
         sized = scale if takes_scale else None, target if takes_target else None
         built, reach = _build(part, *sized, original, options, knobs, has_length=has_length)
         methods.append(built)
-        extended = reach if extended is None else extended
+        extended = max(extended or 0, reach or 0) or None
     if len(methods) > 1:
-        _check_list(methods, None, {})  # the seam of a dynamic method depends on its `update`
+        _check_list(methods, None, None, {})  # the seam of a dynamic method depends on its `update`
     for built in methods:
         others = [other for other in methods if other is not built]
         called(built, "check_beside", built.check_beside, others)
@@ -344,18 +345,25 @@ def _common_length(tables: Sequence[RotaryTable], *, compose: bool, optional: bo
 
 
 def _check_list(
-    parts: Sequence[Method | type[Method]], scale: float | None, options: Mapping[str, Any]
+    parts: Sequence[Method | type[Method]],
+    scale: float | None,
+    target: int | None,
+    options: Mapping[str, Any],
 ) -> None:
     if options:
         raise PosencError(
             f"Options ({', '.join(options)}) belong to one method: list method objects, as in [YaRN(scale=4), LogN()]."
         )
     check_seams(parts)
-    scaled = [part.name for part in parts if part.takes_scale()]
-    if len(scaled) > 1 and scale is not None:
-        raise PosencError(
-            f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), LogN()]."
-        )
+    for argument, value in (("scale", scale), ("target_length", target)):
+        taking = [part for part in parts if part.takes_scale()]
+        if argument == "target_length":  # an object may have its scale
+            taking = [part for part in taking if not part.follows_text and isinstance(part, type)]
+        if len(taking) > 1 and value is not None:
+            raise PosencError(
+                f"{argument}= could be that of {' or '.join(part.name for part in taking)}: give method objects, as "
+                "in [YaRN(scale=4), LogN()]."
+            )
 
 
 def _check_in_attention(methods: Sequence[Method]) -> None:

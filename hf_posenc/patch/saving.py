@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.diagnosis import loader_of
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import available_methods
 from hf_posenc.model.unwrapping import swapped
@@ -85,6 +86,13 @@ def _before_state_dict(model: nn.Module, *_: Any) -> None:
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a patched model as its class does, with a config that its readers understand or refuse."""
+    state = state_of(model)
+    if state is not None and state.foreign and state.export is None:
+        raise PosencError(
+            f"{state.config.method} starts from frequencies that were set after the model was loaded, and no reader of "
+            "a saved model has them. Save the patch alone (hf_posenc.save_patch), and load it (load_patch) on a model "
+            "with these frequencies."
+        )
     write = functools.partial(_save_config, model)  # before the class uploads the folder
     with swapped(vars(model.config), _NAME, write):
         return getattr(type(model), _NAME)(model, save_directory, *args, **kwargs)
@@ -105,17 +113,20 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     file = Path(directory) / "config.json"
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     methods = " + ".join(name for name, _ in state.config.parts)
+    autos, found = [*_auto_classes(model)], loader_of(model.config).__name__
+    auto = found if found in autos else (*autos, type(model).__name__)[0]
+    given = "" if found in (auto, type(model).__name__) else f"(..., auto_class={auto})"
     advice = (
-        f"{methods} needs hf_posenc. Load this model with hf_posenc.from_pretrained, or with trust_remote_code=True "
-        "where hf_posenc is installed."
+        f"{methods} needs hf_posenc. Load this model with hf_posenc.from_pretrained{given}, or with {auto} and "
+        "trust_remote_code=True where hf_posenc is installed."
     )
+    if state.foreign:  # hf_posenc would start from the frequencies of the config
+        del values[export.BLOCK]
     if state.export is None:
         _withhold(values, model, advice)
-        autos = values["auto_map"] = dict(values.get("auto_map") or {})
-        code = _CODE.format(method=methods)
-        for name in _auto_classes(model):
-            autos[name] = f"{_MODULE}.{name}"
-            code += _CLASS.format(name=name)
+        code, known = _CODE.format(method=methods), values.get("auto_map") or {}
+        values["auto_map"] = {**known, **{name: f"{_MODULE}.{name}" for name in autos}}
+        code += "".join(_CLASS.format(name=name) for name in autos)
         (file.parent / f"{_MODULE}.py").write_text(code, encoding="utf-8")
     if _OF_TRAINER.fullmatch(file.parent.name):
         values.pop(_SCALING, None)
@@ -137,16 +148,11 @@ def _warning(model: Any, state: State, folder: Path, methods: str, advice: str) 
         )
     if state.export is not None:
         return ""
-    load = (
-        f"Load it with hf_posenc.from_pretrained({str(folder)!r}), or with trust_remote_code=True where hf_posenc is "
-        "installed."
-    )
-    if _is_refused(model, folder, advice):
-        return f"Plain transformers cannot compute {methods} and refuses to load this model. {load}"
-    return (
-        f"Plain transformers cannot compute {methods}, and {type(model).__name__}.from_pretrained({str(folder)!r}) "
-        f"does not refuse this folder: it gives the model without the patch. {load}"
-    )
+    plain = "refuses this folder"
+    if not _is_refused(model, folder, advice):
+        plain = "does not refuse this folder: it gives the model without the patch"
+    call = f"{type(model).__name__}.from_pretrained({str(folder)!r})"
+    return f"Plain transformers cannot compute {methods}, and {call} {plain}. {advice}"
 
 
 def _is_refused(model: Any, folder: Path, advice: str) -> bool:

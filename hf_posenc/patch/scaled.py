@@ -9,10 +9,9 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, LongRoPE, Method, get_method
 from hf_posenc.model.context import config_length, readings
 from hf_posenc.model.discovery import PER_LENGTH, RotaryTable, layers_of_type, local_layers
+from hf_posenc.patch.export import SCALING_KEYS
 
 _ORIGINAL = "original_max_position_embeddings"
-_OF_THE_TABLE = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
-"""The keys of a block of `rope_parameters` that describe no scaling."""
 
 
 def own_knobs(part: Method | type[Method], tables: Sequence[RotaryTable]) -> dict[str, Any]:
@@ -96,8 +95,10 @@ def dropped_of(
             continue
         heir = next((each for each in methods if _is_of_type(type(each), table.rope_type)), None)
         if heir is None:
-            rest = {k: v for k, v in table.parameters.items() if k not in _OF_THE_TABLE}
-            dropped |= {"rope_type": table.rope_type, **rest}
+            rest = {key: v for key, v in table.parameters.items() if key in SCALING_KEYS}
+            if rest.get(_ORIGINAL) == original:
+                del rest[_ORIGINAL]  # the methods start from it
+            dropped |= {**rest, "rope_type": table.rope_type}
             continue
         for knob, value in _knobs_of(type(heir), table).items():
             kept = getattr(heir, knob)
@@ -162,14 +163,18 @@ def composes(
     *,
     compose: bool,
     replace: bool,
+    log_n: bool = False,
 ) -> bool:
-    """Return whether methods start from the frequencies in force; raise where a request leaves that open."""
+    """Return whether methods start from the frequencies in force; raise where a request leaves that open.
+
+    `log_n`: the option of that name of bands, which are named and not yet built.
+    """
     if any(part.seam == "rotary" for part in parts):
         _check_scaled(tables, compose=compose, replace=replace, **given)
         return compose
-    # Beside a method of queries, replace= is of the model's own factor on them.
-    multiplied = any(part.seam == "query" for part in parts)
-    if replace and any(table.scaled for table in tables) and not multiplied:
+    # Beside a factor on queries, replace= is of the model's own.
+    multiplies = any(part.seam == "query" or getattr(part, "log_n", False) for part in parts)
+    if replace and any(table.scaled for table in tables) and not (multiplies or log_n):
         raise PosencError(
             "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
             "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."

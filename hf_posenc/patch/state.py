@@ -54,6 +54,8 @@ class State(Record):
     warned: set[str] = field(default_factory=set)
     # The PEFT configs that saving has made carry the patch.
     adapters: list[Any] = field(default_factory=list)
+    # True if the patch starts from frequencies in force that are not those of the config.
+    foreign: bool = False
     # What the checkpoint's own scaling had and the methods which replace it have not, as in `Patch`.
     dropped: Mapping[str, Any] = field(default_factory=dict)
 

@@ -399,7 +399,12 @@ def take_over_lengths(
             "positions that could be made longer in the same way."
         )
     for table in tables:
-        longer = held(twin, table.path).tensor()
+        try:
+            longer = held(twin, table.path).tensor()
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                f"{table.path} is a copy of the table that an adapter trains. Patch the model, then add the adapter."
+            ) from error
         rows = longer.shape[axis_of(longer)]
         if rows != table.start + lengths[table.path]:
             raise UnsupportedModelError(

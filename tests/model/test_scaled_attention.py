@@ -166,6 +166,7 @@ def test_beside_bands_layers_that_do_not_rotate_have_it_too() -> None:
         ("smollm3", "rerope", [2, 3], r"rerope would change nothing in 3.*it changes: 0, 1, 2\."),
         ("lfm3", "log_n", [1, 3], r"log_n would change nothing in 3.*it changes: 1, 2\."),
         ("beam", "rerope", [3], r"no rotary table serves layer 3.*have one: 0, 2\."),
+        ("zamba2", "rerope", [1], r"a module that it shares with .*changes: none by a number\."),
         ("smollm3", "log_n", [4], "this model has 4 layers, numbered from 0 to 3"),
     ],
 )
@@ -216,6 +217,14 @@ def test_the_factor_of_ministral_can_be_put_in_and_taken_out(tmp_path: Path) -> 
         with pytest.raises(PosencError, match="scales its queries already"):
             patch_model(model, methods, compose=True)
     assert zoo.relative_difference(without, before) > 1e-2
+    patch_model(model, "pi", scale=1, compose=True)
+    assert zoo.relative_difference(zoo.logits(model, ids), before) < 1e-6
+    unpatch_model(model)
+    patch_model(model, "pi", scale=4, replace=True)
+    assert "llama_4_scaling_beta" not in zoo.in_force(model).dropped
+    unpatch_model(model)
+    patch_model(model, "rerope", window=9, log_n=True, replace=True)
+    unpatch_model(model)
     patch_model(model, "temperature", law="constant", factor=1.0, replace=True)
     assert zoo.relative_difference(zoo.logits(model, ids), without) < 1e-5
     model.save_pretrained(tmp_path)

@@ -140,7 +140,7 @@ class Root(DistanceBias):
         parameters: Mapping[str, Tensor],
         query_position: Tensor | None = None,
     ) -> Tensor:
-        return -parameters["slope"].view(-1, *(1,) * distance.dim()) * distance.sqrt()
+        return -parameters["slope"].view(-1, *(1,) * distance.dim()) * distance.double().sqrt()
 
 
 def test_a_users_own_bands(model: PreTrainedModel, each_path: None) -> None:

@@ -145,6 +145,7 @@ CLIP, YARN = Clip(pairs=2), YaRN(scale=2)
         ([YARN, NTKAware(scale=2)], "Two methods on one seam exclude each other"),
         ([YARN, DynamicPI()], "Two rotary tables exclude each other: yarn, dynamic_pi"),
         ([DynamicYaRN(), YARN], "Two rotary tables exclude each other"),
+        ([Clip(share=0), ReRoPE()], "No attention layer of this model rotates, as rerope needs"),
         ([ReRoPE(log_n=True), LogN()], "exclude each other: log_n, rerope with log_n"),
     ],
 )

@@ -291,6 +291,12 @@ def test_dictionaries_that_cannot_be_met(request_: Any, message: str) -> None:
     zoo.refused(build(), message, request_)
 
 
+@pytest.mark.parametrize("key", ["all", "full", "hybrid", 1, range(4)])
+def test_layers_that_attend_beside_another_mixer(key: Any) -> None:
+    patch = zoo.in_force(patch_model(zoo.build("falcon_h1"), {key: ReRoPE(window=8)}))
+    assert len(patch.layers) == (1 if key == 1 else 4)
+
+
 def test_numbers_of_a_dictionary() -> None:
     """A scale is that of methods by name; other options and layers are refused beside it."""
     model = patch_model(build(), {0: "yarn", 1: "nope"}, scale=4)

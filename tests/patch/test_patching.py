@@ -27,7 +27,7 @@ from hf_posenc import (
     patched,
     unpatch_model,
 )
-from hf_posenc.methods import ReRoPE, YaRN
+from hf_posenc.methods import ReRoPE, SelfExtend, YaRN
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.patch import patching
 from hf_posenc.patch.report import COLUMNS
@@ -111,6 +111,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("yarn", {"scale": "8"}, "not '8'"),
         ("yarn", {"scale": 4, "target_length": 512}, "disagree"),
         ("yarn", {"target_length": 32}, "nothing to extend"),
+        (["yarn", "self_extend"], {"target_length": 512}, "that of yarn or self_extend"),
         ("dynamic_yarn", {"scale": 4}, "takes no scale"),
         ("dynamic_yarn", {"target_length": 512}, "follows the length"),
         ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
@@ -149,8 +150,10 @@ def test_a_method_object_and_a_name_are_the_same(model: PreTrainedModel) -> None
 @pytest.mark.filterwarnings("ignore:.*starts untrained")
 @pytest.mark.parametrize("method", ["yarn", "self_extend", "leaky_rerope", "alibi"])
 def test_the_config_says_how_far_the_model_reads(method: str) -> None:
-    """lm-evaluation-harness, vLLM and trainers cut texts at this length."""
-    model = patch_model(zoo.build("llama"), method, scale=4)
+    """lm-evaluation-harness, vLLM and trainers cut texts at this length; that of the longest method in a list."""
+    beside = [SelfExtend(scale=2)] if method == "yarn" else []
+    methods: Any = [*beside, YaRN(scale=4)] if beside else method
+    model = patch_model(zoo.build("llama"), methods, scale=None if beside else 4)
     assert zoo.in_force(model).extended_length == model.config.max_position_embeddings == 256
 
 
@@ -570,7 +573,9 @@ class TestForeignFrequencies:
         assert [table.difference for table in inspect_rope(model)] == [""]
 
     @pytest.mark.parametrize("method", ["pi", "rerope"])
-    def test_a_table_set_by_hand_is_composed_with(self, model: Any, method: str) -> None:
+    def test_a_table_set_by_hand_is_composed_with(
+        self, model: Any, method: str, tmp_path: Path
+    ) -> None:
         rotary = model.model.rotary_emb
         options: dict[str, Any] = {"scale": 2} if method == "pi" else {"window": 8}
         rotary.inv_freq *= torch.linspace(1, 0.5, len(rotary.inv_freq))
@@ -583,6 +588,13 @@ class TestForeignFrequencies:
         patch_model(model, method, **options, compose=True)
         (table,) = inspect_rope(model)
         assert torch.allclose(table.inv_freq, own / (2 if method == "pi" else 1), rtol=1e-6)
+        if method == "pi":  # no config has such a table, but as a list
+            model.save_pretrained(tmp_path)
+            (again,) = inspect_rope(hf_posenc.from_pretrained(tmp_path))
+            assert torch.allclose(again.inv_freq, table.inv_freq, rtol=1e-6)
+        else:
+            with pytest.raises(PosencError, match="rerope starts from frequencies that were set"):
+                model.save_pretrained(tmp_path)
         unpatch_model(model)
         assert torch.equal(rotary.inv_freq, own)
 

@@ -72,20 +72,24 @@ def plain(path: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"),
-    [
-        *covering(["deepseek_v2", "youtu"], ["yarn", "ntk"]),
-        *late(["deepseek_v3", "glm4_moe_lite"], ["yarn", "ntk"]),
-    ],
+    "model_type", ["deepseek_v2", "youtu", *late(["deepseek_v3", "glm4_moe_lite"])]
 )
-def test_deepseek_keeps_its_factor_of_scores(model_type: str, method: str, tmp_path: Path) -> None:
+def test_deepseek_keeps_its_factor_of_scores(model_type: str, tmp_path: Path) -> None:
     """Its attention reads `factor` beside `mscale_all_dim`, whatever the table."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
     rope |= {"original_max_position_embeddings": 16, "mscale_all_dim": 1.0}
     model = zoo.build(model_type, rope_parameters=rope)
-    patch_model(model, method, scale=2.0, compose=True)
-    model.save_pretrained(tmp_path)
-    assert torch.allclose(logits(plain(tmp_path)), logits(model), atol=1e-4)
+    requests: list[tuple[Any, dict[str, Any]]] = [
+        *((method, {"scale": 2.0, "compose": True}) for method in ("yarn", "ntk")),
+        ("yarn", {"scale": 2.0, "compose": True, "mscale": 1.0, "mscale_all_dim": 0.7}),
+        (["yarn", "resonance"], {"scale": 8.0, "replace": True}),
+        ("mrrope", {"scale": 4.0, "replace": True, "mscale": 0.7, "mscale_all_dim": 0.4}),
+    ]
+    for method, options in requests:
+        patch_model(model, method, **options)
+        model.save_pretrained(tmp_path)
+        assert torch.allclose(logits(plain(tmp_path)), logits(model), atol=1e-4)
+        unpatch_model(model)
 
 
 @pytest.mark.filterwarnings("ignore:Plain transformers cannot")
@@ -232,6 +236,11 @@ class TestOnlyWithHfPosenc:
         patch_model(zoo.build("gemma3"), "log_n").save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="log_n needs hf_posenc"):
             transformers.Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+
+    def test_a_classifier_is_loaded_as_what_it_is(self, tmp_path: Path) -> None:
+        model = transformers.LlamaForSequenceClassification(zoo.tiny_config("llama"))
+        patch_model(model, "alibi").save_pretrained(tmp_path)
+        assert type(from_pretrained(tmp_path)) is type(model)
 
     def test_a_config_that_was_saved_again(self, model: PreTrainedModel, tmp_path: Path) -> None:
         saved(patch_model(model, "alibi"), tmp_path)

@@ -403,7 +403,7 @@ def test_the_trainer_chooses_learned_tables_and_no_sines(model_type: str, method
         ("gpt2", ("hierarchical", {"scale": 65}), "two digits of base 64"),
         ("gpt2", ("tile", {"target_length": 1e9}), r"would take 256,000,016,384 bytes more, and [\d,]+ are free"),
         ("gpt2", ("nope", {"target_length": 1e9}), r"would take 256,000,016,384 bytes more"),
-        ("gpt2", ("stretch", {"scale": 2, "keep": 64}), "leaves none of the 64 positions"),
+        ("gpt2", ("stretch", {"scale": 2, "keep": 64}), "leaves no step between the 64 positions"),
         ("gpt2", ("tile", {"scale": 2, "original_max_position_embeddings": 32}), "Leave it out"),
         ("gpt2", (["tile", "log_n"], {"scale": 2}), "one method at a time"),
         ("gpt2", ("interpolate", {"scale": 2, "update": "row"}), "static"),

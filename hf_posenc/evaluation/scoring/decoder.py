@@ -15,6 +15,7 @@ from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.unwrapping import evaluation_mode as evaluation_mode
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.model.weights import execution_device, rounding_dtype
+from hf_posenc.patch.state import state_of
 from hf_posenc.seams.handover import tables_in_place
 from hf_posenc.seams.held import TableEnd
 from hf_posenc.seams.probes import TOKENS, ordinary_tokens
@@ -237,5 +238,7 @@ def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     inner: Any = unwrap(model)
     if getattr(inner.config, "max_seq_len", None) == limit:
         way = f"Give shorter lengths, or raise max_seq_len in its config: model.config.max_seq_len = {tokens}."
-    name = type(inner).__name__
+    state, name = state_of(inner), type(inner).__name__
+    if state is not None and state.native is not None and state.native.has_length:
+        way = f"Give shorter lengths, or {state.config.method} with target_length={tokens}."
     return PosencError(f"{tokens:,} tokens: {name} has positions for {limit:,}. {way}")

@@ -12,7 +12,7 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity, measure_retrieval
 from hf_posenc.evaluation.bench import bench
-from hf_posenc.evaluation.scoring.decoder import position_limit
+from hf_posenc.evaluation.scoring.decoder import position_limit, too_long
 from tests.support import zoo
 from tests.support.families import build_text_model
 from tests.support.selection import quick
@@ -62,6 +62,8 @@ def test_the_limit_of_a_patched_table_is_that_of_the_patch(method: str, options:
     scale = {} if options is None else {"scale": 2, **options}
     model = hf_posenc.patch_model(build_text_model("gpt2", n_layer=1), method, **scale)
     assert position_limit(model) == (128 if scale else 64)
+    if method == "alibi":
+        assert str(too_long(model, 200, 128)).endswith(", or alibi with target_length=200.")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
