@@ -355,16 +355,15 @@ def open_source(
         found = tables_of(model)
     except NoRotaryError as error:
         raise _without_rotary(path, model, saved, method) from error
-    methods = () if saved is None else saved.build()
-    if method is not None:
-        methods = resolve_request(found, method, **options).methods
+    request = {"method": method, **options} if saved is None else saved.request()
+    state = None if method is None and saved is None else resolve_request(found, **request)
+    methods = () if state is None else state.methods
     read = str(path), base, stored, config, methods
     # Sines and cosines that a model keeps precomputed are in the weights, which are not here.
     precomputed = any(isinstance(table, SinCosTable) for table in found)
     if methods and (precomputed or any(seam_of(part) != "rotary" for part in methods)):
         return Source(*read, model, request=saved)
-    request = {"method": method, **options} if saved is None else saved.request()
-    if methods and resolve_request(found, **request).parts:
+    if state is not None and state.parts:
         return Source(*read, model, by_layers=True, request=saved)
     if saved is not None:
         apply_config(model, saved)

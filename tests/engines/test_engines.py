@@ -137,12 +137,23 @@ class TestEveryEngine:
             assert not found.possible
             assert "yarn in some of the layers that share a table" in found.reason
 
-    def test_a_saved_patch_and_the_same_asked_for_agree(self, llama: Path, saved: Path) -> None:
-        asked_for = exports(llama, "ntk_mixed", scale=4)
-        for engine, one in exports(saved).items():
+    @pytest.mark.parametrize("methods", ["ntk_mixed", ["yarn", "clip"]])
+    def test_a_saved_patch_and_the_same_asked_for_agree(
+        self, llama: Path, tmp_path: Path, methods: Any
+    ) -> None:
+        patch_model(from_pretrained(llama), methods, scale=4).save_pretrained(tmp_path)
+        asked_for = exports(llama, methods, scale=4)
+        for engine, one in exports(tmp_path).items():
             two = asked_for[engine]
             assert one.form == two.form, engine
             assert one.config["rope_parameters"] == two.config["rope_parameters"], engine
+
+    def test_ministral_keeps_the_length_of_its_own_factor(self, tmp_path: Path) -> None:
+        zoo.build("ministral3").save_pretrained(tmp_path)
+        rope = export(tmp_path, "vllm", method="pi", scale=2, compose=True).config[
+            "rope_parameters"
+        ]
+        assert (rope["rope_type"], rope["original_max_position_embeddings"]) == ("longrope", 64)
 
     def test_an_export_leaves_the_source_as_it_was(self, llama: Path) -> None:
         source = open_source(llama, "yarn", scale=4)
