@@ -22,7 +22,15 @@ from hf_posenc.embedded import model_path
 from hf_posenc.evaluation import recommend as room
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS
-from hf_posenc.evaluation.recommend import Advice, cache_cost, facts, notes, recommend, table
+from hf_posenc.evaluation.recommend import (
+    Advice,
+    cache_cost,
+    facts,
+    next_steps,
+    notes,
+    recommend,
+    table,
+)
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FINE_TUNED,
@@ -274,7 +282,8 @@ def test_a_moving_table_is_named_and_its_long_list_scaled(only: Callable[..., No
     encoder = recommend(zoo.build("eurobert", **config), TRAINED * 2)
     assert "change past" in encoder.carried.note
     assert "patch_model" not in encoder.carried.note  # its text is read in both directions
-    assert encoder.commands()[0].endswith("--patch none")
+    assert not encoder.commands()
+    assert "is not a causal language model: the commands that" in [*next_steps(encoder)][-1]
     advice = recommend(zoo.build("llama", **config), TRAINED * 8)
     assert advice.beside == {"compose": True}
     found = by_name(advice)
@@ -319,6 +328,8 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
     only(*kinds)
     advice = recommend(llama(), TRAINED * 2, original=half)
     assert advice.factor == 4
+    assert dict(facts(advice))["checkpoint"] == "32 tokens by the given length."
+    assert all(f"--patch {option.spec}" in advice.commands()[-1] for option in advice.first)
     for method in kinds:
         options: Any = by_name(advice)[method].options
         assert options["original_max_position_embeddings"] == half
@@ -356,15 +367,17 @@ def test_what_the_architecture_does_not_take(only: Callable[..., None]) -> None:
 def test_a_model_whose_full_layers_do_not_rotate_needs_no_patch(device: str) -> None:
     model: Any = zoo.build("cohere2")
     model.to(device)
-    with pytest.raises(PosencError, match="need no patch, or log_n unless"):
+    message = 'need no patch, or log_n unless .* Pass layers="all" .* an option of patch_model'
+    with pytest.raises(PosencError, match=message):
         recommend(model, TRAINED * 4)
     assert not recommend(model, TRAINED).needed
 
 
 def test_refusals(live: Any) -> None:
-    message = r"has no rotary embedding.* `hf-posenc inspect bloom-7b`"
-    with pytest.raises(PosencError, match=message):
-        recommend(on_meta(zoo.tiny_config("bloom")), 1000, name="bloom-7b")
+    message = r"has no rotary embedding.* `hf-posenc inspect own` .* for that"
+    for kind, end in (("bloom", "; `hf-posenc perplexity` compares them."), ("t5", ".")):
+        with pytest.raises(PosencError, match=f"{message}{re.escape(end)}$"):
+            recommend(zoo.build(kind), 1000, name="own")
     with pytest.raises(PosencError, match="number of tokens"):
         recommend(live, 0)
     with patched(live, "yarn", scale=2), pytest.raises(PosencError, match="unpatch_model"):
