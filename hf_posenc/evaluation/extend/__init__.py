@@ -41,7 +41,7 @@ from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
 from hf_posenc.evaluation.tuning.sweep import recipe
 from hf_posenc.files import disk_errors, write_atomically
-from hf_posenc.model.context import readings
+from hf_posenc.model.context import context_of, readings
 from hf_posenc.model.discovery import rotary_tables
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
@@ -282,6 +282,12 @@ class ExtendJob(Rung[ExtendResult]):
             plain = patch.export is not None
             verified = verify_export(folder, model, plain=plain)
             require(verified)
+            target, reach = self.settings.lengths[1], patch.extended_length or 0
+        if reach > target:
+            result.remarks.append(
+                f"The saved config.json names {reach:,} tokens, by the scale of the method, and nothing past "
+                f"{target:,} was measured: serve no more than these."
+            )
         exports = {}
         for engine in ENGINES:
             made = export(folder, engine)
@@ -431,6 +437,7 @@ def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
     for table in rotary_tables(unwrap(model)):
         if len(read := readings(table)) > 1:
             raise _scaled(named, argument, table.rope_type, " or ".join(map(str, read)), target)
+        context_of(table, argument="max_position_embeddings in config.json")  # no option names it
     carried = recommend(model, 1, name=argument).carried  # tries no method
     target = target or 4 * carried.trained
     if target <= carried.reach:

@@ -223,7 +223,9 @@ def rope_of(model: nn.Module) -> RopeSpec:
             "This checkpoint is already scaled, by its config or a saved patch, and a search starts from an unscaled "
             "one. If by its config, `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
         )
-    specs = [read_spec(each, context_of(each, None).original, compose=False) for each in tables]
+    named = "max_position_embeddings in config.json"  # no option names it
+    lengths = [context_of(each, argument=named).original for each in tables]
+    specs = [read_spec(*each, compose=False) for each in zip(tables, lengths, strict=True)]
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(
             f"This model has rotary tables of different sizes ({', '.join(str(s.dim // 2) for s in specs)} pairs): one "
