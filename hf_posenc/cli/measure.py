@@ -67,6 +67,9 @@ def perplexity(
         return (open_sizes if run.dry_run else open_session)(other)[:2]
 
     job = frame.prepare(prepare, load=load)
+    original, added = job.metadata["original"], options.short and options.preset is None
+    if options.lengths and added and original and original < job.settings.lengths[0]:
+        print_note(f"--stride or --tail-tokens needs more than the trained {original:,} tokens.")
     frame.announce(job.settings, job.metadata["skipped"])
     frame.finish(job, lambda: print_cost(job, frame.device))
 
