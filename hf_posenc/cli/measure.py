@@ -365,11 +365,6 @@ def report(
         print_warning("no plots: they need matplotlib (pip install 'hf-posenc[plot]').")
     write_atomically(output, render(collection, title=title or TITLE))
     count = len(collection.sources)
-    print_json(
-        {
-            "page": str(output),
-            "results": [{"name": source.name, "kind": source.kind} for source in collection.files],
-            "remarks": collection.remarks,
-        }
-    )
+    results = [{"name": source.name, "kind": source.kind} for source in collection.files]
+    print_json({"page": str(output), "results": results, "remarks": collection.remarks})
     print_note(f"Wrote {output}: {count} result{'s' * (count != 1)}")

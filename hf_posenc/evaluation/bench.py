@@ -295,12 +295,7 @@ def prepare(
             remarks.append(f"No retrieval: {error}")
     speed = None
     if suite.rounds:
-        speed = SpeedRun(
-            model,
-            window_of(run.documents, settings.lengths[-1], run.special),
-            run.candidates,
-            rounds=suite.rounds,
-            **sizes,
-            metadata=metadata,
-        )
+        window = window_of(run.documents, settings.lengths[-1], run.special)
+        sizes |= {"rounds": suite.rounds, "metadata": metadata}
+        speed = SpeedRun(model, window, run.candidates, **sizes)
     return BenchJob(run, parts, speed, {"suite": options.suite, "remarks": tuple(remarks)})

@@ -139,18 +139,12 @@ class ExtendJob(Rung[ExtendResult]):
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
             remarks += [f"{f.method} gave no number: {f.reason}" for f in part.failures]
-        options, about = self.options, ("model", "source", "command")
+        options, (original, target) = self.options, self.settings.lengths
+        about = {name: self.whole.metadata[name] for name in ("model", "source", "command")}
+        settings = {"original": original, "target": target, "budget": options.budget}
         result = ExtendResult(
-            about={
-                **{name: self.whole.metadata[name] for name in about},
-                "environment": identity.environment(),
-            },
-            settings={
-                "original": self.settings.lengths[0],
-                "target": self.settings.lengths[1],
-                "budget": options.budget,
-                "max_regression": options.max_regression,
-            },
+            about={**about, "environment": identity.environment()},
+            settings={**settings, "max_regression": options.max_regression},
             plan={**asdict(plan), "seconds_per_token": rate, "measured": course.seconds},
             kinds=kinds,
             remarks=list(dict.fromkeys(remarks)),
@@ -284,10 +278,8 @@ class ExtendJob(Rung[ExtendResult]):
             require(verified)
             target, reach = self.settings.lengths[1], patch.extended_length or 0
         if reach > target:
-            result.remarks.append(
-                f"The saved config.json names {reach:,} tokens, by the scale of the method, and nothing past "
-                f"{target:,} was measured: serve no more than these."
-            )
+            named = f"The saved config.json names {reach:,} tokens, by the method's scale"
+            result.remarks.append(f"{named}; only {target:,} are judged: serve no more than these.")
         exports = {}
         for engine in ENGINES:
             made = export(folder, engine)
@@ -402,17 +394,9 @@ def prepare(
     controls = dict.fromkeys((TRUNCATION, *CONTROLS))
     parsed = [(Candidate.parse(spec), spec in controls) for spec in (*controls, *kinds)]
     candidates = [candidate for candidate, _ in tried(model, parsed, original)]
-    whole = prepared(
-        model,
-        tokenizer,
-        source,
-        replace(options, target_length=target, limit=options.limit or 2 * HALF),
-        original,
-        embedded_limit=2 * HALF,
-        candidates=candidates,
-        name=name,
-        command=command,
-    )
+    read = replace(options, target_length=target, limit=options.limit or 2 * HALF)
+    about: dict[str, Any] = {"candidates": candidates, "name": name, "command": command}
+    whole = prepared(model, tokenizer, source, read, original, embedded_limit=2 * HALF, **about)
     if len(whole.documents) < 4:
         raise PosencError(
             f"{len(whole.documents)} of the documents have {target:,} tokens; 4 are needed, two to choose a method and "

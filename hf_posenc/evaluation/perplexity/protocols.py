@@ -193,10 +193,7 @@ PRESETS: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"
 
 
 def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
-    """Return `make_settings` of some options; raise if one was given that the run does not read.
-
-    The original length that `short` adds is left out where the other options refuse it.
-    """
+    """Return `make_settings` of some options; raise if one was given that the run does not read."""
     lengths = options.lengths
     if (
         lengths
@@ -205,7 +202,7 @@ def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Setti
         and original
         and original < min(lengths)
     ):
-        with contextlib.suppress(PosencError):
+        with contextlib.suppress(PosencError):  # other options may need more tokens
             both = dataclasses.replace(options, lengths=(*lengths, original), short=False)
             return settings_of(both, original)
     names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
@@ -394,12 +391,8 @@ def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterato
     count = min(settings.windows_per_document or 1, 1 + (tokens - first) // scored)
     step = (tokens - first) / max(1, count - 1)
     for end in [first + round(n * step) for n in range(count)] if count != 1 else [tokens]:
-        yield (
-            Window(end - size + special, end, special, settings.read_last),
-            size - scored,
-            size,
-            scored,
-        )
+        window = Window(end - size + special, end, special, settings.read_last)
+        yield window, size - scored, size, scored
 
 
 def _sliding(tokens: int, settings: Settings, special: int, length: int) -> Iterable[Cut]:

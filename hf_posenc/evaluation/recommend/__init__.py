@@ -245,9 +245,7 @@ def recommend(
     beside_attention = _length(carried.reach, original)
     if carried.rope_type == "longrope":
         beside_attention["compose"] = True  # one of its two lists
-    replaced: dict[str, Any] = {}
-    if carried.scaled:
-        replaced = {"replace": True, **_length(carried.original, original)}
+    replaced = {"replace": True, **_length(carried.original, original)} if carried.scaled else {}
     start = Start(spec, target_length, beside, carried.reach, beside_attention, replaced)
     kinds = [kind for kind in METHODS if kind.for_rotary and kind.for_causal and needed]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]

@@ -68,12 +68,8 @@ class Genome:
     def candidate(self, scale: float, short_texts: str) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
         factors = list(self.factors)
-        options: dict[str, Any] = {
-            "short_factor": factors,
-            "long_factor": factors,
-            "scale": scale,
-            "attention_factor": self.attention_factor,
-        }
+        options: dict[str, Any] = {"short_factor": factors, "long_factor": factors, "scale": scale}
+        options["attention_factor"] = self.attention_factor
         if short_texts == "native":
             options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
         return Candidate.of([Part("longrope", options)], {}, LABEL)
@@ -121,9 +117,8 @@ def evolve(
     for index in range(population - len(batch)):
         add("mutation", mutated(parents[index % len(parents)], scale, random, seen))
     while batch:
-        for (kind, genome), value in zip(
-            batch, score([genome for _, genome in batch]), strict=True
-        ):
+        values = score([genome for _, genome in batch])
+        for (kind, genome), value in zip(batch, values, strict=True):
             steps.append(Step(kind, genome, value if math.isfinite(value) else math.inf))
         # sorted is stable: the older of two equals is kept
         ranked = sorted(steps, key=lambda step: step.score)

@@ -240,9 +240,8 @@ def test_another_model_in_a_folder_stays(job: ExtendJob, planted: Planted, tmp_p
 
 @pytest.mark.parametrize("budget", [5, 8, 11, 100])
 def test_the_plan_fits_the_budget_and_says_what_it_leaves_out(
-    budget: int, job: ExtendJob, monkeypatch: pytest.MonkeyPatch
+    budget: int, job: ExtendJob, planted: Planted
 ) -> None:
-    Planted().install(monkeypatch)
     small = with_budget(job, budget)
     plan, rate = fitted(small), 1e-4
     assert plan.tokens * rate <= budget
@@ -260,8 +259,8 @@ def test_the_plan_fits_the_budget_and_says_what_it_leaves_out(
         assert "documents" in left[0]
 
 
-def test_a_larger_budget_never_takes_less(job: ExtendJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    Planted().install(monkeypatch)
+@pytest.mark.usefixtures("planted")
+def test_a_larger_budget_never_takes_less(job: ExtendJob) -> None:
     plans = [fitted(job, budget) for budget in (5, 6, 7, 8, 9, 11, 100)]
     kept = [(min(plan.documents, 10), plan.each, plan.samples) for plan in plans]
     assert kept == sorted(kept)
@@ -311,7 +310,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert "| vllm | yes: hf-posenc export PATH --to vllm |" in card
     far = Candidate.parse("ntk:scale=9").checked(job.whole.model)  # the least scale that reaches
     job._save(result, far, tmp_path / "ntk")
-    assert "names 576 tokens, by the scale" in result.remarks[-1]
+    assert "names 576 tokens, by the method's scale; only 512 are" in result.remarks[-1]
 
 
 def losing_to(control: str, ratio: float = 0.03) -> Loss:

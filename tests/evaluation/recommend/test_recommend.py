@@ -128,19 +128,19 @@ def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
     assert 4096 < met < 16384
 
 
-def test_every_method_is_judged_once(advice: Advice) -> None:
+def test_every_method_is_judged_once_and_ranked(advice: Advice) -> None:
     judged = [m.name for m in METHODS if m.for_rotary and m.for_causal]
     assert sorted(by_name(advice)) == sorted(judged)
     assert all(option.trial or option.options is None for option in advice.options)
-
-
-def test_the_ranking(advice: Advice) -> None:
     names = [option.method for option in advice.options]
     assert names[0] == "yarn"
     assert names.index("yarn") < names.index("dual_chunk") < names.index("ntk")
     assert names.index("ntk") < names.index("pi") < names.index("sliding_window")
     assert names.index("sliding_window") < names.index("string")  # which does not reach
     assert names.index("string") < names.index("alibi")
+    reasons = {option.method: option.reason for option in advice.options}
+    assert "collapse" in reasons["sliding_window"]  # which lacks the first tokens
+    assert "collapse" not in reasons["attention_sinks"] + reasons["lm_infinite"]
 
 
 def test_the_table_has_every_method_once_and_its_class_at_the_first(advice: Advice) -> None:
@@ -156,12 +156,6 @@ def test_the_table_has_every_method_once_and_its_class_at_the_first(advice: Advi
     kinds = [by_name(advice)[spec].kind for spec in specs[3:]]
     assert kinds == ["frequencies", "frequencies", "attention", "attention"]
     assert "ntk" not in specs  # a published table has it break at this factor
-
-
-def test_windows_are_said_to_lack_the_first_tokens(advice: Advice) -> None:
-    reasons = {option.method: option.reason for option in advice.options}
-    assert "collapse" in reasons["sliding_window"]
-    assert "collapse" not in reasons["attention_sinks"] + reasons["lm_infinite"]
 
 
 def test_evidence_names_its_factor_and_its_end(advice: Advice, only: Callable[..., None]) -> None:

@@ -325,10 +325,9 @@ def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
 
 
 SCALED: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 16}
-LISTS = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-LISTS |= {"original_max_position_embeddings": 16}
+OF: dict[str, Any] = {"original_max_position_embeddings": 16}
+LLAMA3 = {**OF, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LISTS = {**OF, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GIVEN = "original_max_position_embeddings=32"
 
 
