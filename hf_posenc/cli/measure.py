@@ -67,6 +67,9 @@ def perplexity(
         return (open_sizes if run.dry_run else open_session)(other)[:2]
 
     job = frame.prepare(prepare, load=load)
+    original, added = job.metadata["original"], options.short and options.preset is None
+    if options.lengths and added and original and original < job.settings.lengths[0]:
+        print_note(f"--stride or --tail-tokens needs more than the trained {original:,} tokens.")
     frame.announce(job.settings, job.metadata["skipped"])
     frame.finish(job, lambda: print_cost(job, frame.device))
 
@@ -362,11 +365,6 @@ def report(
         print_warning("no plots: they need matplotlib (pip install 'hf-posenc[plot]').")
     write_atomically(output, render(collection, title=title or TITLE))
     count = len(collection.sources)
-    print_json(
-        {
-            "page": str(output),
-            "results": [{"name": source.name, "kind": source.kind} for source in collection.files],
-            "remarks": collection.remarks,
-        }
-    )
+    results = [{"name": source.name, "kind": source.kind} for source in collection.files]
+    print_json({"page": str(output), "results": results, "remarks": collection.remarks})
     print_note(f"Wrote {output}: {count} result{'s' * (count != 1)}")

@@ -17,11 +17,7 @@ from hf_posenc.evaluation.device.run import SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Grid, Result
-from hf_posenc.evaluation.measuring.candidates import (
-    original_length,
-    parse_candidates,
-    within_reach,
-)
+from hf_posenc.evaluation.measuring.candidates import checked_candidates, within_reach
 from hf_posenc.evaluation.measuring.execute import Measurement, Progress, silent
 from hf_posenc.evaluation.measuring.store import ALONE, Shard
 from hf_posenc.evaluation.options import (
@@ -267,8 +263,8 @@ def prepare(
     suite = replace(get_suite(options.suite), **changes)
     lengths, target = options.lengths, options.target_length
     if not lengths:
-        candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
-        lengths = suite_lengths(suite, original_length(model, candidates), target)
+        candidates, original = checked_candidates(model, suite.methods)
+        lengths = suite_lengths(suite, original, target)
         lengths = within_reach(model, candidates, lengths, given=target is not None)
     shared = {field.name: getattr(options, field.name) for field in fields(ProtocolOptions)}
     shared |= {"limit": suite.documents, "methods": suite.methods, "lengths": lengths}
@@ -299,12 +295,7 @@ def prepare(
             remarks.append(f"No retrieval: {error}")
     speed = None
     if suite.rounds:
-        speed = SpeedRun(
-            model,
-            window_of(run.documents, settings.lengths[-1], run.special),
-            run.candidates,
-            rounds=suite.rounds,
-            **sizes,
-            metadata=metadata,
-        )
+        window = window_of(run.documents, settings.lengths[-1], run.special)
+        sizes |= {"rounds": suite.rounds, "metadata": metadata}
+        speed = SpeedRun(model, window, run.candidates, **sizes)
     return BenchJob(run, parts, speed, {"suite": options.suite, "remarks": tuple(remarks)})

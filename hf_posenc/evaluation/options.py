@@ -476,7 +476,8 @@ class PerplexityOptions(ProtocolOptions, MethodsOptions):
             `sliding` (default all).
         longppl: Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or
             self for the measured one; NAME@METHOD patches it, such as self@rerope: needed past its trained length.
-        longppl_short: Tokens of the evaluator's short context. Default: 4096; for shorter texts the trained length.
+        longppl_short: Tokens of the evaluator's short context. Default: 4096; for shorter texts the trained length, or
+            a quarter of the longest length if the trained one is not below it.
         buckets: Parts of the longest prefix for the curve by position. Default: 64.
         bos_windows: Windows of `sliding` with special tokens in front: every or first. Default: every.
         min_tokens: Leave shorter documents out. Default: the longest length, so that every length reads the same ones.

@@ -109,7 +109,9 @@ def test_half_precision_is_measured_in_float32(model: Path, texts: Path, tmp_pat
     assert read(tmp_path / "out")["model"]["dtype"] == "float32"
 
 
-def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_saved_patch_is_measured_as_it_is_and_shown(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
     live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
     live.save_pretrained(tmp_path / "patched")
     byte_tokenizer().save_pretrained(tmp_path / "patched")
@@ -117,6 +119,9 @@ def test_a_saved_patch_is_measured_as_it_is(model: Path, texts: Path, tmp_path: 
     assert plain.stdout.splitlines()[5:12] != patched.stdout.splitlines()[5:12]
     error = refused("perplexity", tmp_path / "patched", "--text", texts, "--patch", "yarn")
     assert "--patch yarn: this model carries a saved patch (ntk_mixed(scale=4))" in error
+    found = json.loads(invoke("inspect", tmp_path / "patched", "--json").stdout)
+    assert found["patch"]["method"] == "ntk_mixed"
+    assert "ntk_mixed(scale=4)" in invoke("inspect", tmp_path / "patched").stdout
 
 
 def test_models_and_tokenizers_that_are_refused(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ LISTED: dict[str, Method] = {
 }
 
 
-def test_what_a_method_composes_with_is_accepted() -> None:
+def test_what_a_method_composes_with_is_accepted_and_what_not_is_refused() -> None:
     tables = tables_of(zoo.build("llama"))
     for kind in METHODS:
         pairs = 8  # of the heads of the zoo
@@ -184,10 +189,6 @@ def test_what_a_method_composes_with_is_accepted() -> None:
             beside = {"keep_rope": rotates} if "keep_rope" in kind.knobs() else {}
             pair = [other, kind.from_options(**options, **beside)]
             resolve_request(tables, pair if isinstance(other, YaRN | DynamicPI) else pair[::-1])
-
-
-def test_what_a_method_does_not_compose_with_is_refused() -> None:
-    tables = tables_of(zoo.build("llama"))
     for other in (ReRoPE(), Clip(pairs=1), ALiBi(keep_rope=True)):
         message = f"nope drops the rotation that {other.name} changes or keeps"
         with pytest.raises(PosencError, match=message):
@@ -204,7 +205,8 @@ def test_show_ends_with_something_that_works(model: Path) -> None:
             assert last.startswith(f"Try: patch_model(model, {method.name!r}, ")
 
 
-def test_models_recipes_and_aliases() -> None:
+def test_version_models_recipes_and_aliases() -> None:
+    assert invoke("--version").stdout == f"hf-posenc {hf_posenc.__version__}\n"
     assert "also linear" in invoke("show", "linear").stdout
     models, recipes = succeeded("models").stdout, succeeded("recipes").stdout
     assert {"llama", "gemma3_text"} <= set(models.split())
@@ -357,10 +359,6 @@ def test_help_and_the_catalog_start_without_transformers() -> None:
     printed(code, ROOT)
 
 
-def test_version() -> None:
-    assert invoke("--version").stdout == f"hf-posenc {hf_posenc.__version__}\n"
-
-
 def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: Path) -> None:
     options = "--patch none --patch yarn --limit 2 --lengths 256,1k --no-plot --output"
     succeeded("perplexity", *options.split(), tmp_path)
@@ -374,14 +372,6 @@ def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: 
     for protocol in ("prefix", "tail"):
         assert ppl["none", protocol, 1024] > 2 * ppl["yarn (auto)", protocol, 1024]
     assert ppl["none", "tail", 1024] > 2 * ppl["none", "tail", 256]
-
-
-def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:
-    live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
-    live.save_pretrained(tmp_path)
-    found = json.loads(invoke("inspect", tmp_path, "--json").stdout)
-    assert found["patch"]["method"] == "ntk_mixed"
-    assert "ntk_mixed(scale=4)" in invoke("inspect", tmp_path).stdout
 
 
 def test_doctor_names_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,13 +432,10 @@ class Nearer(Options):
     """
 
 
-def test_a_help_text_is_that_of_the_nearest_class() -> None:
+def test_every_option_has_a_help_text_that_of_the_nearest_class() -> None:
     texts = help_texts(Nearer)
     assert texts["methods"] == "Methods, whose text is on two lines."
     assert (texts["count"], texts["short"]) == ("Another number.", "Short.")
-
-
-def test_every_option_has_a_help_text() -> None:
     for command in typer.main.get_group(app).commands.values():
         for parameter in command.params:
             assert getattr(parameter, "help", ""), (command.name, parameter.name)
@@ -466,7 +453,7 @@ def made(*arguments: str) -> tuple[Any, list[Any]]:
     return CliRunner().invoke(own, list(arguments)), seen
 
 
-def test_values_are_parsed_into_their_classes() -> None:
+def test_values_are_parsed_into_their_classes_or_refused() -> None:
     result, (options, other) = made()
     assert result.exit_code == 0, result.output
     assert (options, other) == (Options(depths=(0.0, 0.5, 1.0), short=True), Other())
@@ -476,9 +463,6 @@ def test_values_are_parsed_into_their_classes() -> None:
     given: dict[str, Any] = {"methods": ["a", "b"], "lengths": (64, 1024), "depths": (0.0, 1.0)}
     assert options == Options(**given, count=5, replace=True)
     assert (other.name, options.python_only) == ("x", 7)
-
-
-def test_refused_values_and_unknown_options() -> None:
     for arguments in ("--count 0", "--no-replace", "--python-only 1", "--methods a"):
         assert made(*arguments.split())[0].exit_code == 2
 

@@ -34,7 +34,7 @@ WRONG = [
     ("perplexity --protocol taill", "Unknown protocol 'taill'"),
     ("perplexity --preset yarm", "Unknown preset 'yarm'"),
     ("perplexity --aggregate token", "Unknown aggregate 'token'"),
-    ("perplexity --stride 8 --protocol tail", "--stride 8 is for --protocol sliding or stream"),
+    ("perplexity --stride 8 --protocol tail", "--stride 8 is for --protocol sliding or --proto"),
     ("perplexity --longppl self@yarm", "Unknown method 'yarm'"),
     ("perplexity --longppl ./nowhere", "There is no model folder ./nowhere"),
     ("perplexity --bos maybe", "Unknown value of --bos 'maybe'. Available: always, auto, never."),

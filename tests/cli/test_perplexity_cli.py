@@ -158,12 +158,14 @@ def test_a_preset_sets_what_its_peer_has(model: Path, texts: Path, tmp_path: Pat
 
 
 def test_the_trained_length_beside_longer_ones(model: Path, texts: Path, tmp_path: Path) -> None:
-    for flag, lengths in (("--short", [64, 128]), ("--no-short", [128])):
+    far = "--protocol sliding --stride 100 --tail-tokens 20 --patch truncation"
+    for flag, lengths in (("--short", [64, 128]), ("--no-short", [128]), (far, [128])):
         options = f"--lengths 128 --patch none --patch yarn:scale=2 --no-plot {flag} --output"
         text = said("perplexity", model, "--text", texts, *options.split(), tmp_path)
         assert read(tmp_path)["settings"]["lengths"] == lengths
         line = "Short texts (64 tokens, tail, against none): yarn (scale 2)"
         assert (line in text) == (flag == "--short")
+        assert ("needs more than the trained 64 tokens" in text) == (flag == far)
 
 
 @pytest.fixture(scope="module")

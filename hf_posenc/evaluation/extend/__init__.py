@@ -41,7 +41,7 @@ from hf_posenc.evaluation.scoring.estimate import rate_of, run_cost
 from hf_posenc.evaluation.tuning import Course, Rung, prepared, tried
 from hf_posenc.evaluation.tuning.sweep import recipe
 from hf_posenc.files import disk_errors, write_atomically
-from hf_posenc.model.context import readings
+from hf_posenc.model.context import context_of, readings
 from hf_posenc.model.discovery import rotary_tables
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
@@ -139,18 +139,12 @@ class ExtendJob(Rung[ExtendResult]):
                 remarks.append(f"No retrieval: {error}")
         for part in (choosing, *parts.values()):
             remarks += [f"{f.method} gave no number: {f.reason}" for f in part.failures]
-        options, about = self.options, ("model", "source", "command")
+        options, (original, target) = self.options, self.settings.lengths
+        about = {name: self.whole.metadata[name] for name in ("model", "source", "command")}
+        settings = {"original": original, "target": target, "budget": options.budget}
         result = ExtendResult(
-            about={
-                **{name: self.whole.metadata[name] for name in about},
-                "environment": identity.environment(),
-            },
-            settings={
-                "original": self.settings.lengths[0],
-                "target": self.settings.lengths[1],
-                "budget": options.budget,
-                "max_regression": options.max_regression,
-            },
+            about={**about, "environment": identity.environment()},
+            settings={**settings, "max_regression": options.max_regression},
             plan={**asdict(plan), "seconds_per_token": rate, "measured": course.seconds},
             kinds=kinds,
             remarks=list(dict.fromkeys(remarks)),
@@ -282,6 +276,10 @@ class ExtendJob(Rung[ExtendResult]):
             plain = patch.export is not None
             verified = verify_export(folder, model, plain=plain)
             require(verified)
+            target, reach = self.settings.lengths[1], patch.extended_length or 0
+        if reach > target:
+            named = f"The saved config.json names {reach:,} tokens, by the method's scale"
+            result.remarks.append(f"{named}; only {target:,} are judged: serve no more than these.")
         exports = {}
         for engine in ENGINES:
             made = export(folder, engine)
@@ -396,17 +394,9 @@ def prepare(
     controls = dict.fromkeys((TRUNCATION, *CONTROLS))
     parsed = [(Candidate.parse(spec), spec in controls) for spec in (*controls, *kinds)]
     candidates = [candidate for candidate, _ in tried(model, parsed, original)]
-    whole = prepared(
-        model,
-        tokenizer,
-        source,
-        replace(options, target_length=target, limit=options.limit or 2 * HALF),
-        original,
-        embedded_limit=2 * HALF,
-        candidates=candidates,
-        name=name,
-        command=command,
-    )
+    read = replace(options, target_length=target, limit=options.limit or 2 * HALF)
+    about: dict[str, Any] = {"candidates": candidates, "name": name, "command": command}
+    whole = prepared(model, tokenizer, source, read, original, embedded_limit=2 * HALF, **about)
     if len(whole.documents) < 4:
         raise PosencError(
             f"{len(whole.documents)} of the documents have {target:,} tokens; 4 are needed, two to choose a method and "
@@ -431,6 +421,7 @@ def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
     for table in rotary_tables(unwrap(model)):
         if len(read := readings(table)) > 1:
             raise _scaled(named, argument, table.rope_type, " or ".join(map(str, read)), target)
+        context_of(table, argument="max_position_embeddings in config.json")  # no option names it
     carried = recommend(model, 1, name=argument).carried  # tries no method
     target = target or 4 * carried.trained
     if target <= carried.reach:

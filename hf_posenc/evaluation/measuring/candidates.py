@@ -457,12 +457,12 @@ def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]
             requested.append(Candidate.of(parts, candidate.beside))
     check_unique(requested)
     competing = [candidate for candidate in requested if candidate.parts]
-    labels = [candidate.label for candidate in competing]
+    methods = [candidate.method for candidate in competing]
     if not competing:
         raise PosencError(
             "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
         )
-    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
+    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in methods]
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
 
 
@@ -500,14 +500,15 @@ def _moves(model: nn.Module, table: RotaryTable) -> bool:
 
 
 def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | None:
-    """Return the length that methods start from, the longest of the patches; without one, what the model reads.
+    """Return the length that methods start from: that of truncation, else the longest of the patches or what is read.
 
-    `None` if its config names no length, or can be read in two ways.
+    `None` if the model's config names no length, or can be read in two ways.
     """
     from hf_posenc.model.context import length_of
     from hf_posenc.patch.patching import get_patch
 
-    original = max((c.original for c in candidates if c.original is not None), default=None)
+    cut = [each for each in candidates if each.truncates] or candidates
+    original = max((each.original for each in cut if each.original), default=None)
     patch = get_patch(model)
     if original is None and patch is not None:
         original = patch.original_max_position_embeddings

@@ -335,9 +335,13 @@ def execute(
     def report(item: Item, before: int, tokens: int) -> None:
         progress(item.label, before + work[item.key] * tokens // max(1, item.cost), total)
 
+    def patch_of(item: Item) -> Any:
+        candidate = item.candidate
+        return candidate and (candidate.key, item.length if candidate.auto_scale else None)
+
     with _threads(store.threads if on_cpu else None), evaluation_mode(model):
         measurement.prepare(store, todo)
-        for _, group in itertools.groupby(todo, key=_patch_key):
+        for _, group in itertools.groupby(todo, key=patch_of):
             items, refusal = list(group), None
             with contextlib.ExitStack() as stack:
                 patch = patched_in(model, scorer, items[0].candidate, items[0].length)
@@ -381,13 +385,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(own)
-
-
-def _patch_key(item: Item) -> tuple[Any, ...] | None:
-    """Items of one key are measured under one patch."""
-    if item.candidate is None:
-        return None
-    return item.candidate.key, item.length if item.candidate.auto_scale else None
 
 
 @contextlib.contextmanager

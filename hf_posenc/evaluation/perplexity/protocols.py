@@ -6,6 +6,7 @@ always named, and stored with every result.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -34,14 +35,14 @@ AGGREGATES = {
     "hf-docs": "windows weigh by their tokens, less one in every window but the first",
 }
 READERS = {
-    "tail_tokens": ("tail",),
-    "stride": ("sliding", "stream"),
-    "windows_per_document": ("tail", "sliding"),
-    "bos_windows": ("sliding",),
-    "buckets": ("prefix",),
-    "longppl_short": ("longppl",),
+    "tail_tokens": ("--protocol tail", "--patch truncation"),
+    "stride": ("--protocol sliding", "--protocol stream"),
+    "windows_per_document": ("--protocol tail", "--protocol sliding"),
+    "bos_windows": ("--protocol sliding",),
+    "buckets": ("--protocol prefix",),
+    "longppl_short": ("--longppl",),
 }
-"""Options that matter to some protocols only."""
+"""Options that matter to some protocols or methods only."""
 TAIL_TOKENS, STRIDE, BUCKETS, MIN_LENGTH = 1024, 256, 64, 8
 SELF = "self"
 """The measured model, as the evaluator of `longppl`."""
@@ -192,22 +193,31 @@ PRESETS: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"
 
 
 def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
-    """Return `make_settings` of some options; raise if one was given that none of the protocols reads."""
+    """Return `make_settings` of some options; raise if one was given that the run does not read."""
+    lengths = options.lengths
+    if (
+        lengths
+        and options.short
+        and options.preset is None
+        and original
+        and original < min(lengths)
+    ):
+        with contextlib.suppress(PosencError):  # other options may need more tokens
+            both = dataclasses.replace(options, lengths=(*lengths, original), short=False)
+            return settings_of(both, original)
     names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
     values = {name: getattr(options, name, None) for name in names}
-    lengths = options.lengths
-    if lengths and options.short and options.preset is None and original:
-        lengths = (*lengths, *([original] if original < min(lengths) else []))
     values["lengths"] = None if lengths is None else sorted(set(lengths))
     settings, policy = make_settings(values, original, preset=options.preset, bos=options.bos)
-    protocols = (*settings.protocols, *(() if options.longppl is None else ("longppl",)))
+    read = [f"--protocol {name}" for name in settings.protocols]
+    read += ["--longppl"] * (options.longppl is not None)
+    read += [f"--patch {spec.strip().lower()}" for spec in options.methods or ()]
     for name, users in READERS.items():
         value = getattr(options, name)
-        if value is not None and not set(users) & set(protocols):
-            wanted = "--longppl" if "longppl" in users else f"--protocol {' or '.join(users)}"
+        if value is not None and not set(users) & set(read):
             raise PosencError(
-                f"--{name.replace('_', '-')} {value} is for {wanted}, and this run measures "
-                f"{' and '.join(protocols)}: leave it out, or add that."
+                f"--{name.replace('_', '-')} {value} is for {' or '.join(users)}, and this run measures "
+                f"{' and '.join(settings.protocols)}: leave it out, or add that."
             )
     return settings, policy
 
@@ -381,12 +391,8 @@ def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterato
     count = min(settings.windows_per_document or 1, 1 + (tokens - first) // scored)
     step = (tokens - first) / max(1, count - 1)
     for end in [first + round(n * step) for n in range(count)] if count != 1 else [tokens]:
-        yield (
-            Window(end - size + special, end, special, settings.read_last),
-            size - scored,
-            size,
-            scored,
-        )
+        window = Window(end - size + special, end, special, settings.read_last)
+        yield window, size - scored, size, scored
 
 
 def _sliding(tokens: int, settings: Settings, special: int, length: int) -> Iterable[Cut]:

@@ -234,8 +234,12 @@ class PerplexityResult(MethodsResult[Cell]):
 
     def sample_sizes(self) -> Iterator[str]:
         """Note too few documents, and how many a difference of 1 % from truncation, else the baseline, would need."""
-        if any(c.interval is None and math.isfinite(c.perplexity) for c in self.cells):
-            yield "One stream has no ranges and no verdicts." if self.settings.streams else FEW_NOTE
+        few = [c for c in self.cells if c.interval is None and math.isfinite(c.perplexity)]
+        if few and self.settings.streams:
+            yield "One stream has no ranges and no verdicts."
+        elif few:
+            names = ", ".join(dict.fromkeys(cell.protocol for cell in few))
+            yield f"{names}: {FEW_NOTE}" if any(c.interval for c in self.cells) else FEW_NOTE
         labels, length = [entry.label for entry in self.candidates], self.settings.lengths[-1]
         control = TRUNCATION if TRUNCATION in labels else self._baseline
         protocol = self._last_protocol(length)

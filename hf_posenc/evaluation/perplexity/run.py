@@ -354,19 +354,10 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
             batch = [_without_lost(window, attempt) for window in waiting[: self.settings.batch]]
             same = list(next(itertools.groupby(batch, key=lambda window: window.shape))[1])
             if same[0].spans:
-                texts = [
-                    torch.cat([self.special[: w.special], document.tokens(w.begin, w.end)])
-                    for w in same
-                ]
-                losses = attempt(
-                    partial(
-                        self.scorer,
-                        torch.stack(texts),
-                        same[0].first_scored,
-                        read_last=same[0].read_last,
-                    ),
-                    (span.cell for w in same for span in w.spans if span.stop == w.tokens),
-                )
+                texts = ((self.special[: w.special], document.tokens(w.begin, w.end)) for w in same)
+                ids, (_, first, last) = torch.stack([*map(torch.cat, texts)]), same[0].shape
+                ends = (span.cell for w in same for span in w.spans if span.stop == w.tokens)
+                losses = attempt(partial(self.scorer, ids, first, read_last=last), ends)
                 if losses is None:
                     continue  # the cells of their last tokens are lost, those of shorter prefixes not
                 forwarded += sum(window.forwarded for window in same)
@@ -429,6 +420,7 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
         def rank(key: tuple[Any, ...]) -> tuple[int, ...]:
             return labels.index(key[0]), protocols.index(key[1]), *key[2:]
 
+        lost = sorted(reasons, key=lambda key: (labels.index(key[0]), *key[1]))
         return PerplexityResult(
             candidates=[
                 MethodEntry.of(c, not (c.length_dependent or c.auto_scale)) for c in self.candidates
@@ -440,10 +432,7 @@ class PerplexityRun(machine.MethodsRun[Item, PerplexityResult]):
                 if (key[0], key[1:3]) not in reasons
             ],
             failures=[
-                Failure(label, str(protocol), int(length), reason)
-                for (label, (protocol, length)), reason in sorted(
-                    reasons.items(), key=lambda item: (labels.index(item[0][0]), *item[0][1])
-                )
+                Failure(key[0], str(key[1][0]), int(key[1][1]), reasons[key]) for key in lost
             ],
             curves={label: (each["nats"], each["tokens"]) for label, each in curves.items()},
             **self.described,

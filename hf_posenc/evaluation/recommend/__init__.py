@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_posenc.adapters import available_architectures
+from hf_posenc.diagnosis import check_causal
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.recommend.options import (
@@ -99,6 +100,7 @@ class Advice:
         carried: The scaling of the checkpoint's config, and the lengths with it and before it.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
         start: The length that they start from, in tokens.
+        unmeasured: The reason why the measuring commands refuse the model; empty for a causal language model.
         cache: The memory of keys and values at the target; `None` if it is unknown.
         options: Every method, by how it works at the target; within such a class the order is no finding.
     """
@@ -111,6 +113,7 @@ class Advice:
     carried: Carried
     beside: dict[str, Any]
     start: int
+    unmeasured: str
     cache: CacheCost | None
     options: tuple[Option, ...]
 
@@ -150,7 +153,7 @@ class Advice:
         return {"kind": "advice", "format": 1, **values, **about}
 
     def commands(self) -> tuple[str, ...]:
-        """Return the commands to run next, on the user's own text."""
+        """Return the commands to run next, on the user's own text; none for a model that they refuse."""
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs, own = ["none"], [str(one.spec) for one in self.first]
@@ -162,7 +165,7 @@ class Advice:
             specs += ["truncation", *able, *own]
         patches, swept = (
             "".join(f" --patch {spec}" for spec in each)
-            for each in (specs, own if self.carried.scaled else ())
+            for each in (specs, own if self.beside else ())  # its own methods know of neither
         )
         name = f" {self.name}" if self.name else ""
         commands = (
@@ -170,7 +173,7 @@ class Advice:
             f"hf-posenc retrieval{name} --lengths {lengths}{patches}",
             f"hf-posenc sweep{name} {text} --target-length {self.target}{swept}",
         )
-        return commands if self.needed else commands[:1]
+        return () if self.unmeasured else commands if self.needed else commands[:1]
 
 
 def recommend(
@@ -212,12 +215,18 @@ def recommend(
             "This model is patched. Advice is for the checkpoint itself: unpatch_model(model) first, or name the "
             "checkpoint that it was saved from."
         )
+    unmeasured = ""
+    try:
+        check_causal(inner.config, name, "the commands that measure do not take it")
+    except PosencError as error:
+        unmeasured = str(error)
     try:
         tables = select(tables_of(inner), "full", whole=True)
     except NoRotaryError as error:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no rotary embedding, which the advice is about. `hf-posenc inspect {name}` "
-            "finds where its positions come from and names the methods for that; `hf-posenc perplexity` compares them."
+            "finds where its positions come from and names the methods for that"
+            f"{'' if unmeasured else '; `hf-posenc perplexity` compares them'}."
         ) from error
     table = tables[0]
     context = context_of(table, original, argument="original= (--original)")
@@ -225,16 +234,18 @@ def recommend(
     carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled, note=note)
     needed = target_length > carried.reach
     if needed:
-        refuse_local(inner, tables, sample_of(inner))
+        try:
+            refuse_local(inner, tables, sample_of(inner))
+        except PosencError as error:
+            where = "an option of patch_model, and of --patch of the commands that measure"
+            raise UnsupportedModelError(f"{error} That is {where}.") from error
     beside = _beside(carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.start(compose=compose), compose=compose)
     beside_attention = _length(carried.reach, original)
     if carried.rope_type == "longrope":
         beside_attention["compose"] = True  # one of its two lists
-    replaced: dict[str, Any] = {}
-    if carried.scaled:
-        replaced = {"replace": True, **_length(carried.original, original)}
+    replaced = {"replace": True, **_length(carried.original, original)} if carried.scaled else {}
     start = Start(spec, target_length, beside, carried.reach, beside_attention, replaced)
     kinds = [kind for kind in METHODS if kind.for_rotary and kind.for_causal and needed]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
@@ -248,6 +259,7 @@ def recommend(
         carried=carried,
         beside=beside,
         start=start.original,
+        unmeasured=unmeasured,
         cache=cache_cost(inner, target_length, dtype),
         options=tuple(rank(options, start.factor)),
     )
@@ -366,7 +378,9 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     kind, original, reach = carried.rope_type, carried.original, carried.reach
     by = f", by rope_type {kind} from {original:,}" if carried.scaled else ""
     unneeded = "" if advice.needed else f": {target:,} need no patch"
-    yield "checkpoint", f"{reach:,} tokens by its config{by}{unneeded}."
+    given = "original_max_position_embeddings" in advice.beside
+    named = "the given length" if given else "its config"
+    yield "checkpoint", f"{reach:,} tokens by {named}{by}{unneeded}."
     unknown = "unknown: this model does not run without its weights."
     yield "cache", unknown if advice.cache is None else str(advice.cache)
     if carried.note:
@@ -436,6 +450,7 @@ def next_steps(advice: Advice) -> Iterator[str]:
     if advice.best:
         yield f"In Python: {advice.best[0].call}"
     yield from (f"Next: {command}" for command in advice.commands())
+    yield from [advice.unmeasured] * bool(advice.unmeasured)
 
 
 def _untried(option: Option) -> bool:

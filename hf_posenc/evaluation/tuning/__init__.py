@@ -143,7 +143,10 @@ class Rung(abc.ABC, Generic[ResultT]):
 def tried(
     model: nn.Module, candidates: Sequence[tuple[Candidate, bool]], original: int | None = None
 ) -> list[tuple[Candidate, bool]]:
-    """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number."""
+    """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number.
+
+    A control that is a method reads as many tokens as truncation, which follows the options of the others.
+    """
     checked, errors = [], []
     for candidate, control in candidates:
         try:
@@ -154,7 +157,17 @@ def tried(
     controls = [control for _, control in candidates]
     if errors and len(errors) == controls.count(False):
         raise errors[0]
-    return list(zip(agreed(model, checked, original), controls, strict=True))
+    checked = agreed(model, checked, original)
+    window = next(each.original for each in checked if each.truncates)
+    for index in (n for n, each in enumerate(checked) if controls[n] and each.parts):
+        # a long list of its own is scaled by compose=True alone
+        for compose in ({}, {"compose": True}) if checked[index].original != window else ():
+            beside = {"original_max_position_embeddings": window, **compose}
+            with contextlib.suppress(PosencError):
+                own = Candidate.of(checked[index].parts, beside, checked[index].label)
+                checked[index] = own.checked(model)
+                break
+    return list(zip(checked, controls, strict=True))
 
 
 def prepared(

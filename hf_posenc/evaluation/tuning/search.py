@@ -68,12 +68,8 @@ class Genome:
     def candidate(self, scale: float, short_texts: str) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
         factors = list(self.factors)
-        options: dict[str, Any] = {
-            "short_factor": factors,
-            "long_factor": factors,
-            "scale": scale,
-            "attention_factor": self.attention_factor,
-        }
+        options: dict[str, Any] = {"short_factor": factors, "long_factor": factors, "scale": scale}
+        options["attention_factor"] = self.attention_factor
         if short_texts == "native":
             options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
         return Candidate.of([Part("longrope", options)], {}, LABEL)
@@ -121,9 +117,8 @@ def evolve(
     for index in range(population - len(batch)):
         add("mutation", mutated(parents[index % len(parents)], scale, random, seen))
     while batch:
-        for (kind, genome), value in zip(
-            batch, score([genome for _, genome in batch]), strict=True
-        ):
+        values = score([genome for _, genome in batch])
+        for (kind, genome), value in zip(batch, values, strict=True):
             steps.append(Step(kind, genome, value if math.isfinite(value) else math.inf))
         # sorted is stable: the older of two equals is kept
         ranked = sorted(steps, key=lambda step: step.score)
@@ -223,7 +218,9 @@ def rope_of(model: nn.Module) -> RopeSpec:
             "This checkpoint is already scaled, by its config or a saved patch, and a search starts from an unscaled "
             "one. If by its config, `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
         )
-    specs = [read_spec(each, context_of(each, None).original, compose=False) for each in tables]
+    named = "max_position_embeddings in config.json"  # no option names it
+    lengths = [context_of(each, argument=named).original for each in tables]
+    specs = [read_spec(*each, compose=False) for each in zip(tables, lengths, strict=True)]
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(
             f"This model has rotary tables of different sizes ({', '.join(str(s.dim // 2) for s in specs)} pairs): one "

@@ -20,13 +20,7 @@ from torch import nn
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Field, Grid, MethodEntry, failure_field, number, number_range
 from hf_posenc.evaluation.measuring import identity
-from hf_posenc.evaluation.measuring.candidates import (
-    TRUNCATION,
-    UNPATCHED,
-    Candidate,
-    crossed,
-    original_length,
-)
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate, crossed
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     FEW_NOTE,
@@ -520,7 +514,7 @@ def prepare_sweep(
     """Check the methods on the model, and read documents of at least the target length; `about` as for `prepared`."""
     methods = options.methods or SWEEP_METHODS
     candidates = tried(model, crossed(methods, options.scales or (2.0,)))
-    original = original_length(model, [candidate for candidate, _ in candidates])
+    original = next(candidate.original for candidate, _ in candidates if candidate.truncates)
     whole = prepared(model, tokenizer, source, options, original, embedded_limit=20, **about)
     if options.scales is None:
         read, target = whole.settings.lengths

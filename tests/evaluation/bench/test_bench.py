@@ -218,6 +218,8 @@ def test_the_suites_are_what_they_say() -> None:
         assert [c.label for c in candidates[:2]] == ["none", "truncation"]
         assert all(get_task(name) for name in suite.tasks)
         assert suite.rounds >= 3
+    given = ("truncation", "yarn:original_max_position_embeddings=32")
+    assert work(model, lengths=None, methods=given).perplexity.settings.lengths == (32, 64)
     assert SUITES["quick"].documents == 10
     assert SUITES["full"].documents >= 20
     with pytest.raises(PosencError, match=r"Unknown suite 'ful'.*Did you mean 'full'"):

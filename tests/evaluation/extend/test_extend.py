@@ -24,12 +24,14 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.extend import ExtendJob, Plan, depths, extend, prepare
 from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.measuring import execute
+from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.options import ExtendOptions, SweepOptions, duration, read_duration
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
 from hf_posenc.evaluation.recommend import Advice, recommend
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.tuning import Course
+from hf_posenc.evaluation.tuning.search import rope_of
 from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 from tests.support import zoo
 from tests.support.commands import invoke, succeeded
@@ -199,11 +201,14 @@ def test_a_target_that_needs_no_extension_or_cannot_be_judged_is_refused(
         job_of(tiny(**config), target_length=target)
 
 
-def test_a_patched_model_is_refused() -> None:
+def test_a_patched_model_is_refused_and_one_without_a_length() -> None:
     model = patch_model(tiny(), "yarn", scale=2)
     with pytest.raises(PosencError, match="is extended already: it carries a saved patch"):
         job_of(model)
     assert get_patch(model) is not None
+    for refuses in (job_of, rope_of):
+        with pytest.raises(PosencError, match=r"Give max_position_embeddings in config\.json, the"):
+            refuses(zoo.build("recurrent_gemma"))
 
 
 @pytest.mark.usefixtures("advised")
@@ -235,9 +240,8 @@ def test_another_model_in_a_folder_stays(job: ExtendJob, planted: Planted, tmp_p
 
 @pytest.mark.parametrize("budget", [5, 8, 11, 100])
 def test_the_plan_fits_the_budget_and_says_what_it_leaves_out(
-    budget: int, job: ExtendJob, monkeypatch: pytest.MonkeyPatch
+    budget: int, job: ExtendJob, planted: Planted
 ) -> None:
-    Planted().install(monkeypatch)
     small = with_budget(job, budget)
     plan, rate = fitted(small), 1e-4
     assert plan.tokens * rate <= budget
@@ -255,8 +259,8 @@ def test_the_plan_fits_the_budget_and_says_what_it_leaves_out(
         assert "documents" in left[0]
 
 
-def test_a_larger_budget_never_takes_less(job: ExtendJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    Planted().install(monkeypatch)
+@pytest.mark.usefixtures("planted")
+def test_a_larger_budget_never_takes_less(job: ExtendJob) -> None:
     plans = [fitted(job, budget) for budget in (5, 6, 7, 8, 9, 11, 100)]
     kept = [(min(plan.documents, 10), plan.each, plan.samples) for plan in plans]
     assert kept == sorted(kept)
@@ -304,6 +308,9 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     card = (tmp_path / "README.md").read_text()
     assert result.lines()[1] in card
     assert "| vllm | yes: hf-posenc export PATH --to vllm |" in card
+    far = Candidate.parse("ntk:scale=9").checked(job.whole.model)  # the least scale that reaches
+    job._save(result, far, tmp_path / "ntk")
+    assert "names 576 tokens, by the method's scale; only 512 are" in result.remarks[-1]
 
 
 def losing_to(control: str, ratio: float = 0.03) -> Loss:

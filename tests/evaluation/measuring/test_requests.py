@@ -53,6 +53,11 @@ def test_which_methods_scale_automatically() -> None:
     for given in ("self_extend:group=4", "leaky_rerope:k=8", "self_extend:scale=4", "dynamic_ntk"):
         assert not Candidate.parse(given).auto_scale, given
     assert Candidate.parse("self_extend:window=16").auto_scale
+    # beside a scale that is required, one that can be left out is left out
+    yarn, extend = Candidate.parse("yarn+self_extend").parts
+    assert (yarn.auto, extend.auto) == (True, False)
+    assert Candidate.parse("self_extend+log_n").parts[0].auto
+    assert not Candidate.parse("yarn:scale=4+self_extend").auto_scale
 
 
 @pytest.mark.parametrize(
@@ -73,13 +78,6 @@ def test_what_is_asked_for(spec: str, label: str, method: Any, options: dict[str
     request = Candidate.parse(spec)
     assert request.label == label
     assert request.arguments(4.0) == (method, options)
-
-
-def test_in_a_composition_a_scale_that_can_be_left_out_is_left_out_beside_one_that_cannot() -> None:
-    yarn, extend = Candidate.parse("yarn+self_extend").parts
-    assert (yarn.auto, extend.auto) == (True, False)
-    assert Candidate.parse("self_extend+log_n").parts[0].auto
-    assert not Candidate.parse("yarn:scale=4+self_extend").auto_scale
 
 
 @pytest.mark.parametrize("name", [m.name for m in METHODS if issubclass(m, LengthDependent)])

@@ -42,6 +42,8 @@ def test_perplexity_weighs_tokens_and_not_documents() -> None:
         assert cell.perplexity != pytest.approx(mean_of_means)
     assert (cell.tokens, cell.bytes, cell.documents) == (110, 200, 2)
     assert cell.bits_per_byte == pytest.approx(310 / math.log(2) / 200)
+    (cell,) = summarize(records("none", [(10.0, 5), (12.0, 5)], size=None))  # of unknown bytes
+    assert (cell.bits_per_byte, cell.bytes) == (None, None)
 
 
 def test_each_document_or_another_base_or_each_word() -> None:
@@ -217,18 +219,9 @@ def test_an_empty_cell_ends_no_table() -> None:
     assert cells[1].ratio == pytest.approx(math.exp(mean))
     expected = (math.exp(mean - half), math.exp(mean + half))
     assert cells[1].ratio_interval == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_baseline_that_failed_is_not_replaced_by_the_next_method() -> None:
     rows = records("yarn", [(10.0, 5), (12.0, 5)]) + records("pi", [(11.0, 5), (12.0, 5)])
     assert [cell.ratio for cell in summarize(rows, baseline="none")] == [None, None]
     assert summarize(rows, baseline="pi")[1].ratio == 1
-
-
-def test_bytes_that_are_not_known_give_no_bits_per_byte() -> None:
-    (cell,) = summarize(records("none", [(10.0, 5), (12.0, 5)], size=None))
-    assert cell.bits_per_byte is None
-    assert cell.bytes is None
 
 
 @pytest.mark.parametrize(("nats", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (5e6, "inf")])

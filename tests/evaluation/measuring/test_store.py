@@ -194,6 +194,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
         monkeypatch.setenv(name, value)
 
 
+UNSET = "unset both, or pass --shard"
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "expected"),
     [
@@ -201,31 +204,21 @@ def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
         ("2/8", {"RANK": "0", "WORLD_SIZE": "4"}, Shard(1, 8)),
         (None, {"RANK": "3", "WORLD_SIZE": "4"}, Shard(3, 4, launched=True)),
         (None, {"SLURM_ARRAY_TASK_ID": "3"}, Shard()),  # tasks may measure different things
-    ],
-)
-def test_a_process_knows_its_place(
-    given: str | None, environment: dict[str, str], expected: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _environment(monkeypatch, **environment)
-    assert current_shard(given) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "environment", "reason"),
-    [
         *((text, {}, "--shard") for text in ("0/2", "3/2", "1", "a/b", "1/0", "-1/2")),
-        (None, {"WORLD_SIZE": "2"}, "unset both, or pass --shard"),
-        *(
-            (None, {"WORLD_SIZE": world, "RANK": rank}, "unset both, or pass --shard")
-            for world, rank in (("2", "5"), ("2", "a"), ("many", "0"))
-        ),
+        (None, {"WORLD_SIZE": "2"}, UNSET),
+        (None, {"WORLD_SIZE": "2", "RANK": "5"}, UNSET),
+        (None, {"WORLD_SIZE": "2", "RANK": "a"}, UNSET),
+        (None, {"WORLD_SIZE": "many", "RANK": "0"}, UNSET),
     ],
 )
-def test_a_place_that_does_not_exist(
-    given: str | None, environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_a_process_knows_its_place_if_it_exists(
+    given: str | None, environment: dict[str, str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _environment(monkeypatch, **environment)
-    with pytest.raises(PosencError, match=reason):
+    if isinstance(expected, Shard):
+        assert current_shard(given) == expected
+        return
+    with pytest.raises(PosencError, match=expected):
         current_shard(given)
 
 

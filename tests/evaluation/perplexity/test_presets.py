@@ -254,13 +254,15 @@ def test_windows_by_hand(options: dict[str, Any], special: int, want: list[Any])
     assert [(w.begin, w.end, w.special, s.first, s.stop) for w in windows for s in w.spans] == want
 
 
-STREAM, PREFIX = "the documents as one stream", "the first L tokens of each document"
+EACH = "of each document"
+STREAM, PREFIX = "the documents as one stream", f"the first L tokens {EACH}"
 READ = "tokens of each document, read with the L tokens that end there"
 WINDOWS = (
     "windows of L tokens, 8 apart; each scores the tokens that the one before it did not reach; "
     "up to 2 evenly spaced windows of each document, the first one left out"
 )
 ALIKE = "every window weighs the same, however many tokens it scores"
+APART = "windows of L tokens 256 apart; all tokens of every window"
 LONGPPL = {"protocols": ("longppl",), "aggregate": "windows", "evaluator": {}}
 
 
@@ -268,18 +270,10 @@ LONGPPL = {"protocols": ("longppl",), "aggregate": "windows", "evaluator": {}}
     ("options", "protocol", "definition"),
     [
         ({"tail_tokens": 9}, "tail", f"the same last 9 {READ}"),
-        (
-            {"windows_per_document": 1},
-            "tail",
-            f"the same last 8 {READ}; one window of each document",
-        ),
+        ({"windows_per_document": 1}, "tail", f"the same last 8 {READ}; one window {EACH}"),
         ({"windows_per_document": 3}, "prefix", PREFIX),
         ({**SLIDING, "windows_per_document": 2, "joined": True}, "sliding", f"{WINDOWS}; {STREAM}"),
-        (
-            {"protocols": ("stream",), "joined": True},
-            "stream",
-            f"{STREAM}, windows of L tokens 256 apart; all tokens of every window",
-        ),
+        ({"protocols": ("stream",), "joined": True}, "stream", f"{STREAM}, {APART}"),
         ({"aggregate": "windows"}, "prefix", f"{PREFIX}; {ALIKE}"),
         (LONGPPL, "longppl", f"the key tokens of {PREFIX}, those that need far context (LongPPL)"),
     ],
@@ -316,7 +310,11 @@ def test_tails_score_every_token_once(tokens: int, windows: int, tail: int, spec
     assert all(window.begin >= 0 for window in made)
 
 
-def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> None:
+def test_default_lengths_follow_the_model_and_tails_the_shortest_length() -> None:
+    assert default_lengths(256) == (256, 512, 1024, 2048, 4096)
+    assert default_lengths(4096) == (4096, 8192, 16384)
+    with pytest.raises(PosencError, match="give --lengths"):
+        default_lengths(None)
     assert make((256, 512)).tail_tokens == 128
     assert make((4096, 8192)).tail_tokens == 1024
     assert make((17, 64)).tail_tokens == 8
@@ -389,13 +387,6 @@ def test_lengths_as_text(text: str, lengths: tuple[int, ...] | str) -> None:
         return
     with pytest.raises(PosencError, match=lengths):
         parse_lengths(text)
-
-
-def test_default_lengths_follow_the_model() -> None:
-    assert default_lengths(256) == (256, 512, 1024, 2048, 4096)
-    assert default_lengths(4096) == (4096, 8192, 16384)
-    with pytest.raises(PosencError, match="give --lengths"):
-        default_lengths(None)
 
 
 @pytest.mark.parametrize("protocol", ["prefix", "tail", "sliding", "disjoint", "longppl", "stream"])

@@ -229,6 +229,13 @@ def test_notes_and_guide() -> None:
     notes = str(example(CURVES))
     assert "6 documents, 1 skipped" in notes
     assert "are read" not in notes
+    empty: dict[str, Any] = {"tokens": 0, "nats": 0.0, "weighted": 0.0, "weight": 0.0}
+    own = [
+        dataclasses.replace(r, **(empty if r.protocol == "prefix" and r.document > "d3" else {}))
+        for r in example(CURVES).records
+    ]
+    noted = list(dataclasses.replace(example(CURVES), records=own).notes())
+    assert any(note.startswith("prefix: Too few documents for ranges") for note in noted)
     book = dataclasses.replace(example(CURVES), documents=[{"name": "book", "tokens": 5000}])
     assert "2,048 of 5,000 tokens are read, at both ends of each text." in " ".join(book.notes())
     assert "(auto): scale = length / 256" in notes

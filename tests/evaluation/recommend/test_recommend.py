@@ -22,7 +22,15 @@ from hf_posenc.embedded import model_path
 from hf_posenc.evaluation import recommend as room
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.perplexity.protocols import AGGREGATES, PROTOCOLS
-from hf_posenc.evaluation.recommend import Advice, cache_cost, facts, notes, recommend, table
+from hf_posenc.evaluation.recommend import (
+    Advice,
+    cache_cost,
+    facts,
+    next_steps,
+    notes,
+    recommend,
+    table,
+)
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     FINE_TUNED,
@@ -120,19 +128,19 @@ def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
     assert 4096 < met < 16384
 
 
-def test_every_method_is_judged_once(advice: Advice) -> None:
+def test_every_method_is_judged_once_and_ranked(advice: Advice) -> None:
     judged = [m.name for m in METHODS if m.for_rotary and m.for_causal]
     assert sorted(by_name(advice)) == sorted(judged)
     assert all(option.trial or option.options is None for option in advice.options)
-
-
-def test_the_ranking(advice: Advice) -> None:
     names = [option.method for option in advice.options]
     assert names[0] == "yarn"
     assert names.index("yarn") < names.index("dual_chunk") < names.index("ntk")
     assert names.index("ntk") < names.index("pi") < names.index("sliding_window")
     assert names.index("sliding_window") < names.index("string")  # which does not reach
     assert names.index("string") < names.index("alibi")
+    reasons = {option.method: option.reason for option in advice.options}
+    assert "collapse" in reasons["sliding_window"]  # which lacks the first tokens
+    assert "collapse" not in reasons["attention_sinks"] + reasons["lm_infinite"]
 
 
 def test_the_table_has_every_method_once_and_its_class_at_the_first(advice: Advice) -> None:
@@ -148,12 +156,6 @@ def test_the_table_has_every_method_once_and_its_class_at_the_first(advice: Advi
     kinds = [by_name(advice)[spec].kind for spec in specs[3:]]
     assert kinds == ["frequencies", "frequencies", "attention", "attention"]
     assert "ntk" not in specs  # a published table has it break at this factor
-
-
-def test_windows_are_said_to_lack_the_first_tokens(advice: Advice) -> None:
-    reasons = {option.method: option.reason for option in advice.options}
-    assert "collapse" in reasons["sliding_window"]
-    assert "collapse" not in reasons["attention_sinks"] + reasons["lm_infinite"]
 
 
 def test_evidence_names_its_factor_and_its_end(advice: Advice, only: Callable[..., None]) -> None:
@@ -274,7 +276,8 @@ def test_a_moving_table_is_named_and_its_long_list_scaled(only: Callable[..., No
     encoder = recommend(zoo.build("eurobert", **config), TRAINED * 2)
     assert "change past" in encoder.carried.note
     assert "patch_model" not in encoder.carried.note  # its text is read in both directions
-    assert encoder.commands()[0].endswith("--patch none")
+    assert not encoder.commands()
+    assert "is not a causal language model: the commands that" in [*next_steps(encoder)][-1]
     advice = recommend(zoo.build("llama", **config), TRAINED * 8)
     assert advice.beside == {"compose": True}
     found = by_name(advice)
@@ -319,6 +322,8 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
     only(*kinds)
     advice = recommend(llama(), TRAINED * 2, original=half)
     assert advice.factor == 4
+    assert dict(facts(advice))["checkpoint"] == "32 tokens by the given length."
+    assert all(f"--patch {option.spec}" in advice.commands()[-1] for option in advice.first)
     for method in kinds:
         options: Any = by_name(advice)[method].options
         assert options["original_max_position_embeddings"] == half
@@ -356,15 +361,17 @@ def test_what_the_architecture_does_not_take(only: Callable[..., None]) -> None:
 def test_a_model_whose_full_layers_do_not_rotate_needs_no_patch(device: str) -> None:
     model: Any = zoo.build("cohere2")
     model.to(device)
-    with pytest.raises(PosencError, match="need no patch, or log_n unless"):
+    message = 'need no patch, or log_n unless .* Pass layers="all" .* an option of patch_model'
+    with pytest.raises(PosencError, match=message):
         recommend(model, TRAINED * 4)
     assert not recommend(model, TRAINED).needed
 
 
 def test_refusals(live: Any) -> None:
-    message = r"has no rotary embedding.* `hf-posenc inspect bloom-7b`"
-    with pytest.raises(PosencError, match=message):
-        recommend(on_meta(zoo.tiny_config("bloom")), 1000, name="bloom-7b")
+    message = r"has no rotary embedding.* `hf-posenc inspect own` .* for that"
+    for kind, end in (("bloom", "; `hf-posenc perplexity` compares them."), ("t5", ".")):
+        with pytest.raises(PosencError, match=f"{message}{re.escape(end)}$"):
+            recommend(zoo.build(kind), 1000, name="own")
     with pytest.raises(PosencError, match="number of tokens"):
         recommend(live, 0)
     with patched(live, "yarn", scale=2), pytest.raises(PosencError, match="unpatch_model"):

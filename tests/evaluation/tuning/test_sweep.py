@@ -324,13 +324,33 @@ def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
     assert "Rounds: 8 on 2 documents; 4 on 4 documents; 2 on 6 documents." in page
 
 
-def test_default_scales_reach_the_target_from_the_original_length_of_the_options() -> None:
-    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0}
-    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    model = zoo.build("llama", vocab_size=VOCABULARY, rope_parameters=scaled)
-    specs = ("yarn:replace=true", "yarn:compose=true")
-    options = SweepOptions(methods=specs, target_length=128, limit=2)
+SCALED: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0}
+OF: dict[str, Any] = {"original_max_position_embeddings": 16}
+LLAMA3 = {**OF, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LISTS = {**OF, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+GIVEN = "original_max_position_embeddings=32"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "specs", "window", "scales"),
+    [
+        (LLAMA3, "yarn:replace=true yarn:compose=true", 64, [8, 16, 2, 4]),  # 16 and 64 tokens
+        (LLAMA3, f"yarn:compose=true,{GIVEN}", 32, [4, 8]),
+        ({}, f"yarn:{GIVEN} pi", 32, [4, 8, 2, 4]),
+        (LISTS, "yarn:compose=true", 64, [2, 4]),
+        ({"rope_type": "linear"}, f"pi:compose=true,{GIVEN}", 32, [4, 8]),  # two readings
+    ],
+)
+def test_scales_and_controls_start_from_the_original_length_of_the_options(
+    scaling: dict[str, Any], specs: str, window: int, scales: list[float]
+) -> None:
+    rope = {"rope_parameters": {**SCALED, **scaling}} if scaling else {}
+    model = zoo.build("llama", vocab_size=VOCABULARY, **rope)
+    options = SweepOptions(methods=specs.split(), target_length=128, limit=2)
     texts = [prose(200, seed) for seed in range(2)]
     job = prepare_sweep(model, byte_tokenizer(), Source.of(texts), options)
-    scales = [c.parts[0].options["scale"] for c, control in job.candidates if not control]
-    assert scales == [8, 16, 2, 4]  # of 16 tokens, and of the 64 that llama3 reaches
+    racers = [candidate for candidate, control in job.candidates if not control]
+    assert [each.parts[0].options["scale"] for each in racers] == scales
+    assert job.settings.lengths == (window, 128)
+    controls = {each.label: each.original for each, control in job.candidates if control}
+    assert controls == {"none": None, "truncation": window, "attention_sinks": window}
